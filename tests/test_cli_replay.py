@@ -10,7 +10,12 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_shard.cli import main
-from tests.examples.commands import REPOSITORY, ignore_upstream_warnings, set_arguments
+from tests.examples.commands import (
+    REPOSITORY,
+    ignore_upstream_warnings,
+    run_command,
+    set_arguments,
+)
 
 pytestmark = ignore_upstream_warnings
 CONFIG = REPOSITORY / "configs" / "gpt_zero3.yaml"
@@ -47,23 +52,30 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Command:
     return Command(monkeypatch)
 
 
+def _recording(folder: Path, backend: str, **options: Any) -> list[str]:
+    """Return the arguments of a fit that is recorded into a folder."""
+    recorder = {
+        "class_path": "lightning_shard.replay.RecordSteps",
+        "init_args": {"folder": str(folder), **options},
+    }
+    return [
+        f"--trainer.strategy.init_args.backend={backend}",
+        "--trainer.max_steps=3",
+        f"--trainer.callbacks={json.dumps([STUMBLING, recorder])}",
+    ]
+
+
 @pytest.fixture
 def step(command: Command, tmp_path: Path) -> str:
     """The folder of a recorded step."""
-    recorder = {
-        "class_path": "lightning_shard.replay.RecordSteps",
-        "init_args": {"folder": str(tmp_path)},
-    }
     with pytest.raises(ValueError, match="stumbled"):
         command(
             "fit",
-            "--trainer.strategy.init_args.backend=in_process",
-            "--trainer.max_steps=3",
+            *_recording(tmp_path, "in_process"),
             f"--trainer.default_root_dir={tmp_path}",
             "--trainer.logger=false",
             "--trainer.enable_checkpointing=false",
             "--trainer.enable_progress_bar=false",
-            f"--trainer.callbacks={json.dumps([STUMBLING, recorder])}",
         )
     return str(tmp_path / "step-00000001")
 
@@ -113,3 +125,27 @@ def test_a_missing_record_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert "lightning-shard: CheckpointError:" in error
     assert "Traceback" not in error
+
+
+def test_one_rank_of_a_record_without_results_is_refused(
+    command: Command, step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("replay", step, "--trainer.callbacks=[]", "--rank=1") == 2
+    assert "has no results of collectives, without which rank 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_one_rank_of_processes_is_taken_alone(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(CONFIG), *MODEL, *_recording(tmp_path, "gloo", results=True)]
+    done = run_command(tmp_path, "fit", *arguments)
+    step = tmp_path / "step-00000001"
+    assert f"lightning-shard replay {step}" in done.stdout + done.stderr
+    (step / "rank-00000.pt").unlink()
+    capsys.readouterr()
+    stumbling = f"--trainer.callbacks={json.dumps([STUMBLING])}"
+    assert command("replay", str(step), stumbling, "--rank=1") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("step 1 of zero3 on 2 ranks, rank 1 alone: REPRODUCED, bit for bit")
+    assert "rank 1: ValueError: stumbled" in printed

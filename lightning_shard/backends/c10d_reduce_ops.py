@@ -35,6 +35,11 @@ _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 _BOOL_FOLDS = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND"}
 
 
+def fold_of(op: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function that adds a part to a total, which it may write, in their own format."""
+    return _FOLDS[op_name(op)]
+
+
 def reduce_tensors(tensors: Sequence[Tensor], op: Any = ReduceOp.SUM) -> Tensor:
     """Reduce one tensor of each rank, in rank order.
 

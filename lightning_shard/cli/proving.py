@@ -48,6 +48,7 @@ class ProveCLI(CLIWithoutTrainer):
         add("--steps", type=int, default=3, help="Optimizer steps to compare.")
         add("--precision", type=str, default="32-true", help="Precision; float64 decides.")
         add("--shrink", type=int | None, default=None, help="Blocks to keep of each list.")
+        add("--narrow", type=int | None, default=None, help="Number that divides widths.")
         add("--no-dropout", action="store_true", help="Compare with dropout off.")
         add("--json", action="store_true", help="Print JSON, for scripts.")
 
@@ -64,6 +65,7 @@ class ProveCLI(CLIWithoutTrainer):
             precision=self.config.precision,
             dropout=not self.config.no_dropout,
             shrink=self.config.shrink,
+            narrow=self.config.narrow,
             trainer_options={**options, "callbacks": self.training_callbacks},
         )
 

@@ -2,6 +2,7 @@
 
     lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml
     lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml --pdb
+    lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml --rank 2
 
 Model, strategy and the callbacks that change what is trained come from the configuration of the
 fit that was recorded; batches and state come from the record. The exit code is 0 for reproduced,
@@ -34,6 +35,7 @@ class ReplayCLI(CLIWithoutTrainer):
         super().add_arguments_to_parser(parser)
         add = parser.add_argument
         add("folder", type=str, metavar="DIR", help="Folder of the recorded step.")
+        add("--rank", type=int | None, default=None, help="The one rank to take, alone.")
         add("--trust", action="store_true", help="Make classes of user code in the files.")
         add("--pdb", action="store_true", help="Look at the error in pdb, where it was raised.")
         add("--json", action="store_true", help="Print JSON, for scripts.")
@@ -46,6 +48,7 @@ class ReplayCLI(CLIWithoutTrainer):
             self.model,
             strategy=None if strategy == "auto" else strategy,
             callbacks=self.training_callbacks,
+            rank=self.config.rank,
             trust=self.config.trust,
         )
 
@@ -69,7 +72,8 @@ def _run() -> int:
 
 def _print(found: Replayed) -> None:
     console = Console(highlight=False)
-    head = Text(f"step {found.step} of {found.strategy} on {found.num_ranks} ranks: ")
+    who = "" if found.rank is None else f", rank {found.rank} alone"
+    head = Text(f"step {found.step} of {found.strategy} on {found.num_ranks} ranks{who}: ")
     colour = "green" if found.outcome == "reproduced" else "red"
     head.append(found.outcome.upper(), style=f"bold {colour}")
     head.append(", bit for bit" if found.is_bitwise else ", with other bits")

@@ -445,6 +445,17 @@ class DataParallelEngine:
         if self._unsharder is not None:
             self._unsharder.remove()
 
+    def learnt_orders(self) -> tuple[list[int], list[int]]:
+        """Return in which orders gradients are reduced and units are unsharded ahead, as learnt."""
+        visited = [] if self._unsharder is None else self._unsharder.visited
+        return self.reducer.learnt_order, visited
+
+    def follow_orders(self, reduced: Sequence[int], visited: Sequence[int]) -> None:
+        """Take the orders that another engine of the same model has learnt, on each rank."""
+        self.reducer.follow(reduced)
+        if self._unsharder is not None:
+            self._unsharder.follow(visited)
+
     def _on_all_ranks(self, numbers: set[int]) -> set[int]:
         return set.intersection(*self.collectives.all_gather_object(numbers))
 

@@ -236,6 +236,16 @@ class Reducer:
             self.usage.check_equal()
         self.reduce_owed()
 
+    @property
+    def learnt_order(self) -> list[int]:
+        """Positions of the buffers in the order of their reduction; empty before it is learnt."""
+        return list(self._order) if self._order_is_learned else []
+
+    def follow(self, order: Sequence[int]) -> None:
+        """Reduce in an order that another reducer of the same model has learnt, on each rank."""
+        if order:
+            self._order, self._order_is_learned = list(order), True
+
     def _learn_order(self) -> None:
         if self._order_is_learned or not self._synchronize:
             return

@@ -303,6 +303,16 @@ class Unsharder:
         if self._in_step:
             self.unshard_root_units()
 
+    @property
+    def visited(self) -> list[int]:
+        """Numbers of the units in the order that the next step is expected to visit them in."""
+        order = list(self._trace) or [*self._next, *list(self._next.values())[-1:]]
+        return [self._units.index(unit) for unit in order]
+
+    def follow(self, visited: Sequence[int]) -> None:
+        """Expect an order that another unsharder of the same model has seen, on each rank."""
+        self._trace = dict.fromkeys(self._units[number] for number in visited)
+
     def _follow_trace(self) -> None:
         """Expect the next step to visit the units in the order of the last one."""
         if self._trace:

@@ -80,20 +80,7 @@ def halves(batch: Any) -> list[Any]:
     if len(sizes) != 1 or (size := sizes.pop()) < 2:
         return [batch]
     cuts = [(0, size // 2), (size // 2, size // 2 * 2)]
-    return [_rows(batch, first, stop) for first, stop in cuts]
-
-
-def _rows(value: Any, first: int, stop: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[first:stop].clone() if value.ndim else value
-    if isinstance(value, Mapping):
-        return _like(value, {key: _rows(one, first, stop) for key, one in value.items()})
-    if isinstance(value, list | tuple):
-        if value and all(isinstance(one, str | bytes) for one in value):
-            return value[first:stop]
-        parts = [_rows(one, first, stop) for one in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+    return [_picked(batch, list(range(first, stop))) for first, stop in cuts]
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
@@ -135,3 +122,27 @@ def num_repeats(batches: Sequence[Any]) -> int:
     """Return how many samples of one device's batches came before."""
     counts = Counter(sample for batch in batches for sample in samples_of(batch))
     return sum(count - 1 for count in counts.values())
+
+
+def reordered(batch: Any, order: Callable[[int], list[int]]) -> Any:
+    """Return a batch's samples in another order; the batch itself where they cannot be told.
+
+    Args:
+        batch: The batch.
+        order: Gives for a number of samples their places in the new order.
+    """
+    sizes = {one.shape[0] for one in tensors_of(batch) if one.ndim > 0}
+    return batch if len(sizes) != 1 else _picked(batch, order(sizes.pop()))
+
+
+def _picked(value: Any, places: list[int]) -> Any:
+    if isinstance(value, Tensor):
+        return value[places] if value.ndim else value
+    if isinstance(value, Mapping):
+        return _like(value, {key: _picked(one, places) for key, one in value.items()})
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(one, str | bytes) for one in value):
+            return type(value)(value[place] for place in places if place < len(value))
+        parts = [_picked(one, places) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

@@ -5,6 +5,7 @@
     does one device's loss of a batch follow from its parts' losses? sum, unequal counts, batch
     do ranks compute otherwise what one device is given as well?    rank, number of ranks
     is it gone without a hook, a callback, with shard_ddp?          edits, matrices
+    does one device's gradient follow from its parts' gradients?    batch
 
 Each changes one thing and runs again; nothing is guessed from names.
 """
@@ -13,23 +14,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from lightning_shard.errors import ShardError
 from lightning_shard.proving import changes
-from lightning_shard.proving.comparison import compare
 from lightning_shard.proving.laboratory import Laboratory
-from lightning_shard.proving.loss_causes import cause_in_loss
-from lightning_shard.proving.records import Place
+from lightning_shard.proving.loss_causes import cause_in_gradient, cause_in_loss
+from lightning_shard.proving.random_causes import cause_in_random_numbers
+from lightning_shard.proving.records import RATE, Place, bare_name, option_of
 from lightning_shard.proving.runs import RunFailedError
 from lightning_shard.proving.update_causes import cause_in_update
-from lightning_shard.proving.verdict import Cause
+from lightning_shard.proving.verdict import Cause, CauseName
 
 Experiment = Callable[[Laboratory], Cause | None]
 
 
 def find_cause(lab: Laboratory) -> Cause:
     """Return why the ranks differ; experiments that fail say nothing."""
-    for experiment in (_randomness, _batch_norm, cause_in_loss, _edits, cause_in_update):
+    for experiment in _EXPERIMENTS:
         try:
             found = experiment(lab)
         except (RunFailedError, ShardError):
@@ -44,61 +46,6 @@ def find_cause(lab: Laboratory) -> Cause:
         advice="look at the tensor that is named above, on that rank; "
         "strategy='shard_ddp' is the simplest case to compare with",
     )
-
-
-def _randomness(lab: Laboratory) -> Cause | None:
-    moved = _first_random(lab)
-    if moved is None:
-        return None
-    names = changes.dropouts_of(lab.subject.module)
-    told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
-    advice = (
-        "it is no mistake: ranks draw for different samples, and so do steps. To compare the rest, "
-        "prove with dropout off (dropout=False, --no-dropout)"
-    )
-    if names and _first_random(lab, changes.without_dropout) is None:
-        return Cause(
-            name="dropout",
-            because=f"dropout in {told}: each rank drops other elements than one device does",
-            evidence="one device differs from itself with another seed, and does not with p=0"
-            + _rest(lab, changes.without_dropout),
-            advice=advice,
-        )
-    if _first_random(lab, changes.still) is None:
-        return Cause(
-            name="dropout",
-            because=f"dropout that {moved} calls as a function, or something like it: each rank "
-            "drops other elements than one device does",
-            evidence="one device differs from itself with another seed, and does not when the "
-            "modules are in evaluation mode" + _rest(lab, changes.still),
-            advice=advice,
-        )
-    return Cause(
-        name="random numbers",
-        because=f"{moved} draws random numbers, other ones on each rank",
-        evidence="one device differs from itself with another seed, in evaluation mode as well",
-        advice="it is no mistake if each sample gets numbers of its own; what all samples share "
-        "(a mask of layers, a permutation) has to be drawn alike on all ranks: from a "
-        "torch.Generator that is seeded with the number of the step",
-    )
-
-
-def _rest(lab: Laboratory, change: changes.Change) -> str:
-    return "; nothing else differs" if lab.vanishes(change) else "; something else differs, too"
-
-
-def _first_random(lab: Laboratory, change: changes.Change | None = None) -> str | None:
-    """Return what differs first between two seeds on one device, in words; None for nothing."""
-    subject = lab.subject
-    one, two = (
-        subject.on_one_device(lab.joined, change=change, seed=subject.seed + more)
-        for more in (0, 1)
-    )
-    first = compare(two, one, lab.tolerance)
-    if not first.differences:
-        return None
-    place = first.differences[0].place
-    return f"the forward of {place.name!r}" if place.kind == "output" else "the step"
 
 
 def _batch_norm(lab: Laboratory) -> Cause | None:
@@ -155,16 +102,33 @@ def _module_hooks(lab: Laboratory) -> Cause | None:
         if not lab.vanishes(changes.without_hook(name)):
             continue
         is_clipping = name == "configure_gradient_clipping"
-        is_rate = lab.first.place.name.startswith("the learning rate")
+        is_rate = option_of(lab.first.place) == RATE
+        named: CauseName = (
+            "clipping" if is_clipping else "learning rate" if is_rate else "module hook"
+        )
+        return _by_what(lab, named, f"the module's {name}", f"without {name}")
+    return None
+
+
+def _by_what(lab: Laboratory, named: CauseName, who: str, without: str) -> Cause:
+    """Return what a hook depends on: a rank's samples, or the number of ranks."""
+    evidence = f"{without} the ranks and one device are equal"
+    because = f"{who} does something else on a rank than on one device: "
+    if lab.are_one_on_same_samples():
         return Cause(
-            name="clipping" if is_clipping else "learning rate" if is_rate else "module hook",
-            because=f"the module's {name} does something else on a rank than on one device: it "
-            "uses what only this rank knows, its loss or its samples",
-            evidence=f"without {name} the ranks and one device are equal",
+            name=named,
+            because=because + "it uses what only this rank knows, its loss or its samples",
+            evidence=evidence + "; with the same samples on all ranks they are, too",
             advice="let all ranks compute from the same numbers: average them first, "
             "self.trainer.strategy.reduce(value, reduce_op='mean')",
         )
-    return None
+    return Cause(
+        name=named,
+        because=because + "it uses the rank, the number of ranks, or a collective call",
+        evidence=evidence + "; with the same samples on all ranks they still differ",
+        advice="leave ranks and sums over them out of it: the strategy has averaged the gradients "
+        "already",
+    )
 
 
 def _callbacks(lab: Laboratory) -> Cause | None:
@@ -172,15 +136,18 @@ def _callbacks(lab: Laboratory) -> Cause | None:
     for at, one in enumerate(callbacks):
         options = changes.without_callback(at, lab.subject.options)
         if lab.vanishes(lambda _: None, subject=replace(lab.subject, options=options)):
-            return Cause(
-                name="callback",
-                because=f"the callback {type(one).__name__} does something else on a rank than on "
-                "one device",
-                evidence="without it the ranks and one device are equal",
-                advice="let it compute from the same numbers on all ranks: average them first, "
-                "trainer.strategy.reduce(value, reduce_op='mean')",
-            )
+            return _by_what(lab, "callback", f"the callback {type(one).__name__}", "without it")
     return None
+
+
+_EXPERIMENTS: tuple[Experiment, ...] = (
+    cause_in_random_numbers,
+    _batch_norm,
+    cause_in_loss,
+    _edits,
+    cause_in_update,
+    cause_in_gradient,
+)
 
 
 def log_cause(lab: Laboratory, place: Place) -> Cause:
@@ -188,6 +155,8 @@ def log_cause(lab: Laboratory, place: Place) -> Cause:
     found = [records[0].values[place][-1].double() for records in lab.ranks.by_data_rank]
     expected = lab.alone.records[0].values[place][-1].double()
     values = torch.stack(found)
+    if bare_name(place.name) not in lab.ranks.records[0].unsynced:
+        return _averaged_log(place.name, values, expected)
     if lab.same(values.mean(0), expected, 1.0):
         evidence = f"the ranks' mean, {float(values.mean()):.6g}, is one device's"
         advice = f"self.log({place.name!r}, ..., sync_dist=True)"
@@ -203,4 +172,17 @@ def log_cause(lab: Laboratory, place: Place) -> Cause:
         "own samples, and what a callback monitors is rank 0's",
         evidence=evidence,
         advice=advice,
+    )
+
+
+def _averaged_log(name: str, values: Tensor, expected: Tensor) -> Cause:
+    return Cause(
+        name="averaged log",
+        because=f"{name!r} is brought together over the ranks, but what they have is not what one "
+        "device makes of all samples: a function of a mean (an exponential, a root, a ratio), a "
+        "sum, or a mean of unequal counts",
+        evidence=f"it is logged with sync_dist=True or as a metric; rank 0 has "
+        f"{float(values[0]):.6g}, one device {float(expected):.6g}",
+        advice="log what is a mean over samples and compute the rest from it afterwards, or log a "
+        "torchmetrics.Metric, which adds up what it needs over the ranks",
     )

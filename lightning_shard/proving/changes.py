@@ -61,10 +61,14 @@ def batch_norms_of(module: nn.Module) -> list[str]:
 
 
 def without_dropout(module: pl.LightningModule) -> None:
-    """Let nothing be dropped."""
+    """Let nothing be dropped: by layers, and by numbers that others drop with as a function."""
     for one in module.modules():
         if isinstance(one, _DROPOUTS):
             one.p = 0.0
+        for holder in (one, getattr(one, "config", None)):
+            for name, value in list(vars(holder).items()) if hasattr(holder, "__dict__") else ():
+                if "drop" in name and isinstance(value, float) and 0.0 < value < 1.0:
+                    setattr(holder, name, 0.0)
 
 
 def still(module: pl.LightningModule) -> None:
@@ -116,6 +120,15 @@ def without_hook(name: str) -> Change:
         setattr(module, name, partial(getattr(pl.LightningModule, name), module))
 
     return change
+
+
+def without_updates(module: pl.LightningModule) -> None:
+    """Let optimizers compute gradients and leave the weights."""
+
+    def step(epoch: int, batch_idx: int, optimizer: Any, closure: Callable[[], Any]) -> None:
+        closure()
+
+    module.optimizer_step = step  # type: ignore[assignment,method-assign]
 
 
 def without_callback(at: int, options: Mapping[str, Any]) -> dict[str, Any]:

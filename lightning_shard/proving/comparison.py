@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_shard.proving.records import Kind, Place, Record, Run
+from lightning_shard.proving.records import Kind, Place, Record, Run, option_of
 
 _PHASES = (
     "data",
@@ -35,6 +35,11 @@ _LOW_PRECISION = 2e-2
 def tolerance_of(precision: str) -> float:
     """Return the largest relative deviation that rounding explains in a precision."""
     return _TOLERANCES.get(precision, _LOW_PRECISION)
+
+
+def is_low_precision(precision: str) -> bool:
+    """Whether a precision computes in half precision, in which no fixed bound tells rounding."""
+    return precision not in _TOLERANCES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +111,7 @@ def compare(ranks: Run, alone: Run, tolerance: float) -> Comparison:
     scales = _scales(expected)
     for place in sorted(expected, key=_when):  # stable: within a phase as it happened
         scale = scales.get(_alike(place), 0.0)
-        for rank, got, want in _pairs(ranks, place, expected[place]):
+        for rank, got, want in pairs(ranks, place, expected[place]):
             apart = deviation(got, want, scale)
             if place.kind != "output":
                 found.deviations[place.kind] = max(found.deviations.get(place.kind, 0.0), apart)
@@ -136,8 +141,8 @@ def deviation(got: Tensor, expected: Tensor, scale: float = 0.0) -> float:
 def _when(place: Place) -> tuple[int, int, int, int]:
     if place.phase == "log":  # once, at the end
         return (1 << 30, 0, 0, 0)
-    is_rate = place.name.startswith("the learning rate")
-    kinds: dict[str, int] = {"buffer": 0, "weight": 2, "optimizer state": 1 if is_rate else 3}
+    is_option = option_of(place) is not None
+    kinds: dict[str, int] = {"buffer": 0, "weight": 2, "optimizer state": 1 if is_option else 3}
     # the forwards and losses of a step's batches come before its gradients
     return (place.step, _PHASES.index(place.phase), place.micro, kinds.get(place.kind, 0))
 
@@ -168,13 +173,28 @@ def _size(tensor: Tensor) -> float:
     return float(finite.double().abs().max()) if finite.numel() else 0.0
 
 
-def _pairs(
+def norm_of_deviation(ranks: Run, alone: Run, kind: Kind) -> float:
+    """Return how far all values of a kind together are off, as norms: of the rest over the value.
+
+    Single elements that are next to nothing, which an optimizer may step by the rate whatever their
+    size, do not count for more than they are.
+    """
+    apart, size = 0.0, 0.0
+    for place, expected in alone.records[0].values.items():
+        for _, got, want in pairs(ranks, place, expected) if place.kind == kind else ():
+            if got.shape == want.shape:
+                apart += float((got.double() - want.double()).square().sum())
+                size += float(want.double().square().sum())
+    return math.sqrt(apart / size) if size else 0.0
+
+
+def pairs(
     ranks: Run, place: Place, expected: Sequence[Tensor]
 ) -> Iterator[tuple[int | None, Tensor, Tensor]]:
     """Yield what can be compared: a rank, or None for all, what it got, and what is expected."""
     if place.kind == "output":
         yield from _outputs(ranks, place, expected)
-    elif place.kind in ("loss", "metric") or place.name.startswith("the learning rate"):
+    elif place.kind in ("loss", "metric") or option_of(place):
         yield from _numbers(ranks, place, expected[-1])
     else:
         first = ranks.records[0]
@@ -188,7 +208,7 @@ def _pairs(
 def _numbers(
     ranks: Run, place: Place, expected: Tensor
 ) -> Iterator[tuple[int | None, Tensor, Tensor]]:
-    """Losses are averaged over the ranks; a metric and a learning rate is each rank's own."""
+    """Losses are averaged over the ranks; a metric and an optimizer's option is each rank's own."""
     found = [records[0] for records in ranks.by_data_rank if place in records[0].values]
     if place.kind == "loss":
         if found:

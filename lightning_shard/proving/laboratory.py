@@ -17,10 +17,13 @@ from torch import Tensor
 
 from lightning_shard.errors import ShardError
 from lightning_shard.proving.batches import halves
-from lightning_shard.proving.changes import Change
+from lightning_shard.proving.changes import Change, without_updates
 from lightning_shard.proving.comparison import Comparison, Difference, compare, deviation
-from lightning_shard.proving.records import Place, Run
+from lightning_shard.proving.records import Kind, Phase, Place, Run
 from lightning_shard.proving.runs import RunFailedError, Subject
+
+_LOSS: tuple[Phase, Kind, str] = ("loss", "loss", "loss")
+_SECOND = Place(1, 0, *_LOSS)
 
 
 class Laboratory:
@@ -102,23 +105,68 @@ class Laboratory:
         losses = self.losses(self.alone)
         return losses[0] if losses else None
 
-    def as_rank_0(self, batches: Sequence[Any]) -> list[Any]:
-        """Return batches in which those of the step of the difference are rank 0's."""
+    def in_the_step(self, batches: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """Return batches with others in the place of those of the step of the difference."""
         first = self.first.place.step * self.subject.accumulate
-        return [*batches[:first], *self.batches[0][first:]]
+        return [*batches[:first], *others[first:]]
 
     @cached_property
     def ranks_as_rank_0(self) -> Run:
         """The ranks, all with rank 0's batches in the step of the difference."""
-        return self.subject.on_ranks([self.as_rank_0(one) for one in self.batches])
+        alike = [self.in_the_step(one, self.batches[0]) for one in self.batches]
+        return self.subject.on_ranks(alike)
 
     @cached_property
     def alone_as_rank_0(self) -> Run:
         """One device, with rank 0's batches in the step of the difference."""
-        return self.subject.on_one_device(self.as_rank_0(self.joined))
+        return self.subject.on_one_device(self.in_the_step(self.joined, self.batches[0]))
+
+    def are_one_on_same_samples(self) -> bool:
+        """Whether ranks that are all given rank 0's samples have one device's value there."""
+        place = self.first.place
+        got = self.ranks_as_rank_0.records[0].values.get(place)
+        expected = self.alone_as_rank_0.records[0].values.get(place)
+        both = got is not None and expected is not None
+        return both and self.same(got[-1], expected[-1], 1.0)  # type: ignore[index]
+
+    def is_kept_from_earlier_samples(self) -> bool:
+        """Whether a loss depends on the samples before it, without any update of weights."""
+        one, *others = self.parts
+        subject = replace(self.subject.without_accumulation(), num_steps=2)
+        losses = [
+            self.loss_at(subject.on_one_device([before, one], change=without_updates), _SECOND)
+            for before in (one, self.subject.join([one, one]), *others[:1])
+        ]
+        found = [loss for loss in losses if loss is not None]
+        return any(not self.same(loss, found[0], float(found[0].abs())) for loss in found[1:])
+
+    @cached_property
+    def is_one_on_same_samples_from_the_start(self) -> bool:
+        """Whether ranks with rank 0's samples in every step are one device with these."""
+        ranks = self.subject.on_ranks([self.batches[0]] * len(self.batches))
+        (expected,) = self.losses(self.subject.on_one_device(self.batches[0]))
+        return all(self.same(one, expected) for one in self.losses(ranks))
+
+    @cached_property
+    def gradients_of_parts(self) -> list[Tensor | None]:
+        """One device's gradient at the difference, of each of the parts alone."""
+        if len(self.batches) > 1:
+            given = [self.in_the_step(self.joined, one) for one in self.batches]
+        else:
+            before, after = self.joined[: self.at], self.joined[self.at + 1 :]
+            given = [[*before, part, *after] for part in self.parts]
+        place = self.first.place
+        runs = [self.subject.on_one_device(batches).records[0] for batches in given]
+        return [one.values[place][-1] if place in one.values else None for one in runs]
 
     def losses(self, run: Run) -> list[Tensor]:
         """Return the loss in the batch of the difference of each rank of other samples."""
-        place = Place(self.first.place.step, self.first.place.micro, "loss", "loss", "loss")
-        firsts = [records[0] for records in run.by_data_rank]
-        return [one.values[place][-1].double() for one in firsts if place in one.values]
+        place = Place(self.first.place.step, self.first.place.micro, *_LOSS)
+        found = [self.loss_at(run, place, rank) for rank in range(len(run.by_data_rank))]
+        return [one for one in found if one is not None]
+
+    @staticmethod
+    def loss_at(run: Run, place: Place, rank: int = 0) -> Tensor | None:
+        """Return the loss in a place of a run, of one of the ranks of other samples."""
+        values = run.by_data_rank[rank][0].values.get(place)
+        return None if values is None else values[-1].double()

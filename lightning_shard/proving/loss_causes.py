@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.errors import ShardError
+from lightning_shard.proving.comparison import compare
 from lightning_shard.proving.laboratory import Laboratory
 from lightning_shard.proving.records import Record
 from lightning_shard.proving.verdict import Cause
@@ -41,8 +42,48 @@ def cause_in_loss(lab: Laboratory) -> Cause | None:
     return None
 
 
+def cause_in_gradient(lab: Laboratory) -> Cause | None:
+    """Return that a gradient is no mean over samples although the loss is; None if it is one."""
+    place = lab.first.place
+    if place.phase != "backward":
+        return None
+    found = [one.double() for one in lab.gradients_of_parts if one is not None]
+    expected = lab.first.expected.double()
+    if len(found) < 2 or lab.same(torch.stack(found).mean(0), expected):
+        return None
+    return Cause(
+        name="batch dependent",
+        because="the loss is a mean over samples, and its gradient is not: what backward gives a "
+        "sample depends on the other samples of its batch (a loss divided by its own value, a "
+        "gradient that a hook or a function normalises or clips), and each rank has its own batch",
+        evidence=f"on one device alone the gradient of {place.name!r} of the whole batch is not "
+        "the mean of those of its parts",
+        advice="divide by what is averaged over the ranks: "
+        "self.trainer.strategy.reduce(value, reduce_op='mean')",
+    )
+
+
+def _kept(lab: Laboratory, evidence: str) -> Cause:
+    names = _written(lab)
+    return Cause(
+        name="buffer of own samples" if names else "kept from own samples",
+        because="the loss depends on something that the module keeps from batch to batch and that "
+        "each rank takes from its own samples (a buffer, a frozen parameter, a number of samples, "
+        "an attribute)",
+        evidence=evidence + names,
+        advice="keep what all ranks have together: self.trainer.strategy.reduce(value, "
+        "reduce_op='mean'), reduce_op='sum' for counts",
+    )
+
+
 def _no_mean(lab: Laboratory, own: list[Tensor], whole: Tensor) -> Cause:
     """Return what a loss is that is no mean over samples."""
+    if lab.is_kept_from_earlier_samples():
+        return _kept(
+            lab,
+            "on one device, without updates of the weights, the loss of a batch changes with the "
+            "samples of the batch before",
+        )
     one, two = lab.parts[:2]
     alone, twice, thrice = (lab.loss_of([one] * times) for times in (1, 2, 3))
     assert alone is not None
@@ -76,10 +117,23 @@ def _no_mean(lab: Laboratory, own: list[Tensor], whole: Tensor) -> Cause:
         because="the loss of a sample depends on the other samples of its batch (a contrastive "
         "loss, a statistic of the batch, the hardest samples), and each rank has its own batch",
         evidence=f"{seen}; with each sample twice it is {float(twice):.6g}, and no weights of the "
-        "parts foretell the loss with one part twice",
+        f"parts foretell the loss with one part twice{_written(lab)}",
         advice="gather what the loss compares over all ranks: self.all_gather(features, "
         "sync_grads=True); see examples/contrastive.py",
     )
+
+
+def _written(lab: Laboratory) -> str:
+    """Tell what the step writes from the samples of the batch, and may have computed with."""
+    module = lab.subject.module
+    frozen = {name for name, one in module.named_parameters() if not one.requires_grad}
+    step = lab.first.place.step
+    found = compare(lab.ranks, lab.alone, lab.tolerance).counting
+    places = [one.place for one in found if one.place.step == step]
+    kept = (one for one in places if one.kind == "buffer" or one.name in frozen)
+    names = list(dict.fromkeys(one.name for one in kept))
+    told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
+    return f"; from its samples the step writes {told}" if names else ""
 
 
 def _is_weighted(lab: Laboratory, one: object, two: object, own: list[Tensor]) -> bool:
@@ -100,6 +154,12 @@ def _is_weighted(lab: Laboratory, one: object, two: object, own: list[Tensor]) -
 def _otherwise_on_ranks(lab: Laboratory) -> Cause | None:
     """Ranks that are given the same batch: do they differ from each other, or from one device?"""
     run = lab.ranks_as_rank_0
+    if lab.first.place.step > 0 and lab.is_one_on_same_samples_from_the_start:
+        return _kept(
+            lab,
+            "with the same samples on all ranks in this step they differ, and with the same in "
+            "all steps they do not",
+        )
     losses, (expected,) = lab.losses(run), lab.losses(lab.alone_as_rank_0)
     for rank, loss in enumerate(losses):
         if not lab.same(loss, losses[0]):

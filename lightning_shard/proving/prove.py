@@ -1,25 +1,39 @@
 """The proof: the user's module on one device and on ranks, and what differs first."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.proving import changes
-from lightning_shard.proving.batches import Join, join_batches, num_repeats, repeated, samples_of
+from lightning_shard.proving.alone import compared_alone
+from lightning_shard.proving.batches import Join, join_batches
 from lightning_shard.proving.causes import find_cause, log_cause
-from lightning_shard.proving.comparison import Comparison, Difference, compare, tolerance_of
+from lightning_shard.proving.comparison import (
+    Comparison,
+    Difference,
+    compare,
+    is_low_precision,
+    tolerance_of,
+)
 from lightning_shard.proving.laboratory import Laboratory
-from lightning_shard.proving.records import Place, Record, Run, bare_name
+from lightning_shard.proving.narrowing import narrowed
+from lightning_shard.proving.records import Kind, Record, Run, bare_name
+from lightning_shard.proving.rounding import (
+    beyond_rounding,
+    deviations_in_low_precision,
+    exact_tolerance,
+    in_parts,
+)
 from lightning_shard.proving.runs import EXACT, RunFailedError, Subject, check_options
+from lightning_shard.proving.samples import wrong_data
 from lightning_shard.proving.shrinking import shrunk
 from lightning_shard.proving.strategies import (
     StrategyLike,
-    check_comparable,
+    comparable,
     name_of,
     strategy_in_process,
 )
@@ -39,6 +53,7 @@ def prove(
     dropout: bool = True,
     join: Join = join_batches,
     shrink: int | None = None,
+    narrow: int | None = None,
     trainer_options: Mapping[str, Any] | None = None,
 ) -> Verdict:
     """Say whether a module trains under a strategy as it does on one device, and if not, why.
@@ -57,6 +72,8 @@ def prove(
         dropout: Whether dropout is left on. With it ranks differ from one device.
         join: Makes one device's batch of the ranks' batches, in their order.
         shrink: Number of blocks to which lists of repeated blocks are shortened; None for all.
+        narrow: Number by which widths are divided, where a configuration of the model says them;
+            None for none.
         trainer_options: Those options of the Trainer that change what is trained:
             `accumulate_grad_batches`, `gradient_clip_val`, `callbacks` and the like.
 
@@ -68,8 +85,8 @@ def prove(
     """
     began = time.perf_counter()
     check_options(dict(trainer_options or {}))
-    _check_counts(num_ranks=num_ranks, num_steps=num_steps, shrink=shrink)
-    module, told = (module, "") if shrink is None else shrunk(module, shrink)
+    _check_counts(num_ranks=num_ranks, num_steps=num_steps, shrink=shrink, narrow=narrow)
+    module, told = _made_small(module, narrow, shrink)
     subject = Subject(
         module=module,
         data=data,
@@ -85,8 +102,18 @@ def prove(
         subject = replace(subject, module=subject.fresh_module(changes.without_dropout))
     name = name_of(strategy_in_process(strategy, num_ranks))
     found = _judge(subject, Verdict(outcome="equal", strategy=name, num_ranks=num_ranks))
-    remarks = (told, *found.remarks) if told else found.remarks
-    return replace(found, seconds=time.perf_counter() - began, remarks=remarks)
+    return replace(found, seconds=time.perf_counter() - began, remarks=(*told, *found.remarks))
+
+
+def _made_small(
+    module: pl.LightningModule, narrow: int | None, shrink: int | None
+) -> tuple[pl.LightningModule, list[str]]:
+    told = list[str]()
+    for number, change in ((narrow, narrowed), (shrink, shrunk)):
+        if number is not None:
+            module, what = change(module, number)
+            told.append(what)
+    return module, told
 
 
 def _check_counts(**counts: int | None) -> None:
@@ -97,8 +124,10 @@ def _check_counts(**counts: int | None) -> None:
 
 def _judge(subject: Subject, verdict: Verdict) -> Verdict:
     try:
-        check_comparable(strategy_in_process(subject.strategy, subject.num_ranks))
-        return _compared(subject, verdict)
+        strategy, remark, is_local = comparable(subject.strategy, subject.num_ranks)
+        subject = replace(subject, strategy=strategy)
+        found = (compared_alone if is_local else _compared)(subject, verdict)
+        return replace(found, remarks=(remark, *found.remarks)) if remark else found
     except ShardError as error:
         return replace(verdict, outcome="refused", error=f"{type(error).__name__}: {error}")
     except RunFailedError as error:
@@ -120,7 +149,7 @@ def _compared(subject: Subject, verdict: Verdict) -> Verdict:
     pair = _in_precision(subject)
     steps = 1 + max(place.step for place in pair.alone.records[0].values)
     verdict = replace(verdict, num_steps=steps, precision=subject.precision)
-    wrong = _wrong_data(subject, pair.ranks)
+    wrong = wrong_data(subject, pair.ranks)
     if wrong is not None:
         return replace(verdict, outcome="different", first=wrong[0], cause=wrong[1])
     decided, remarks = pair, list[str]()
@@ -128,10 +157,10 @@ def _compared(subject: Subject, verdict: Verdict) -> Verdict:
         decided, remarks = _exact(subject, pair)
     first, before = _trained(decided), _trained(pair)
     if first is None and before is not None:
-        remarks.append(
-            f"{subject.precision} deviates by {before.deviation:.1e} in step {before.place.step}, "
-            f"{phase_of(before.place)}, which the same run in {EXACT} shows to be rounding"
-        )
+        remark, kinds = _rounded(pair, before)
+        remarks.append(remark)
+        if kinds:
+            return _only_in_low_precision(verdict, pair, kinds, tuple(remarks))
     verdict = replace(
         verdict,
         precision=decided.subject.precision,
@@ -160,13 +189,11 @@ def _in_precision(subject: Subject) -> _Pair:
     ranks = subject.on_ranks()
     alone = subject.on_one_device(subject.joined(ranks.batches))
     tolerance = tolerance_of(subject.precision)
-    return _Pair(
-        subject=subject,
-        ranks=ranks,
-        alone=alone,
-        found=compare(ranks, alone, tolerance),
-        tolerance=tolerance,
-    )
+    found = compare(ranks, alone, tolerance)
+    if subject.precision == EXACT and found.first is not None:
+        tolerance = exact_tolerance(subject, alone, tolerance)
+        found = compare(ranks, alone, tolerance)
+    return _Pair(subject=subject, ranks=ranks, alone=alone, found=found, tolerance=tolerance)
 
 
 def _exact(subject: Subject, pair: _Pair) -> tuple[_Pair, list[str]]:
@@ -178,6 +205,49 @@ def _exact(subject: Subject, pair: _Pair) -> tuple[_Pair, list[str]]:
             f"float64 could not decide whether this is rounding, because the module does not run "
             f"in it: {error}"
         ]
+
+
+def _rounded(pair: _Pair, before: Difference) -> tuple[str, list[Kind]]:
+    """Return what is told of rounding, and the kinds of values in which there is more."""
+    told = (
+        f"{pair.subject.precision} deviates by {before.deviation:.1e} in step {before.place.step}, "
+        f"{phase_of(before.place)}, which the same run in {EXACT} shows to be rounding"
+    )
+    if not is_low_precision(pair.subject.precision):
+        return told, []
+    got = deviations_in_low_precision(pair.ranks, pair.alone)
+    parts = in_parts(pair.subject, pair.ranks)
+    noise = deviations_in_low_precision(parts, pair.alone)
+    told += (
+        f"; in {pair.subject.precision} the ranks deviate by, and one device whose gradients "
+        "accumulate over the ranks' batches: "
+    ) + ", ".join(f"{kind} {value:.1e} and {noise[kind]:.1e}" for kind, value in got.items())
+    return told, beyond_rounding(got, noise)
+
+
+def _only_in_low_precision(
+    verdict: Verdict, pair: _Pair, kinds: Sequence[Kind], remarks: tuple[str, ...]
+) -> Verdict:
+    precision = pair.subject.precision
+    cause = Cause(
+        name="half precision",
+        because=f"in {EXACT} the ranks are one device, and in {precision} they deviate in "
+        f"{', '.join(kinds)} by more than rounding does",
+        evidence="one device that accumulates the ranks' batches deviates from itself by less "
+        "than an eighth of that",
+        advice="look for what is computed in one format on ranks and in another on one device, "
+        "and for sums over samples in half precision: take them in float32",
+    )
+    first = next(one for one in pair.found.counting if one.place.kind in kinds)
+    deviations = pair.found.deviations
+    return replace(
+        verdict,
+        outcome="different",
+        first=first,
+        cause=cause,
+        deviations=deviations,
+        remarks=remarks,
+    )
 
 
 def _trained(pair: _Pair) -> Difference | None:
@@ -249,42 +319,3 @@ def _accumulated(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:
         advice="leave accumulate_grad_batches out of the loss, and take a mean over samples",
     )
     return replace(verdict, outcome="different", first=first, cause=cause)
-
-
-def _wrong_data(subject: Subject, ranks: Run) -> tuple[Difference, Cause] | None:
-    """Return samples that come to several ranks, where one device's loader gives them once."""
-    batches = ranks.batches
-    if len(batches) < 2:
-        return None
-    found = repeated(batches)
-    if found is None:
-        return None
-    first, other, number = found
-    is_padding = number == len(batches[0]) - 1 and number > 0
-    alike = samples_of(batches[first][number]) == samples_of(batches[other][number])
-    if (is_padding and not alike) or _has_repeats(subject, ranks):
-        return None
-    ours, theirs = (torch.tensor(float(one)) for one in (first, other))
-    records = ranks.by_data_rank[other]
-    place = Place(number // subject.accumulate, 0, "data", "batch", "samples")
-    difference = Difference(
-        place=place, rank=records[0].rank, got=theirs, expected=ours, deviation=float("inf")
-    )
-    how = "every rank is given the same samples" if alike else "ranks draw samples in orders of "
-    because = how if alike else how + "their own, and some come to several ranks"
-    return difference, Cause(
-        name="same samples" if alike else "repeated samples",
-        because=because,
-        evidence=f"a sample of rank {first} came to rank {other} in its batch {number}; one "
-        "device's loader gives each sample once",
-        advice="let the Trainer assign the samples (use_distributed_sampler=True), or give your "
-        "own sampler the same seed on all ranks, and num_replicas and rank from "
-        "trainer.distributed_sampler_kwargs",
-    )
-
-
-def _has_repeats(subject: Subject, ranks: Run) -> bool:
-    """Whether one device's own loader gives a sample twice in as many batches."""
-    number = subject.num_steps * len(ranks.batches)
-    alone = replace(subject, num_steps=number).on_one_device(None)
-    return num_repeats(alone.records[0].batches) > 0

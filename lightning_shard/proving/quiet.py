@@ -1,12 +1,13 @@
 """Runs that the caller's own code need not notice, but for what they take: a dozen in a proof."""
 
 import logging
-import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from lightning_shard.checkpoint.random_state import load_random_state, random_state
 
 _LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning")
 
@@ -16,7 +17,7 @@ def quiet() -> Iterator[None]:
     """Let nothing be logged but errors, nobody be warned, and the caller's random streams stay."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [one.level for one in loggers]
-    streams = torch.get_rng_state(), random.getstate()
+    streams = random_state(torch.device("cpu"))
     for one in loggers:
         one.setLevel(logging.ERROR)
     try:
@@ -24,7 +25,6 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.set_rng_state(streams[0])
-        random.setstate(streams[1])
+        load_random_state(streams, torch.device("cpu"))
         for one, level in zip(loggers, before, strict=True):
             one.setLevel(level)

@@ -20,9 +20,23 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_shard.data_parallel.torch_private import in_backward
-from lightning_shard.proving.records import Kind, Phase, Place, Record, Sink
-from lightning_shard.proving.strategies import full_gradients, place_in_data
+from lightning_shard.proving.records import (
+    Kind,
+    Phase,
+    Place,
+    Record,
+    Sink,
+    group_option_name,
+    is_number,
+)
+from lightning_shard.proving.strategies import (
+    full_gradients,
+    place_in_data,
+    trains_by_itself,
+)
 
+# How an optimizer computes, not what.
+_NOT_COMPARED = ("params", "foreach", "fused", "capturable", "differentiable")
 _LOG = inspect.signature(pl.LightningModule.log)
 
 
@@ -137,8 +151,11 @@ class Recorder(Callback):
         self, trainer: "pl.Trainer", module: "pl.LightningModule", phase: Phase
     ) -> None:
         params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        state = trainer.strategy.lightning_module_state_dict()
-        if trainer.global_rank == 0:
+        if trains_by_itself(trainer.strategy):
+            state = module.state_dict()
+        else:
+            state = trainer.strategy.lightning_module_state_dict()
+        if trainer.global_rank == 0 or trains_by_itself(trainer.strategy):
             state = {**dict(module.named_buffers()), **state}
             for name, value in state.items():
                 if isinstance(value, Tensor):
@@ -174,16 +191,18 @@ class Recorder(Callback):
         if (batch_idx + 1) % self._accumulate:
             return
         for number, optimizer in enumerate(trainer.optimizers):
-            self._note_learning_rates(number, optimizer)
+            self._note_options(number, optimizer)
         self._note_state(trainer, pl_module, "update")
         for number, optimizer in enumerate(trainer.optimizers):
             self._note_optimizer(trainer, pl_module, number, optimizer)
 
-    def _note_learning_rates(self, number: int, optimizer: Optimizer) -> None:
+    def _note_options(self, number: int, optimizer: Optimizer) -> None:
         for at, group in enumerate(optimizer.param_groups):
-            name = f"the learning rate of group {at} of optimizer {number}"
-            rate = torch.as_tensor(group.get("lr", 0.0), dtype=torch.float64)
-            self._add("update", "optimizer state", name, rate)
+            for option, value in group.items():
+                if option not in _NOT_COMPARED and is_number(value):
+                    name = group_option_name(option, at, number)
+                    value = torch.as_tensor(value, dtype=torch.float64)
+                    self._add("update", "optimizer state", name, value)
 
     def _note_optimizer(
         self,
@@ -194,8 +213,13 @@ class Recorder(Callback):
     ) -> None:
         names = {param: name for name, param in module.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        state: dict[str, Any] = trainer.strategy.optimizer_state(optimizer)
-        for at, entries in state.get("state", {}).items() if trainer.global_rank == 0 else ():
+        is_own = trains_by_itself(trainer.strategy)
+        state: dict[str, Any] = (
+            dict(optimizer.state_dict()) if is_own else trainer.strategy.optimizer_state(optimizer)
+        )
+        entries_of: dict[Any, Any] = state.get("state", {})
+        is_told = is_own or trainer.global_rank == 0
+        for at, entries in entries_of.items() if is_told else ():
             param = names.get(params[at], f"parameter {at}") if isinstance(at, int) else at
             for key, value in entries.items() if isinstance(entries, dict) else ():
                 if isinstance(value, Tensor):

@@ -4,11 +4,12 @@ step 0   forward   block 0, block 1 ...        outputs, in the order of the call
          loss
          backward  head.weight, ...            gradients, those nearest to the loss first
          clipping  the same, as the optimizer gets them
-         update    weights, buffers, optimizer state, learning rates
+         update    weights, buffers, optimizer state, options of the optimizer
          hooks     weights and buffers once more, when the next step begins
 the end  log       what was logged
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -109,6 +110,31 @@ class Run:
         """By rank of different samples its batches, of which all have as many."""
         loaded = [records[0].batches for records in self.by_data_rank]
         return [one[: min(map(len, loaded))] for one in loaded]
+
+
+RATE = "learning rate"
+"""What the option `lr` of an optimizer's group is called."""
+_GROUP_OPTION = re.compile(r"the (.+) of group \d+ of optimizer \d+")
+
+
+def group_option_name(option: str, group: int, optimizer: int) -> str:
+    """Return the name of the place of an option of a group of an optimizer."""
+    return f"the {RATE if option == 'lr' else option} of group {group} of optimizer {optimizer}"
+
+
+def option_of(place: Place) -> str | None:
+    """Return which option of an optimizer's group stands in a place; None for anything else."""
+    found = _GROUP_OPTION.fullmatch(place.name)
+    return found[1] if found and place.kind == "optimizer state" else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, a tensor of one, or a tuple of numbers."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, tuple | list):
+        return bool(value) and all(map(is_number, value))
+    return isinstance(value, int | float)
 
 
 def bare_name(metric: str) -> str:

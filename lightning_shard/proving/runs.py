@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.strategies import Strategy
 
@@ -164,8 +165,7 @@ class Subject:
         callbacks = copy.deepcopy(list(self.options.get("callbacks") or ()))
         recorder = Recorder(sink, self.accumulate)
         with quiet():
-            torch.manual_seed(self.seed if seed is None else seed)
-            random.seed(self.seed if seed is None else seed)
+            _draw_from(self.seed if seed is None else seed)
             trainer = pl.Trainer(
                 **{**options, "callbacks": [*callbacks, recorder]},
                 strategy=strategy,
@@ -223,3 +223,10 @@ def _replay(owner: pl.LightningDataModule, batches: Sequence[Sequence[Any]]) -> 
     assert owner.trainer is not None
     place = owner.trainer.distributed_sampler_kwargs or {"rank": 0}
     return _Replay(batches[place["rank"]])
+
+
+def _draw_from(seed: int) -> None:
+    """Let random numbers be drawn from this seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)

@@ -1,6 +1,7 @@
 """What is asked of a strategy: to run in this process, its ranks' places, full gradients."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,19 +13,29 @@ from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
 from lightning_shard.schemes import SCHEMES, named_schemes, names_of
+from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.elastic import ElasticStrategy
+from lightning_shard.strategies.local_sgd import LocalSGDStrategy
 from lightning_shard.strategies.names import strategy_name
 
 StrategyLike = str | Strategy | Callable[[], Strategy]
 _BACKEND = "in_process"
 # Weights and optimizer state are compared in full on rank 0, however the run would save them.
 _WHOLE_STATE = {"checkpoint_format": "full", "save_trainable_only": False, "async_save": False}
+# More steps than any proof takes, so that the ranks never meet.
+_NO_EXCHANGE = {
+    "sync_every": 1 << 30,
+    "warmup_steps": 0,
+    "fragments": 1,
+    "overlap_steps": 0,
+    "mixing": 0.0,
+}
 _BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
 
 
 def strategy_in_process(
-    given: StrategyLike, num_ranks: int, *, asked_by: str = "prove"
+    given: StrategyLike, num_ranks: int, *, asked_by: str = "prove", **changed: Any
 ) -> ShardStrategy:
     """Return a new strategy of the same options whose ranks run inside this process.
 
@@ -32,6 +43,7 @@ def strategy_in_process(
         given: The strategy's name, itself, or what makes it.
         num_ranks: Ranks inside this process.
         asked_by: Who asks, for the message.
+        **changed: Options that it is to have in the place of its own.
 
     Raises:
         ConfigError: The strategy is not one of this package.
@@ -43,7 +55,7 @@ def strategy_in_process(
             f"run inside this process: {', '.join(SCHEMES)}. In the place of Lightning's 'ddp' "
             f"take 'shard_ddp', in that of 'fsdp' or 'deepspeed' take 'zero3'."
         )
-    return made.in_process(num_ranks, **_WHOLE_STATE)
+    return made.in_process(num_ranks, **_WHOLE_STATE, **changed)
 
 
 def _made(given: StrategyLike) -> Any:
@@ -54,6 +66,11 @@ def _made(given: StrategyLike) -> Any:
         if given in dict(names):
             return StrategyRegistry.get(next(name for name, one in names if one == _BACKEND))
     return None
+
+
+def trains_by_itself(strategy: Strategy) -> bool:
+    """Whether each rank has weights of its own now, and what is asked of all is their mean."""
+    return isinstance(strategy, LocalSGDStrategy) and strategy.local_engine.is_alone
 
 
 def place_in_data(strategy: Strategy) -> tuple[int, int]:
@@ -85,22 +102,30 @@ def name_of(strategy: ShardStrategy) -> str:
     return strategy_name(strategy)
 
 
-def check_comparable(strategy: ShardStrategy) -> None:
-    """Raise if a strategy trains otherwise than one device by what it is.
+def comparable(given: StrategyLike, num_ranks: int) -> tuple[StrategyLike, str, bool]:
+    """Return what is compared in a strategy's place, where it differs from one device by design.
 
-    Raises:
-        ConfigError: Naming the strategy that can be proved in its place.
+    Returns:
+        The strategy, what was changed in words, and whether its ranks train by themselves, so that
+        each is one device on its own samples.
     """
-    name = strategy_name(strategy)
-    by_design = {"local_sgd": "ranks train alone between exchanges", "async_sgd": "gradients lag"}
-    why = by_design.get(name)
-    if why is None and getattr(strategy, "compression", None) is not None:
-        why = "what ranks exchange is compressed"
-    if why is not None:
-        raise ConfigError(
-            f"prove compares with one device, from which {name!r} differs by design: {why}. Prove "
-            f"the module under 'shard_ddp', which has the same ranks and the same batches."
-        )
+    made = strategy_in_process(given, num_ranks)
+    name, told = strategy_name(made), list[str]()
+    changed: dict[str, Any] = {}
+    if getattr(made, "compression", None) is not None:
+        changed["compression"] = None
+        told.append("without compression, which changes what ranks exchange and no rank's step")
+    if isinstance(made, AsyncSGDStrategy):
+        changed["staleness_bound"] = 0
+        told.append("with staleness_bound=0, without which gradients are those of earlier weights")
+    is_local = isinstance(made, LocalSGDStrategy)
+    if is_local:
+        changed |= _NO_EXCHANGE
+        told.append("each rank with one device on its own samples, between two exchanges")
+    if not changed:
+        return given, "", False
+    remark = f"{name!r} differs from one device by design; it was compared {', '.join(told)}"
+    return partial(strategy_in_process, made, num_ranks, **changed), remark, is_local
 
 
 def for_replay(strategy: ShardStrategy, num_ranks: int) -> ShardStrategy:

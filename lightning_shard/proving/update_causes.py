@@ -1,4 +1,4 @@
-"""Experiments on what a step leaves: buffers, weights, learning rates, the scale of gradients."""
+"""Experiments on what a step leaves: buffers, weights, options of optimizers, gradients' scale."""
 
 import math
 
@@ -7,43 +7,60 @@ from torch import Tensor
 from lightning_shard.proving.changes import shared_storages
 from lightning_shard.proving.comparison import compare
 from lightning_shard.proving.laboratory import Laboratory
-from lightning_shard.proving.records import Place, Run
-from lightning_shard.proving.verdict import Cause
+from lightning_shard.proving.records import RATE, Place, Run, option_of
+from lightning_shard.proving.verdict import Cause, CauseName
 
 
 def cause_in_update(lab: Laboratory) -> Cause | None:
     """Return why buffers or weights differ, or gradients by a factor."""
-    for experiment in (_learning_rate, _buffer, _shared_memory, _matrices):
+    for experiment in (_group_option, _buffer, _shared_memory, _matrices):
         found = experiment(lab)
         if found is not None:
             return found
     return None
 
 
-def _learning_rate(lab: Laboratory) -> Cause | None:
-    if not lab.first.place.name.startswith("the learning rate"):
+def _group_option(lab: Laboratory) -> Cause | None:
+    option = option_of(lab.first.place)
+    if option is None:
         return None
-    return Cause(
-        name="learning rate",
-        because="the learning rate is computed from what only this rank knows",
-        evidence=f"one device has {float(lab.first.expected):.6g}, rank {lab.first.rank} "
-        f"{float(lab.first.got):.6g}",
-        advice="compute it from numbers that are equal on all ranks: "
-        "self.trainer.strategy.reduce(value, reduce_op='mean')",
+    what = "the learning rate" if option == RATE else f"the optimizer's {option}"
+    evidence = (
+        f"one device has {_told(lab.first.expected)}, rank {lab.first.rank} {_told(lab.first.got)}"
     )
+    named: CauseName = "learning rate" if option == RATE else "optimizer option"
+    if lab.are_one_on_same_samples():
+        return Cause(
+            name=named,
+            because=f"{what} is computed from what only this rank knows",
+            evidence=f"{evidence}; with the same samples on all ranks they are equal",
+            advice="compute it from numbers that are equal on all ranks: "
+            "self.trainer.strategy.reduce(value, reduce_op='mean')",
+        )
+    return Cause(
+        name=named,
+        because=f"{what} depends on the rank or on the number of ranks",
+        evidence=f"{evidence}, with the same samples on all ranks as well",
+        advice="leave trainer.world_size and the rank out of it. Scaling with the samples of a "
+        "step is no mistake where it is meant: scale with those of all ranks, which one device "
+        "has, too",
+    )
+
+
+def _told(value: Tensor) -> str:
+    return ", ".join(f"{float(one):.6g}" for one in value.flatten())
 
 
 def _buffer(lab: Laboratory) -> Cause | None:
     place = lab.first.place
-    if place.kind != "buffer":
+    frozen = {name for name, one in lab.subject.module.named_parameters() if not one.requires_grad}
+    is_frozen = place.kind == "weight" and place.name in frozen
+    if not (place.kind == "buffer" or is_frozen) or not lab.are_one_on_same_samples():
         return None
-    on_ranks = lab.ranks_as_rank_0.records[0].values.get(place)
-    alone = lab.alone_as_rank_0.records[0].values.get(place)
-    if on_ranks is None or alone is None or not lab.same(on_ranks[-1], alone[-1], 1.0):
-        return None
+    what = "frozen parameter" if is_frozen else "buffer"
     return Cause(
         name="buffer of own samples",
-        because=f"the buffer {place.name!r} is written in the step from the samples of the rank, "
+        because=f"the {what} {place.name!r} is written in the step from the samples of the rank, "
         "and rank 0's values are kept",
         evidence="with the same samples on all ranks it is one device's",
         advice="average what is written over the ranks first: "

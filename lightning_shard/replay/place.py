@@ -3,6 +3,7 @@
 It is taken when a batch has been fetched and nothing of it has begun, and set at the same moment.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.host_copies import host_copy
 
 
@@ -54,3 +57,20 @@ def set_buffers(module: "pl.LightningModule", buffers: dict[str, Tensor]) -> Non
     for name, buffer in module.named_buffers():
         if name in buffers:
             buffer.copy_(buffers[name])
+
+
+def full_copies(engine: DataParallelEngine) -> list[Tensor]:
+    """Return copies of the full parameters that a rank holds beside its shards, by buffer."""
+    return [host_copy(flat.full) for flat in engine.flats if _is_beside(flat)]
+
+
+@torch.no_grad()
+def set_full(engine: DataParallelEngine, copies: Sequence[Tensor]) -> None:
+    """Set what `full_copies` has copied."""
+    flats = [flat for flat in engine.flats if _is_beside(flat)]
+    for flat, copied in zip(flats, copies, strict=True):
+        flat.full.copy_(copied)
+
+
+def _is_beside(flat: FlatParameters) -> bool:
+    return flat.stage in (1, 2)

@@ -34,9 +34,10 @@ from lightning_shard.checkpoint.rank_snapshot import (
 from lightning_shard.checkpoint.state_entries import CommonValue, Scalar, ShardMark
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError
+from lightning_shard.replay.tape import Result, from_plain, plain
 
 _OWN_CLASSES: list[Any] = [TensorKey, TensorEntry, ShardMark, Scalar, CommonValue]
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(kw_only=True)
@@ -72,6 +73,10 @@ class RankRecord:
         losses: The loss of each backward pass.
         error: Class and message of what was raised; None for nothing.
         state: Digest of the shards, the optimizer state and the buffers at the end.
+        results: What collectives have given the rank since the record begins; None unless asked
+            for.
+        full: The full parameters that the rank then had beside its shards, with `results`.
+        orders: The orders that the engine had learnt; see `DataParallelEngine.learnt_orders`.
     """
 
     rank: int
@@ -87,6 +92,9 @@ class RankRecord:
     losses: list[Tensor] = field(default_factory=list)
     error: tuple[str, str] | None = None
     state: str = ""
+    results: list[Result] | None = None
+    full: list[Tensor] = field(default_factory=list)
+    orders: tuple[list[int], list[int]] = ([], [])
 
     def save(self, folder: Path) -> Path:
         """Write the record, whole or not at all, and return the file's path.
@@ -101,6 +109,7 @@ class RankRecord:
             "format": _FORMAT,
             "snapshot": {"data": self.snapshot.data.clone(), "metadata": metadata},
             "given": [vars(one) for one in self.given],
+            "results": None if self.results is None else plain(self.results),
         }
         with new_file(path) as file:
             torch.save(content, file)
@@ -134,7 +143,9 @@ class RankRecord:
         metadata = SnapshotMetadata(**{**saved["metadata"], "extra": b""})
         given = [Given(**one) for one in content.pop("given")]
         snapshot = Snapshot(data=saved["data"], metadata=metadata)
-        return cls(**content, given=given, snapshot=snapshot)
+        results = content.pop("results")
+        results = None if results is None else list(from_plain(results))
+        return cls(**content, given=given, snapshot=snapshot, results=results)
 
 
 def _read(path: Path, *, trust: bool) -> Any:
@@ -162,6 +173,31 @@ def _named_class(error: BaseException) -> str:
 def path_of(folder: Path, rank: int) -> Path:
     """Return the file of a rank in a recorded step's folder."""
     return folder / f"rank-{rank:05d}.pt"
+
+
+def read_record(folder: Path, rank: int, *, trust: bool = False) -> RankRecord:
+    """Read a recorded step of one rank, which is to be taken alone.
+
+    Args:
+        folder: The step's folder.
+        rank: The rank.
+        trust: Whether classes of user code may be made; see `RankRecord.load`.
+
+    Raises:
+        CheckpointError: The rank has no file, or its file has no results of collectives.
+    """
+    path = path_of(folder, rank)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no file of rank {rank}, expected {path.name}. Pass a rank that has one."
+        )
+    record = RankRecord.load(path, trust=trust)
+    if record.results is None:
+        raise CheckpointError(
+            f"{path} has no results of collectives, without which rank {rank} cannot be taken "
+            f"alone. Record the step with RecordSteps(results=True), or replay all ranks."
+        )
+    return record
 
 
 def read_records(folder: Path, *, trust: bool = False) -> list[RankRecord]:

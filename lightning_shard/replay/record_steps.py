@@ -8,7 +8,7 @@ step ── an error? a loss that is not finite? a step that was asked for? ─�
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_shard.checkpoint.rank_snapshot import take
 from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.option_checks import checked_options
-from lightning_shard.replay.place import take_buffers, take_place
+from lightning_shard.replay.place import full_copies, take_buffers, take_place
 from lightning_shard.replay.rank_record import (
     Given,
     RankRecord,
@@ -35,6 +35,7 @@ from lightning_shard.replay.rank_record import (
     state_digest,
     versions,
 )
+from lightning_shard.replay.result_recorder import ResultRecorder
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.trainer._lightning import layer_sync
@@ -61,6 +62,8 @@ class RecordSteps(OnlyLooks, Callback):
         failures: Whether a step is recorded that raises an error, and the first whose loss is not
             finite.
         snapshot_every: Steps from one copy of the state to the next.
+        results: Whether the results of collectives are kept as well, in host memory as large as
+            what the rank receives in a step, so that `replay(rank=...)` takes one rank alone.
 
     Raises:
         ConfigError: A number below its least value, or nothing is asked for; when a fit begins,
@@ -75,6 +78,7 @@ class RecordSteps(OnlyLooks, Callback):
         steps: Sequence[int] = (),
         failures: bool = True,
         snapshot_every: int = 1,
+        results: bool = False,
     ) -> None:
         if snapshot_every < 1 or any(step < 0 for step in steps):
             raise ConfigError(
@@ -88,6 +92,7 @@ class RecordSteps(OnlyLooks, Callback):
             )
         self._folder, self._steps, self._failures = Path(folder), frozenset(steps), failures
         self._snapshot_every = snapshot_every
+        self._results = ResultRecorder() if results else None
         self._buffers = HostBuffers()
         self._in_fit = ExitStack()
         self._record: RankRecord | None = None
@@ -98,9 +103,11 @@ class RecordSteps(OnlyLooks, Callback):
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        _check(trainer)
+        _check(trainer, with_results=self._results is not None)
         self._close()
         self._in_fit.enter_context(self._noting_batches(trainer))
+        if self._results is not None:
+            self._in_fit.enter_context(_noting_steps(trainer, self._results))
 
     @contextmanager
     def _noting_batches(self, trainer: "pl.Trainer") -> Iterator[None]:
@@ -158,7 +165,12 @@ class RecordSteps(OnlyLooks, Callback):
             place=take_place(trainer),
             buffers=take_buffers(trainer.lightning_module),
             snapshot=take(strategy.engine, strategy.optimizers, step=step, buffers=self._buffers),
+            orders=strategy.engine.learnt_orders(),
         )
+        if self._results is not None:
+            self._results.clear()
+            self._record.results = self._results.results
+            self._record.full = full_copies(strategy.engine)
 
     @override
     def on_before_backward(
@@ -188,7 +200,9 @@ class RecordSteps(OnlyLooks, Callback):
     def _look_at_losses(self, trainer: "pl.Trainer") -> None:
         losses = self._record.losses[self._num_losses :] if self._record is not None else []
         mine = any(not torch.isfinite(one).all() for one in losses)
-        if trainer.strategy.reduce_boolean_decision(mine, all=False):
+        with nullcontext() if self._results is None else self._results.paused():
+            is_told = trainer.strategy.reduce_boolean_decision(mine, all=False)
+        if is_told:
             self._has_told_loss = True
             if self._record is not None:
                 self._write(trainer, "loss")
@@ -240,13 +254,29 @@ class RecordSteps(OnlyLooks, Callback):
         self._has_told_loss, self._buffers = False, HostBuffers()
 
 
+@contextmanager
+def _noting_steps(trainer: "pl.Trainer", results: ResultRecorder) -> Iterator[None]:
+    """Note what steps get: a replay neither validates nor saves."""
+    save = trainer.save_checkpoint
+
+    def save_apart(*args: Any, **kwargs: Any) -> None:
+        with results.paused():
+            save(*args, **kwargs)
+
+    with (
+        patch.object(trainer, "save_checkpoint", save_apart),
+        results.noting(lambda: bool(trainer.training)),
+    ):
+        yield
+
+
 def _note(exception: BaseException, text: str) -> None:
     """Add a note, once: ranks of one process may be raised the same exception."""
     if text not in getattr(exception, "__notes__", ()):
         exception.add_note(text)
 
 
-def _check(trainer: "pl.Trainer") -> None:
+def _check(trainer: "pl.Trainer", *, with_results: bool) -> None:
     """Raise if the steps of this fit cannot be taken again.
 
     Raises:
@@ -265,6 +295,12 @@ def _check(trainer: "pl.Trainer") -> None:
             f"RecordSteps got a strategy that compresses ({type(strategy.compression).__name__}), "
             f"whose residuals it does not record; expected compression=None. Leave one of the two "
             f"out."
+        )
+    if with_results and strategy.is_in_process:
+        raise ConfigError(
+            "RecordSteps got results=True in a fit whose ranks all run in this process, expected "
+            "processes: one rank is replayed alone where all do not fit, and these do. Leave "
+            "results out."
         )
     if strategy.offload is not None:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,15 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lightning_shard.backends.in_process import like_gloo
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.proving.quiet import quiet
 from lightning_shard.proving.strategies import StrategyLike, name_of, strategy_in_process
-from lightning_shard.replay.rank_record import RankRecord, read_records, versions
+from lightning_shard.replay.one_rank import alone
+from lightning_shard.replay.rank_record import RankRecord, read_record, read_records, versions
 from lightning_shard.replay.replayer import RecordedData, Replayer, Shelf
 from lightning_shard.replay.verdict import Replayed, judge
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 
 _OURS: dict[str, Any] = {
     "accelerator": "cpu",
@@ -34,9 +37,10 @@ def replay(
     *,
     strategy: StrategyLike | None = None,
     callbacks: Sequence[Callback] = (),
+    rank: int | None = None,
     trust: bool = False,
 ) -> Replayed:
-    """Take a step again that `RecordSteps` has recorded, with all ranks in this process.
+    """Take a step again that `RecordSteps` has recorded, with all ranks in this process, or one.
 
     Every rank gets its shards, optimizer state, buffers, batches and random streams of then, and is
     a thread of this process; one runs at a time, in the same order every time, so that a debugger
@@ -48,6 +52,8 @@ def replay(
         strategy: The recorded run's strategy, if it had options of its own (units, bucket_mb ...);
             its backend does not matter. None takes the recorded name.
         callbacks: The user's callbacks that change what is computed.
+        rank: The one rank that is taken, where all do not fit; its collectives get the results
+            that `RecordSteps(results=True)` has kept, and no other rank's file is needed.
         trust: Whether classes of user code in the files may be made, which can run any code that
             their writer has put there.
 
@@ -58,33 +64,59 @@ def replay(
         CheckpointError: A file is missing, damaged, needs trust, or does not fit the module.
         ConfigError: The strategy is not the recorded one.
     """
-    records = read_records(Path(folder), trust=trust)
-    first = records[0]
-    made = strategy_in_process(
-        strategy or first.setup["strategy"], first.num_ranks, asked_by="replay"
-    )
-    if name_of(made) != first.setup["strategy"]:
+    if rank is not None:
+        records = [read_record(Path(folder), rank, trust=trust)]
+    else:
+        records = read_records(Path(folder), trust=trust)
+    made = _as_named(strategy, records[0], str(folder))
+    if rank is None:
+        shelf = Shelf(records)
+        is_of_gloo = records[0].setup["backend"] == "gloo"
+        where: AbstractContextManager[None] = like_gloo() if is_of_gloo else nullcontext()
+    else:
+        shelf, made, where = alone(records[0], made)
+    with quiet(), _as_recorded(records[0]), where:
+        error = _fit(module, made, shelf, records[0], callbacks)
+    outcomes = list(shelf.outcomes.values())
+    return judge(str(folder), records, outcomes, error, _notes(records[0]))
+
+
+def _as_named(
+    strategy: StrategyLike | None, record: RankRecord, folder: str
+) -> DataParallelStrategy:
+    name = record.setup["strategy"]
+    made = strategy_in_process(strategy or name, record.num_ranks, asked_by="replay")
+    if name_of(made) != name:
         raise ConfigError(
-            f"replay got the strategy {name_of(made)!r}, expected {first.setup['strategy']!r}, "
-            f"under which {folder} was recorded. Leave strategy out, or pass that one."
+            f"replay got the strategy {name_of(made)!r}, expected {name!r}, under which {folder} "
+            f"was recorded. Leave strategy out, or pass that one."
         )
-    shelf = Shelf(records)
-    error: BaseException | None = None
-    with quiet(), _as_recorded(first):
-        trainer = pl.Trainer(
-            **_OURS,
-            **first.setup["options"],
-            strategy=made,
-            devices=first.num_ranks,
-            callbacks=[*copy.deepcopy(list(callbacks)), Replayer(shelf)],
-        )
-        try:
-            trainer.fit(module, datamodule=RecordedData(shelf))
-        except Exception as raised:
-            if not any(one.losses or one.state for one in shelf.outcomes):
-                _check_begun(raised)
-            error = raised
-    return judge(str(folder), records, shelf.outcomes, error, _notes(first))
+    assert isinstance(made, DataParallelStrategy)
+    return made
+
+
+def _fit(
+    module: "pl.LightningModule",
+    strategy: DataParallelStrategy,
+    shelf: Shelf,
+    record: RankRecord,
+    callbacks: Sequence[Callback],
+) -> BaseException | None:
+    """Take the step; return what it raised."""
+    trainer = pl.Trainer(
+        **_OURS,
+        **record.setup["options"],
+        strategy=strategy,
+        devices=record.num_ranks,
+        callbacks=[*copy.deepcopy(list(callbacks)), Replayer(shelf)],
+    )
+    try:
+        trainer.fit(module, datamodule=RecordedData(shelf))
+    except Exception as raised:
+        if not any(one.losses or one.state for one in shelf.outcomes.values()):
+            _check_begun(raised)
+        return raised
+    return None
 
 
 def _check_begun(error: Exception) -> None:

@@ -21,8 +21,9 @@ from typing_extensions import override
 from lightning_shard.checkpoint.random_state import load_random_state
 from lightning_shard.checkpoint.snapshot_loading import load
 from lightning_shard.data_parallel.host_copies import host_copy
-from lightning_shard.replay.place import set_buffers, set_place
+from lightning_shard.replay.place import set_buffers, set_full, set_place
 from lightning_shard.replay.rank_record import RankRecord, own_error, state_digest
+from lightning_shard.replay.tape import Tape
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.trainer.hook_advice import OnlyLooks
 
@@ -48,12 +49,19 @@ class Shelf:
     """The records of all ranks and what came of them; a rank's copy of it is itself.
 
     Args:
-        records: By rank what was recorded.
+        records: What was recorded of each rank, or of the one that is taken alone.
+        tape: Answers the calls of a rank that is taken alone.
     """
 
-    def __init__(self, records: Sequence[RankRecord]) -> None:
-        self.records = list(records)
-        self.outcomes = [Outcome() for _ in records]
+    def __init__(self, records: Sequence[RankRecord], tape: Tape | None = None) -> None:
+        self.records = {one.rank: one for one in records}
+        self.outcomes = {rank: Outcome() for rank in self.records}
+        self._tape = tape
+
+    def play(self, *, on: bool) -> None:
+        """Let the tape answer from now on, or not; without one peers do."""
+        if self._tape is not None:
+            self._tape.is_playing = on
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> "Shelf":
         return self
@@ -89,6 +97,7 @@ class Replayer(OnlyLooks, Callback):
         trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = given.is_last
         load_random_state(given.random, trainer.strategy.root_device)
         self._number += 1
+        self._shelf.play(on=True)
 
     @override
     def on_before_backward(
@@ -107,12 +116,14 @@ class Replayer(OnlyLooks, Callback):
     ) -> None:
         if self._number == len(self._shelf.records[trainer.global_rank].given):
             self._note_state(trainer)
+            self._shelf.play(on=False)
             trainer.should_stop = True
 
     @override
     def on_exception(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException
     ) -> None:
+        self._shelf.play(on=False)
         self._outcome(trainer).error = own_error(exception)
         if self._number:
             self._note_state(trainer)
@@ -157,6 +168,9 @@ def _bring(trainer: "pl.Trainer", record: RankRecord) -> None:
     strategy = trainer.strategy
     assert isinstance(strategy, DataParallelStrategy)
     load(record.snapshot, strategy.engine, strategy.optimizers)
+    strategy.engine.follow_orders(*record.orders)
+    if record.full:
+        set_full(strategy.engine, record.full)
     set_buffers(trainer.lightning_module, record.buffers)
     set_place(trainer, record.place)
     trainer.fit_loop.max_batches = record.setup["num_batches"]

@@ -27,7 +27,7 @@ class Replayed:
     Attributes:
         folder: Folder of the recorded step.
         step: Optimizer steps done before the step.
-        num_ranks: Ranks of the run, all in this process.
+        num_ranks: Ranks of the run.
         strategy: Name of the strategy.
         reason: Why it was recorded.
         outcome: "reproduced" or "not reproduced": the error, the loss that is not finite, or the
@@ -39,6 +39,7 @@ class Replayed:
         state: Whether the state at the end is the same, in words.
         notes: What differs between then and here.
         error: What the replay raised, with its traceback; None for nothing.
+        rank: The rank that was taken alone; None for all.
     """
 
     folder: str
@@ -54,6 +55,7 @@ class Replayed:
     state: str
     notes: tuple[str, ...] = ()
     error: BaseException | None = None
+    rank: int | None = None
 
     @property
     def exit_status(self) -> int:
@@ -86,15 +88,14 @@ def judge(
 ) -> Replayed:
     """Compare what came of a step with what was recorded."""
     first = records[0]
+    ranks = [one.rank for one in records]
     reason = next((one.reason for one in records if one.reason != "asked"), first.reason)
     losses, is_same_loss = _losses(records, outcomes)
     is_same_state = [one.state for one in records] == [one.state for one in outcomes]
     if reason == "failure":
-        came_again = _origin([one.error for one in outcomes]) == _origin(
-            [one.error for one in records]
-        )
+        came_again = _came_again(records, outcomes)
     elif reason == "loss":
-        came_again = _not_finite(records) == _not_finite(outcomes)
+        came_again = _not_finite(ranks, records) == _not_finite(ranks, outcomes)
     else:
         came_again = is_same_loss and is_same_state
     return Replayed(
@@ -105,8 +106,9 @@ def judge(
         reason=_REASONS[reason],
         outcome="reproduced" if came_again else "not reproduced",
         is_bitwise=is_same_loss and is_same_state,
-        recorded=_told(records),
-        replayed=_told(outcomes),
+        recorded=_told(ranks, records),
+        replayed=_told(ranks, outcomes),
+        rank=None if len(records) == first.num_ranks else first.rank,
         losses=losses,
         state=_state(records, is_same_state),
         notes=tuple(notes),
@@ -114,26 +116,40 @@ def judge(
     )
 
 
-def _origin(errors: Sequence[tuple[str, str] | None]) -> dict[int, tuple[str, str]]:
+def _came_again(records: Sequence[RankRecord], outcomes: Sequence[Outcome]) -> bool:
+    ranks = [one.rank for one in records]
+    expected, got = (_origin(ranks, [one.error for one in side]) for side in (records, outcomes))
+    if expected or len(records) == records[0].num_ranks:
+        return got == expected
+    # of a rank that is taken alone, which a peer's failure has ended
+    error = outcomes[0].error
+    return error is not None and error[0] == _OF_PEERS
+
+
+def _origin(
+    ranks: Sequence[int], errors: Sequence[tuple[str, str] | None]
+) -> dict[int, tuple[str, str]]:
     """Return by rank what was raised there, without what peers were raised for it."""
-    return {r: one for r, one in enumerate(errors) if one is not None and one[0] != _OF_PEERS}
+    by_rank = zip(ranks, errors, strict=True)
+    return {r: one for r, one in by_rank if one is not None and one[0] != _OF_PEERS}
 
 
-def _not_finite(ranks: Sequence[RankRecord | Outcome]) -> list[int]:
+def _not_finite(ranks: Sequence[int], found: Sequence[RankRecord | Outcome]) -> list[int]:
     return [
         rank
-        for rank, one in enumerate(ranks)
+        for rank, one in zip(ranks, found, strict=True)
         if any(not torch.isfinite(loss).all() for loss in one.losses)
     ]
 
 
-def _told(ranks: Sequence[RankRecord | Outcome]) -> str:
-    origin = _origin([one.error for one in ranks])
+def _told(ranks: Sequence[int], found: Sequence[RankRecord | Outcome]) -> str:
+    origin = _origin(ranks, [one.error for one in found])
     if origin:
         return "; ".join(f"rank {r}: {name}: {text}" for r, (name, text) in origin.items())
-    if any(one.error for one in ranks):
-        return "; ".join(f"rank {r}: {one.error[1]}" for r, one in enumerate(ranks) if one.error)
-    not_finite = _not_finite(ranks)
+    by_rank = list(zip(ranks, found, strict=True))
+    if any(one.error for one in found):
+        return "; ".join(f"rank {r}: {one.error[1]}" for r, one in by_rank if one.error)
+    not_finite = _not_finite(ranks, found)
     if not_finite:
         return f"a loss that is not finite on rank {', '.join(map(str, not_finite))}"
     return "no error"
@@ -166,11 +182,4 @@ def _state(records: Sequence[RankRecord], is_same: bool) -> str:
     if is_same:
         ranks = f"{len(records)} ranks"
         return f"parameters, optimizer state and buffers at the end have the same bits on {ranks}"
-    backend = records[0].setup["backend"]
-    why = (
-        " Over Gloo an all-reduce of some 400,000 numbers and more adds them in another order than "
-        "in one process; zero2 and zero3 do not use it."
-        if backend == "gloo" and records[0].setup["strategy"] == "shard_ddp"
-        else ""
-    )
-    return f"parameters, optimizer state or buffers at the end have other bits.{why}"
+    return "parameters, optimizer state or buffers at the end have other bits."

@@ -112,9 +112,12 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
             num_ranks: Ranks of the new one.
             **changed: Options that it is to have in the place of this one's.
         """
+        return self.with_options(**{"backend": "in_process", "num_ranks": num_ranks, **changed})
+
+    def with_options(self, **changed: Any) -> Self:
+        """Return a new strategy of the same options but for those that are changed."""
         args, given = self.given_options  # type: ignore[attr-defined]
-        ranks = {"backend": "in_process", "num_ranks": num_ranks}
-        return type(self)(*args, **{**given, **ranks, **changed})
+        return type(self)(*args, **{**given, **changed})
 
     @property
     def saves_on_sigterm(self) -> bool:

@@ -9,9 +9,19 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_shard import ConfigError, DDPStrategy, ZeRO3Strategy, prove
-from tests.proving.planted import BatchNormed, Contrastive, Dropping, Net, SumOfErrors, loader
+from lightning_shard import ConfigError, DDPStrategy, LocalSGDStrategy, ZeRO3Strategy, prove
+from lightning_shard.proving.narrowing import narrowed
+from tests.proving.planted import (
+    BatchNormed,
+    BranchOfRank,
+    Contrastive,
+    Dropping,
+    Net,
+    SumOfErrors,
+    loader,
+)
 
 
 class Cancelling(Net):
@@ -97,13 +107,6 @@ def test_lightnings_own_strategy_is_refused_with_advice() -> None:
         prove(Net(), loader(), strategy="ddp")
 
 
-@pytest.mark.parametrize("strategy", ["local_sgd", "async_sgd", "shard_ddp_int8"])
-def test_what_differs_by_design_is_refused(strategy: str) -> None:
-    verdict = prove(Net(), loader(), strategy=strategy)
-    assert (verdict.outcome, verdict.exit_status) == ("refused", 2)
-    assert "differs by design" in verdict.error
-
-
 def test_a_refusal_of_the_strategy_is_in_the_verdict() -> None:
     verdict = prove(Net(), loader(), strategy="tensor_parallel")
     assert verdict.outcome == "refused"
@@ -120,7 +123,9 @@ def test_an_error_of_the_module_is_in_the_verdict() -> None:
     assert "no such thing" in verdict.error
 
 
-@pytest.mark.parametrize("options", [{"num_ranks": 0}, {"num_steps": 0}, {"shrink": 0}])
+@pytest.mark.parametrize(
+    "options", [{"num_ranks": 0}, {"num_steps": 0}, {"shrink": 0}, {"narrow": 0}]
+)
 def test_numbers_that_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected 1 or more"):
         prove(Net(), loader(), **options)
@@ -212,3 +217,131 @@ def test_a_callback_that_only_looks_changes_nothing() -> None:
 def test_a_difference_without_a_cause_says_so() -> None:
     verdict = prove(SumOfErrors(), loader())
     assert replace(verdict, cause=None).lines()[0][0] == "first"
+
+
+class Llama(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=32,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            use_cache=False,
+        )
+        self.network = LlamaForCausalLM(config)
+        self.network.model.embed_tokens.weight.requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.network(input_ids=batch[0], labels=batch[0]).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Wide(Net):
+    def __init__(self, hidden_dim: int = 64) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.head = nn.Sequential(nn.Linear(6, hidden_dim), nn.Linear(hidden_dim, 1))
+
+
+def _tokens() -> Any:
+    tokens = torch.randint(32, (24, 8), generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=2)
+
+
+def test_a_wide_model_is_made_narrow_by_its_configuration() -> None:
+    module = Llama()
+    verdict = prove(module, _tokens(), strategy="tensor_parallel", narrow=4, shrink=2, num_steps=2)
+    assert verdict.is_equal, verdict
+    assert verdict.remarks[0] == "the model was made narrow, from 96,704 to 6,896 parameters"
+    assert verdict.remarks[1].startswith("the model was shrunk")
+    assert module.network.config.hidden_size == 64
+    small, _ = narrowed(module, 4)
+    assert (small.network.config.num_attention_heads, small.network.config.head_dim) == (2, 8)
+    assert not small.network.model.embed_tokens.weight.requires_grad
+
+
+def test_a_module_is_made_narrow_by_its_own_arguments() -> None:
+    small, told = narrowed(Wide(), 8)
+    assert small.head[0].out_features == 8
+    assert "narrow" in told
+
+
+@pytest.mark.parametrize(
+    ("module", "factor", "said"),
+    [(Net, 2, "narrow=2 found no width in Net"), (Wide, 7, "does not divide hidden_dim=64")],
+)
+def test_a_model_that_cannot_be_made_narrow(module: Any, factor: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        prove(module(), loader(), narrow=factor)
+
+
+def test_a_loss_in_float32_was_a_difference_in_float64() -> None:
+    """Hugging Face's losses are computed in float32: float64 called their rounding a mistake."""
+    verdict = prove(Llama(), _tokens(), strategy="zero2", num_ranks=3, precision="64-true")
+    assert verdict.is_equal, verdict
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_half_precision_is_held_against_accumulated_gradients(precision: str) -> None:
+    verdict = prove(Llama(), _tokens(), strategy="zero3", precision=precision)
+    assert verdict.is_equal, verdict
+
+
+class WrongInHalf(Net):
+    """Scales its loss where nothing but half precision is computed, and only on several ranks."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        is_half = torch.is_autocast_enabled("cpu")
+        return loss * 2 if is_half and self.trainer.world_size > 1 else loss
+
+
+def test_a_mistake_in_half_precision_alone_is_named() -> None:
+    verdict = prove(WrongInHalf(), loader(), precision="bf16-mixed")
+    assert verdict.outcome == "different"
+    assert verdict.cause is not None
+    assert verdict.cause.name == "half precision"
+    assert verdict.first is not None
+    assert (verdict.first.place.step, verdict.first.place.kind) == (0, "loss")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("local_sgd", "each rank with one device on its own samples"),
+        ("async_sgd", "with staleness_bound=0"),
+        ("shard_ddp_int8", "without compression"),
+        ("shard_ddp_powersgd", "without compression"),
+    ],
+)
+def test_what_differs_by_design_is_compared_without_it(strategy: str, said: str) -> None:
+    verdict = prove(Net(), loader(), strategy=strategy)
+    assert verdict.is_equal, verdict
+    assert said in verdict.remarks[0]
+
+
+def test_under_diloco_each_rank_is_one_device_until_they_meet() -> None:
+    strategy = LocalSGDStrategy(
+        sync_every=2, outer_optimizer="nesterov", compression="int8", warmup_steps=1
+    )
+    assert prove(BatchNormed(), loader(), strategy=strategy, num_ranks=3).is_equal
+    verdict = prove(BranchOfRank(), loader(), strategy=strategy, num_ranks=3)
+    assert verdict.cause is not None
+    assert verdict.cause.name == "rank dependent"
+    assert verdict.first is not None
+    assert (verdict.first.rank, verdict.first.place.name) == (1, "body.0.0")
+    drops = prove(Dropping(), loader(), strategy=strategy)
+    assert drops.cause is not None
+    assert drops.cause.name == "random numbers"
+
+
+@pytest.mark.parametrize("strategy", ["async_sgd", "shard_ddp_topk"])
+def test_a_mistake_under_what_differs_by_design_is_named(strategy: str) -> None:
+    verdict = prove(SumOfErrors(), loader(), strategy=strategy)
+    assert verdict.cause is not None
+    assert verdict.cause.name == "sum"

@@ -24,10 +24,10 @@ NUM_STEPS = 5
 class Dropping(TiedLSTM):
     """Drops out, normalises by batches, and has a frozen layer, all drawn at random."""
 
-    def __init__(self) -> None:
-        super().__init__(dropout=0.2)
-        self.frozen = nn.Linear(24, 24).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(24)
+    def __init__(self, width: int = 24) -> None:
+        super().__init__(width, dropout=0.2)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(width)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         text, following = batch
@@ -90,24 +90,33 @@ def fit(
     trainer.fit(module, datamodule=GlobalBatches(module, NUM_STEPS))  # type: ignore[arg-type]
 
 
-def fit_in_processes(folder: Path, strategy: str) -> str:
+def fit_in_processes(folder: Path, strategy: str, **options: Any) -> str:
     """Fit on processes over Gloo, of which one fails; return what this rank was raised."""
     ignore_upstream_warnings()
+    recording = {"steps": [1], "results": True}
+    options = {"backend": "gloo", "callbacks": [Failing()], "recording": recording, **options}
     try:
-        fit(folder, strategy, backend="gloo", callbacks=[Failing()], recording={"steps": [1]})
+        fit(folder, strategy, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("no rank has failed")
 
 
 def replayed(
-    folder: Path, step: int, strategy: str, *, callbacks: list[pl.Callback] | None = None
+    folder: Path,
+    step: int,
+    strategy: str,
+    *,
+    callbacks: list[pl.Callback] | None = None,
+    rank: int | None = None,
+    module: pl.LightningModule | None = None,
 ) -> Replayed:
     """Replay a recorded step on a module of other values."""
     torch.manual_seed(99)
     return replay(
         folder / f"step-{step:08d}",
-        Dropping(),
+        module or Dropping(),
         strategy=STRATEGIES[strategy](bucket_mb=SMALL_BUCKET_MB),
         callbacks=callbacks or (),
+        rank=rank,
     )

@@ -128,8 +128,8 @@ def test_classes_of_user_code_take_trust(runs: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_version_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_record, "_FORMAT", 2)
-    with pytest.raises(CheckpointError, match="no record of a rank in the format 2"):
+    monkeypatch.setattr(rank_record, "_FORMAT", 3)
+    with pytest.raises(CheckpointError, match="no record of a rank in the format 3"):
         replayed(runs, 1, "zero2")
 
 

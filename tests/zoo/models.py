@@ -7,74 +7,32 @@ lora       peft's LoRA over a Llama: most parameters are frozen
 clip       transformers' CLIP: a contrastive loss over the samples of all ranks
 deepseek   transformers' DeepSeek-V3: latent attention, experts, a buffer that routes
 vit        timm's VisionTransformer, and timm's ModelEmaV3 updated after each step
+and many of Hugging Face's, in `hugging_face`.
 """
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L  # noqa: N812
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
-from tests.features.columns import GLOBAL_BATCH
+from tests.zoo.hugging_face import SMALL
 from tests.zoo.packages import import_torchvision
-
-NUM_STEPS = 3
-NUM_SAMPLES = NUM_STEPS * GLOBAL_BATCH
-VOCABULARY, CONTEXT = 32, 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is trained.
-
-    Attributes:
-        collate: Makes a batch of samples; torch's own if None.
-        flags: Of the Trainer.
-    """
-
-    module: L.LightningModule
-    data: Dataset[Any]
-    collate: Callable[[Any], Any] | None = None
-    flags: dict[str, Any] = field(default_factory=dict)
-
-
-class Trained(L.LightningModule):
-    """A network and its loss."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        params = [param for param in self.parameters() if param.requires_grad]
-        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-class Language(Trained):
-    """A causal language model of transformers."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.network(input_ids=batch[0], labels=batch[0]).loss
-
-
-def texts() -> Tensor:
-    """Return random tokens, (S, T)."""
-    return torch.randint(VOCABULARY, (NUM_SAMPLES, CONTEXT), generator=_generator())
-
-
-def images(num_views: int = 1) -> list[Tensor]:
-    """Return random images, (S, 3, 8, 8) each."""
-    generator = _generator()
-    return [torch.randn(NUM_SAMPLES, 3, 8, 8, generator=generator) for _ in range(num_views)]
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
+from tests.zoo.subjects import (
+    CONTEXT,
+    NUM_SAMPLES,
+    VOCABULARY,
+    Language,
+    Subject,
+    Trained,
+    generator,
+    images,
+    texts,
+)
 
 
 def deepseek() -> Subject:
@@ -240,7 +198,7 @@ def vit() -> Subject:
     network = VisionTransformer(
         img_size=8, patch_size=4, num_classes=5, embed_dim=32, depth=4, num_heads=4, mlp_ratio=2.0
     )
-    labels = torch.randint(5, (NUM_SAMPLES,), generator=_generator())
+    labels = torch.randint(5, (NUM_SAMPLES,), generator=generator())
     return Subject(module=Averaged(network), data=TensorDataset(*images(), labels))
 
 
@@ -337,4 +295,5 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "clip": clip,
     "deepseek": deepseek,
     "vit": vit,
+    **SMALL,
 }

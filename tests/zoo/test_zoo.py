@@ -16,7 +16,8 @@ from lightning_shard.errors import ShardError
 from tests.features.columns import COLUMNS, ONE_DEVICE, PIPELINES, Column, Here
 from tests.features.declared import Comparison
 from tests.features.network import Report, weights
-from tests.zoo.models import NUM_STEPS, SUBJECTS, Subject
+from tests.zoo.models import SUBJECTS
+from tests.zoo.subjects import NUM_STEPS, Subject
 
 pytestmark = [
     pytest.mark.slow,

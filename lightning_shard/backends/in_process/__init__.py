@@ -10,6 +10,7 @@ from lightning_shard.backends.in_process.backend import InProcessBackend
 from lightning_shard.backends.in_process.elastic_world import ElasticWorld
 from lightning_shard.backends.in_process.failures import Failure
 from lightning_shard.backends.in_process.faults import Fault, injected_faults
+from lightning_shard.backends.in_process.gloo_order import like_gloo
 from lightning_shard.backends.in_process.world import World, current_rank, current_world
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "current_rank",
     "current_world",
     "injected_faults",
+    "like_gloo",
 ]

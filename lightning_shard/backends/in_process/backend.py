@@ -9,6 +9,8 @@ import torch.distributed as dist
 from lightning_shard.backends import _c10d
 from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.in_process.process_group import InProcessGroup
 from lightning_shard.backends.in_process.world import BACKEND_NAME, World, current_world
 from lightning_shard.errors import ConfigError
@@ -72,6 +74,12 @@ class InProcessBackend(Backend):
             world_size=world_size,
             timeout=timeout,
         )
+
+    def collectives(self, group: dist.ProcessGroup) -> Collectives:
+        """Wrap a group; in a world that is like Gloo, in the exchanges that Gloo's groups have."""
+        world = current_world()
+        is_like_gloo = world is not None and world.is_like_gloo
+        return (ExchangeCollectives if is_like_gloo else Collectives)(group)
 
 
 _c10d.register_backend(BACKEND_NAME, _make_group, ["cpu", "cuda"])

@@ -16,6 +16,7 @@ import torch
 
 from lightning_shard.backends.calls import Call, Disagreement, tensor_key
 from lightning_shard.backends.group_handle import describe_group
+from lightning_shard.backends.in_process.gloo_order import all_reduce_in_ring
 from lightning_shard.backends.in_process.rank_globals import for_all_ranks
 from lightning_shard.backends.in_process.semantics import SEMANTICS
 from lightning_shard.backends.packing import raw, write
@@ -74,12 +75,14 @@ class Channel:
         global_ranks: Global ranks of the group's members, in order of their group rank.
         threads: Number of each member's thread, in the same order.
         generation: Number of the generation of groups that this one belongs to.
+        is_like_gloo: Whether an all-reduce adds up in Gloo's order.
     """
 
     name: str
     global_ranks: tuple[int, ...]
     threads: tuple[int, ...]
     generation: int = 0
+    is_like_gloo: bool = False
     _counts: list[int] = field(init=False)
     _transfer_counts: list[int] = field(init=False)
     _open: dict[int, Meeting] = field(default_factory=dict)
@@ -119,10 +122,16 @@ class Channel:
             del self._open[number]
             join_streams([c.posted for c in calls])
             with for_all_ranks(), torch.inference_mode():
-                SEMANTICS[call.op](calls)
+                self._carry_out(call.op, calls)
             meeting.finished = _mark(calls)
             meeting.done = True
         return meeting
+
+    def _carry_out(self, op: str, calls: Sequence[Call]) -> None:
+        if op == "all_reduce" and self.is_like_gloo:
+            all_reduce_in_ring(calls)
+        else:
+            SEMANTICS[op](calls)
 
     def transfer(self, call: Call) -> Transfer:
         """Add one rank's send or receive; if its counterpart is there, copy.

@@ -10,6 +10,7 @@ from lightning_shard.backends.calls import Call, Disagreement
 from lightning_shard.backends.in_process.channel import Channel, Meeting
 from lightning_shard.backends.in_process.failures import Failure, Failures
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
+from lightning_shard.backends.in_process.gloo_order import is_like_gloo
 from lightning_shard.backends.in_process.losses import Losses, check_place
 from lightning_shard.backends.in_process.rank import NOT_YET, Rank, RankPosition, Status, Wait
 from lightning_shard.backends.in_process.rank_errors import ErrorMaker, mismatch_error_maker
@@ -65,6 +66,7 @@ class World:
         self.store = InProcessStore(self)
         self.faults = FaultPlan(faults, self.num_threads, is_elastic=self.is_elastic, struck=struck)
         self.num_first_ranks = num_ranks
+        self.is_like_gloo = is_like_gloo()
         self._channels: dict[tuple[str, str, tuple[int, ...], int], Channel] = {}
         self.termination = Termination()
         self._failures: Failures
@@ -174,7 +176,9 @@ class World:
         key = (place.name, name, global_ranks, place.num_made[name, global_ranks])
         if (channel := self._channels.get(key)) is None:
             threads = tuple(place.threads[rank] for rank in global_ranks)
-            channel = Channel(name, global_ranks, threads, place.generation)
+            channel = Channel(
+                name, global_ranks, threads, place.generation, is_like_gloo=self.is_like_gloo
+            )
             self._channels[key] = channel
         place.channels.append(channel)
         return channel

@@ -1,0 +1,236 @@
+"""A process group of which one rank is there, and whose peers are a tape.
+
+    while a step is replayed    each call gets its recorded result
+    before and after            each call gets what it would, were all peers copies of this rank
+
+Setting a fit up takes calls, too, whose results do not matter: what a rank begins the step from is
+loaded from its record.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
+from typing_extensions import override
+
+from lightning_shard.backends import _c10d
+from lightning_shard.backends._c10d import Store
+from lightning_shard.backends.base import Backend
+from lightning_shard.backends.c10d_transfers import C10dTransfers
+from lightning_shard.backends.calls import Call, op_name
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.exchange import ExchangeCollectives
+from lightning_shard.backends.group_handle import CallWork
+from lightning_shard.backends.packing import write
+from lightning_shard.backends.pending import StartedTransfer
+from lightning_shard.backends.python_group import PythonGroup
+from lightning_shard.errors import ConfigError
+from lightning_shard.replay.tape import WITHOUT_RESULT, Tape
+
+NAME = "recorded"
+_tapes: list[Tape] = []  # of the one replay that runs, if any
+
+
+class RecordedGroup(PythonGroup):
+    """One rank's handle of a group whose other ranks are not there."""
+
+    backend_name: ClassVar[str] = NAME
+
+    def __init__(self, tape: Tape, name: str, global_ranks: tuple[int, ...], rank: int) -> None:
+        super().__init__(name, global_ranks, rank)
+        self.tape = tape
+
+    @override
+    def _start(self, call: Call) -> Work:
+        if not self.tape.is_playing:
+            with torch.no_grad():
+                _echo(call, self.size())
+            return _Done(call)
+        return _Played(call, self.tape)
+
+
+class _Done(CallWork):
+    @override
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    @override
+    def is_completed(self) -> bool:
+        return True
+
+    @override
+    def is_success(self) -> bool:
+        return True
+
+    @override
+    def _source(self) -> int:
+        return 0
+
+
+class _Played(_Done):
+    """A call that takes its place on the tape when it begins, and its result when waited for."""
+
+    def __init__(self, call: Call, tape: Tape) -> None:
+        super().__init__(call)
+        written = [] if call.op in WITHOUT_RESULT else call.results or call.outputs
+        self._deliver: Callable[[], None] | None = tape.next(call.op, written)
+
+    @override
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        deliver, self._deliver = self._deliver, None
+        if deliver is not None:
+            deliver()
+        return True
+
+
+def _echo(call: Call, size: int) -> None:
+    """Write what a call would give if every rank had called it with the same tensors."""
+    if call.op in ("all_reduce", "reduce"):
+        for one in call.inputs:
+            write(one, _reduced(one, call.reduce_op, size))
+    elif call.op.startswith("all_gather") or call.op == "gather":
+        slots = call.outputs
+        for number, one in enumerate(slots):
+            source = call.inputs[min(number, len(call.inputs) - 1)]
+            write(one, source if one.numel() == source.numel() else _repeated(source, size))
+    elif call.op.startswith("reduce_scatter"):
+        for one, source in zip(call.outputs, _own_parts(call, size), strict=True):
+            write(one, _reduced(source, call.reduce_op, size))
+    elif call.op.startswith("all_to_all"):
+        for one, source in zip(call.outputs, call.inputs, strict=True):
+            one.data.zero_()
+            if one.numel() == source.numel():
+                write(one, source)
+
+
+def _own_parts(call: Call, size: int) -> Iterator[Tensor]:
+    if call.op == "reduce_scatter":
+        yield call.inputs[call.rank]
+        return
+    for one in call.inputs:
+        yield one.reshape(size, -1)[call.rank]
+
+
+def _repeated(source: Tensor, size: int) -> Tensor:
+    return source.reshape(-1).repeat(size)
+
+
+def _reduced(tensor: Tensor, op: Any, size: int) -> Tensor:
+    is_sum = op is not None and op_name(op) == "SUM" and tensor.dtype is not torch.bool
+    return tensor * size if is_sum else tensor
+
+
+def _either(name: str) -> Callable[..., StartedTransfer]:
+    """Make the method that begins an operation as Gloo does, or without peers in one call."""
+
+    def begin(self: "_RecordedExchange", *args: Any) -> StartedTransfer:
+        is_playing = self.group.tape.is_playing  # type: ignore[attr-defined]
+        owner = ExchangeCollectives if is_playing else C10dTransfers
+        started: StartedTransfer = getattr(owner, name)(self, *args)
+        return started
+
+    return begin
+
+
+class _RecordedExchange(ExchangeCollectives):
+    """The exchange collectives, whose messages are on the tape while it plays."""
+
+    _all_reduce = _either("_all_reduce")
+    _reduce_scatter = _either("_reduce_scatter")
+    _all_gather = _either("_all_gather")
+    _reduce_slices = _either("_reduce_slices")
+    _gather_slices = _either("_gather_slices")
+    _all_to_all = _either("_all_to_all")
+
+
+def _alone(kind: type[Collectives]) -> type[Collectives]:
+    class Alone(kind):  # type: ignore[misc,valid-type]
+        """Objects, which nobody else has, come back as they are."""
+
+        @override
+        def all_gather_object(self, obj: Any) -> list[Any]:
+            if self.group.tape.is_playing:
+                found: list[Any] = super().all_gather_object(obj)
+                return found
+            return [obj] * self.size
+
+        @override
+        def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+            return super().broadcast_object(obj, src) if self.group.tape.is_playing else obj
+
+    return Alone
+
+
+_EXCHANGE, _PLAIN = _alone(_RecordedExchange), _alone(Collectives)
+
+
+class RecordedBackend(Backend):
+    """The backend of a rank that is replayed alone.
+
+    Args:
+        recorded: Name of the backend of the recorded run, whose algorithms are taken.
+    """
+
+    name: ClassVar[str] = NAME
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+
+    def __init__(self, recorded: str) -> None:
+        self._kind = _EXCHANGE if recorded in ("gloo", "mpi") else _PLAIN
+
+    @override
+    def unavailable_reason(self) -> str | None:
+        return None
+
+    @override
+    def init_process_group(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta,
+        store: Store | None = None,
+    ) -> None:
+        raise ConfigError("A rank is replayed alone in a group that stands already.")
+
+    @override
+    def collectives(self, group: dist.ProcessGroup) -> Collectives:
+        return self._kind(group)
+
+
+@contextmanager
+def group_of_one(tape: Tape, num_ranks: int) -> Iterator[None]:
+    """Let this process be one rank of so many inside, of which no other is there.
+
+    Raises:
+        ConfigError: A process group stands already.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            "replay(rank=...) makes a process group of its own, but one stands already; expected "
+            "none. Replay in a process of its own, or after destroy_process_group()."
+        )
+    _tapes.append(tape)
+    try:
+        dist.init_process_group(NAME, store=_c10d.HashStore(), rank=tape.rank, world_size=num_ranks)
+        yield
+    finally:
+        tape.is_playing = False
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _tapes.pop()
+
+
+def _make_group(options: Any, backend_options: Any) -> RecordedGroup:
+    del backend_options
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return RecordedGroup(_tapes[-1], options.group_id, ranks, options.group_rank)
+
+
+if dist.is_available():
+    _c10d.register_backend(NAME, _make_group, ["cpu"])
