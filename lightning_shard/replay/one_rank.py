@@ -29,7 +29,7 @@ def alone(
     tape = Tape(rank=record.rank, results=record.results or ())
     environment = _OneRank(record.rank, record.num_ranks)
     made = strategy.with_options(backend="gloo", num_ranks=None, cluster_environment=environment)
-    made._backend = RecordedBackend(record.setup["backend"])
+    made._local_ranks.use(RecordedBackend(record.setup["backend"]))
     return Shelf([record], tape), made, _as_rank(tape, record.num_ranks)
 
 

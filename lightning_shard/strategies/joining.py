@@ -72,6 +72,10 @@ class LocalRanks:
         """Return the backend in use where ranks have such devices."""
         return (self._backend or auto_backend(device)).with_debug(self._debug)
 
+    def use(self, backend: Backend) -> None:
+        """Take another backend in place of the one that options have named."""
+        self._backend = backend
+
     def device(self, devices: Sequence[torch.device] | None, local_rank: int) -> torch.device:
         """Return the device of a rank on this host.
 
