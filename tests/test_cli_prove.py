@@ -60,8 +60,16 @@ def test_a_mistake_as_json(command: Command, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_refusal_is_exit_code_2(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("gpt_zero3.yaml", *SMALL, "--trainer.strategy=local_sgd") == 2
-    assert "differs by design" in " ".join(capsys.readouterr().out.split())
+    stages = ("--trainer.strategy=pipeline_parallel", "--ranks=4")
+    assert command("gpt_zero3.yaml", *SMALL, *stages) == 2  # of two blocks
+    assert "REFUSED" in capsys.readouterr().out
+
+
+def test_local_sgd_was_refused_as_a_whole(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("gpt_zero3.yaml", *SMALL, "--trainer.strategy=local_sgd") == 0
+    assert "between two exchanges" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("arguments", [("--trainer.strategy=ddp",), ("--ranks=0", "--steps=-1")])

@@ -33,7 +33,7 @@ class StreamedState:
         file: What is written.
         with_frozen: Whether frozen parameters are saved. Those that are not stay where they are:
             the state has their shapes only.
-        number: Of the model, where a file has several.
+        number: Number of the model, where a file has several.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ def give_back(flat: FlatParameters, *, keep: bool) -> None:
     """Give a buffer's parameters full memory of their own, and let go of its; each rank must call.
 
     Args:
-        flat: The buffer.
+        flat: The buffer whose memory is meant.
         keep: Whether this rank keeps the values; else it has NaNs without memory.
     """
     for param, value in zip(flat.params, flat.full_values(), strict=True):

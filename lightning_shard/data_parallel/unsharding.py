@@ -321,7 +321,8 @@ class Unsharder:
             self._trace = {}
 
     def _before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_transforms(OF_SHARDS)
+        if not unit.is_full:
+            refuse_transforms(OF_SHARDS)
         unit.ensure_full()
         if in_backward():  # recomputation of a checkpointed block
             return

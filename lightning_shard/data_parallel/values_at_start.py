@@ -29,7 +29,7 @@ def put_values(
     """Write parameters' values to tensors of their shapes, in any format.
 
     Args:
-        params: The parameters.
+        params: The parameters to fill.
         targets: A tensor for each of them.
         start: Knows the values of those on meta; None leaves their tensors as they are.
     """

@@ -66,7 +66,7 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
     @property
     def backend(self) -> Backend:
         """The communication backend in use."""
-        return self._local_ranks.backend_on(self.root_device)
+        return self._local_ranks.backend_on(lambda: self.root_device)
 
     @property
     def collectives(self) -> Collectives:

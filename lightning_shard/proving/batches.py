@@ -128,7 +128,7 @@ def reordered(batch: Any, order: Callable[[int], list[int]]) -> Any:
     """Return a batch's samples in another order; the batch itself where they cannot be told.
 
     Args:
-        batch: The batch.
+        batch: The batch to reorder.
         order: Gives for a number of samples their places in the new order.
     """
     sizes = {one.shape[0] for one in tensors_of(batch) if one.ndim > 0}

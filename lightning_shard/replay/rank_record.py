@@ -180,7 +180,7 @@ def read_record(folder: Path, rank: int, *, trust: bool = False) -> RankRecord:
 
     Args:
         folder: The step's folder.
-        rank: The rank.
+        rank: Rank whose record is meant.
         trust: Whether classes of user code may be made; see `RankRecord.load`.
 
     Raises:

@@ -132,7 +132,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     @property
     def backend(self) -> Backend:
         """The communication backend in use."""
-        return self._local_ranks.backend_on(self.root_device)
+        return self._local_ranks.backend_on(lambda: self.root_device)
 
     @property
     def collectives(self) -> Collectives:

@@ -6,7 +6,7 @@ process group         the backend's, made once for each launch; later runs of th
 """
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 from weakref import ref
@@ -68,9 +68,9 @@ class LocalRanks:
         """Whether all ranks run inside this process."""
         return self._backend is not None and self._backend.name == "in_process"
 
-    def backend_on(self, device: torch.device) -> Backend:
-        """Return the backend in use where ranks have such devices."""
-        return (self._backend or auto_backend(device)).with_debug(self._debug)
+    def backend_on(self, device: Callable[[], torch.device]) -> Backend:
+        """Return the backend in use, which the rank's device decides where none is named."""
+        return (self._backend or auto_backend(device())).with_debug(self._debug)
 
     def use(self, backend: Backend) -> None:
         """Take another backend in place of the one that options have named."""

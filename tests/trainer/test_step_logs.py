@@ -104,6 +104,7 @@ def fitted(strategy: Any, folder: Any, **options: Any) -> dict[str, Any]:
     logger = Rows()
     trainer = trainer_on(
         strategy,
+        max_steps=10,
         max_epochs=5,
         callbacks=[stopping, saving],
         logger=logger,

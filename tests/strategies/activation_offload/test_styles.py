@@ -33,7 +33,7 @@ from tests.strategies.activation_checkpointing.test_styles import (
 from tests.strategies.expert_parallel import test_parity as experts
 from tests.strategies.offload.places import WARNINGS
 from tests.strategies.parity import (
-    MANY_STEPS,
+    LONG_STEPS,
     SMALL_BUCKET_MB,
     Case,
     assert_parity,
@@ -159,8 +159,8 @@ def test_experts(model: str, choice: Any, stage: int) -> None:
     strategy = HybridParallelStrategy(
         expert_parallel_size=2, zero_stage=stage, activation_checkpointing=choice, **IN_PROCESS
     )
-    run = train(experts.build(model), strategy=strategy, devices=2, num_steps=MANY_STEPS)
-    assert_parity(run, experts.single_device(model), num_steps=MANY_STEPS)
+    run = train(experts.build(model), strategy=strategy, devices=2, num_steps=LONG_STEPS)
+    assert_parity(run, experts.single_device(model), num_steps=LONG_STEPS)
 
 
 @pytest.mark.few_cases(1)
