@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from lightning_shard.data_parallel.torch_private import exchange_engine_entrance
+from lightning_shard.data_parallel.torch_private import exchange_engine_entrance, is_traced
 
 Gradients = Sequence[Any]
 Run = Callable[[Sequence[Any]], Gradients]
@@ -79,7 +79,7 @@ def _count(more: int) -> None:
 def _enter(engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
     grads, retain_graph, create_graph, inputs, *others = args
     stack = _of_thread.stack
-    if not stack or not inputs:
+    if not stack or not inputs or is_traced():  # compiled code's own graph is of one rank
         return engine(outputs, *args, **kwargs)
 
     def run(given: Sequence[Any], depth: int) -> Gradients:

@@ -7,6 +7,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from lightning_shard.errors import RankFailedError
 from lightning_shard.replay.group_of_one import RecordedBackend, group_of_one
 from lightning_shard.replay.rank_record import RankRecord
 from lightning_shard.replay.replayer import Shelf
@@ -26,7 +27,8 @@ def alone(
     Returns:
         Where what comes of it is noted, the strategy of the rank, and what must be around its fit.
     """
-    tape = Tape(rank=record.rank, results=record.results or ())
+    is_cut_short = record.error is not None and record.error[0] == RankFailedError.__name__
+    tape = Tape(rank=record.rank, results=record.results or (), is_cut_short=is_cut_short)
     environment = _OneRank(record.rank, record.num_ranks)
     made = strategy.with_options(backend="gloo", num_ranks=None, cluster_environment=environment)
     made._local_ranks.use(RecordedBackend(record.setup["backend"]))

@@ -38,7 +38,7 @@ from lightning_shard.replay.rank_record import (
 from lightning_shard.replay.result_recorder import ResultRecorder
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.names import strategy_name
-from lightning_shard.trainer._lightning import layer_sync
+from lightning_shard.trainer._lightning import around_sigterm_broadcast, layer_sync
 from lightning_shard.trainer.hook_advice import OnlyLooks
 
 RECORDED = ("shard_ddp", "zero1", "zero2", "zero3")
@@ -256,7 +256,7 @@ class RecordSteps(OnlyLooks, Callback):
 
 @contextmanager
 def _noting_steps(trainer: "pl.Trainer", results: ResultRecorder) -> Iterator[None]:
-    """Note what steps get: a replay neither validates nor saves."""
+    """Note what steps get: a replay neither validates nor saves, nor heeds signals."""
     save = trainer.save_checkpoint
 
     def save_apart(*args: Any, **kwargs: Any) -> None:
@@ -265,6 +265,7 @@ def _noting_steps(trainer: "pl.Trainer", results: ResultRecorder) -> Iterator[No
 
     with (
         patch.object(trainer, "save_checkpoint", save_apart),
+        around_sigterm_broadcast(trainer, results.paused),
         results.noting(lambda: bool(trainer.training)),
     ):
         yield

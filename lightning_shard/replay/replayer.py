@@ -25,6 +25,7 @@ from lightning_shard.replay.place import set_buffers, set_full, set_place
 from lightning_shard.replay.rank_record import RankRecord, own_error, state_digest
 from lightning_shard.replay.tape import Tape
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.trainer._lightning import without_sigterm_broadcast
 from lightning_shard.trainer.hook_advice import OnlyLooks
 
 _ENDLESS = 2**31
@@ -90,6 +91,7 @@ class Replayer(OnlyLooks, Callback):
             return convert(batch)
 
         self._in_fit.enter_context(patch.object(plugin, "convert_input", set_up))
+        self._in_fit.enter_context(without_sigterm_broadcast(trainer))
 
     def _prepare(self, trainer: "pl.Trainer") -> None:
         """Set the random streams as they were when this batch was fetched."""

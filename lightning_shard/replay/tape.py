@@ -42,11 +42,13 @@ class Tape:
     Attributes:
         rank: Rank of the run that the results are of.
         results: The recorded results.
+        is_cut_short: Whether a peer's failure ended them: the rank heard of it before a call.
         is_playing: Whether calls are answered by the tape; else as if all peers were copies.
     """
 
     rank: int
     results: Sequence[Result]
+    is_cut_short: bool = False
     is_playing: bool = False
     _number: int = field(default=0, init=False)
 
@@ -63,6 +65,8 @@ class Tape:
         targets = tensors_in(written)
         number, self._number = self._number, self._number + 1
         found = self.results[number] if number < len(self.results) else None
+        if found is None and self.is_cut_short:
+            found = Result(operation=operation)
         if found is None or found.operation != operation or not _fit(found.tensors, targets):
             what = "no more" if found is None else f"{found.operation} {_shapes(found.tensors)}"
             raise CheckpointError(

@@ -31,6 +31,7 @@ from lightning.pytorch.trainer.states import RunningStage
 __all__ = [
     "accept_compiled_modules",
     "after_training_epochs",
+    "around_sigterm_broadcast",
     "around_validation",
     "assign_under_indices",
     "before_batches",
@@ -184,6 +185,22 @@ def without_sigterm_broadcast(trainer: "pl.Trainer") -> Iterator[None]:
     """
     loop = trainer.fit_loop.epoch_loop
     with patch.object(loop, "_broadcast_sigterm_tensor", lambda: None):
+        yield
+
+
+@contextmanager
+def around_sigterm_broadcast(
+    trainer: "pl.Trainer", inside: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Let ranks ask rank 0 whether it got SIGTERM within a context, where they ask at all."""
+    loop = trainer.fit_loop.epoch_loop
+    ask = loop._broadcast_sigterm_tensor
+
+    def asked() -> None:
+        with inside():
+            ask()
+
+    with patch.object(loop, "_broadcast_sigterm_tensor", asked):
         yield
 
 

@@ -51,7 +51,7 @@ def _check_each_alone(folder: Path, strategy: str, raised: str) -> None:
         assert (found.outcome, found.is_bitwise, found.rank) == ("reproduced", True, rank)
         if rank == 2:
             assert found.replayed == f"rank 2: {raised}"
-        asked = replayed(apart, 1, strategy, rank=rank)
+        asked = replayed(apart, 1, strategy, callbacks=[Failing()], rank=rank)
         assert (asked.outcome, asked.is_bitwise, asked.error) == ("reproduced", True, None)
 
 
