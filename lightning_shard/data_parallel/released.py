@@ -25,3 +25,8 @@ def give_back(flat: FlatParameters, *, keep: bool) -> None:
     flat.full, flat.shard, flat.host = full, shard, None
     flat.full_views = full_views(full, flat.layout)
     flat.local_views = flat.master_views = flat.shard_views(shard)
+
+
+def is_given_back(flat: FlatParameters) -> bool:
+    """Whether a buffer has given its parameters back, and shows nothing any more."""
+    return flat.full.is_meta

@@ -14,6 +14,7 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.leftovers import mark_leftover
 from lightning_shard.data_parallel.offload.host_shard import Uploaded
 from lightning_shard.data_parallel.passages import Passages
+from lightning_shard.data_parallel.released import is_given_back
 
 
 class Unit:
@@ -109,7 +110,7 @@ class Unit:
 
     def leave_as_is(self) -> None:
         """After a failure, leave full parameters in their own format where this rank has them."""
-        for flat in self.flats:
+        for flat in (flat for flat in self.flats if not is_given_back(flat)):
             for param, view in zip(flat.params, flat.full_views, strict=True):
                 if self.is_full:
                     param.grad = None
