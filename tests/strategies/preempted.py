@@ -5,6 +5,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -39,6 +40,7 @@ class Sends(L.Callback):
         if here == self._when and not trainer.sanity_checking:
             for _ in range(2):
                 os.kill(os.getpid(), self._signum)
+            _wait_until_it_is_handled(trainer.strategy)
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -55,6 +57,15 @@ class Sends(L.Callback):
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._come("on_train_epoch_end", trainer)
+
+
+def _wait_until_it_is_handled(strategy: Any) -> None:
+    """Python handles signals on the main thread, which this rank's may leave no time on a host."""
+    lifeline, end = strategy._lifeline, monotonic() + 60
+    if not hasattr(lifeline, "was_terminated"):
+        return
+    while not (lifeline.was_terminated or lifeline.requeues) and monotonic() < end:
+        sleep(0.01)
 
 
 class Validating(Dropping):
