@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ def call(passages: Passages, block: nn.Module, *args: Tensor) -> Tensor:
     return result
 
 
-def blocks(number: int) -> Sequence[nn.Module]:
+def blocks(number: int) -> Sequence[nn.Linear]:
     return [nn.Linear(4, 4) for _ in range(number)]
 
 
@@ -102,10 +103,14 @@ def test_a_call_that_fails_and_one_without_gradients_leave_others_as_they_are() 
 
 
 def test_a_graph_without_backward_was_kept_until_garbage_was_collected() -> None:
-    passages, x = Noted(), not_a_leaf()
-    for block in blocks(3):
-        x = call(passages, block, x)
-    gc.collect()
-    del x, block
-    passages.forget()
-    assert gc.collect() == 0
+    passages, x, weights = Noted(), not_a_leaf(), list[ReferenceType[Tensor]]()
+    gc.disable()
+    try:
+        for block in blocks(3):
+            x = call(passages, block, x)
+            weights.append(ref(block.weight))  # which a graph keeps
+        del x, block
+        passages.forget()
+        assert [one() for one in weights] == [None] * 3
+    finally:
+        gc.enable()
