@@ -97,7 +97,7 @@ def trained(package: Any, **options: Any) -> Any:
     return model
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_fit_is_the_same_under_both_packages(name: str) -> None:
     options = STRATEGIES[name]

@@ -36,6 +36,7 @@ def sleep_long() -> None:
     time.sleep(600)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("fresh", [False, True])
 def test_each_process_knows_its_rank(fresh: bool) -> None:
     assert run_processes(describe, 2, word="hi", fresh=fresh) == [

@@ -37,6 +37,7 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
         join(0)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("rank", "who"),
     [(0, "1 of 2 ranks have come: 0. Not yet: 1."), (1, "Rank 0, where the others meet, does not")],

@@ -37,7 +37,7 @@ class Adapted(Model):
         self.steps += 1
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [

@@ -138,6 +138,7 @@ class Looks(L.Callback):
         self.mapped = [name for name, value in state.items() if is_mapped(value.data)]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["shard_ddp-2", "zero2-2", "zero3-3", "tensor-4", "pipeline-2"])
 def test_a_run_keeps_nothing_that_is_mapped(layout: str, tmp_path: Path) -> None:
     path, looks = saving(LAYOUTS[layout](), tmp_path), Looks()

@@ -326,6 +326,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[dict[str, Any]], Any], str]] 
 }
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("case", KEPT)
 def test_what_a_strategy_keeps_that_does_not_fit(case: str, tmp_path: Path) -> None:
     make, change, told = KEPT[case]

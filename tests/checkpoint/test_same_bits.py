@@ -103,7 +103,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 SLOW = ("topk_adam", "onebit_zero1", "int8", "fp16", "local_momentum", "diloco")
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in KEPT]
 )
@@ -192,6 +192,7 @@ class Beginning(Dropping):
         self.epochs.append(self.current_epoch)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("options", [{}, EPOCHS], ids=["steps", "epochs"])
 def test_an_epoch_was_not_counted_after_the_last_batch_of_another_was_saved(
     options: dict[str, Any], tmp_path: Path
@@ -208,6 +209,7 @@ def test_an_epoch_was_not_counted_after_the_last_batch_of_another_was_saved(
     assert deviation(twice, whole) == 0.0
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("options", [{}, EPOCHS], ids=["steps", "epochs"])
 def test_a_validation_within_an_epoch_was_repeated_or_left_out(
     options: dict[str, Any], tmp_path: Path

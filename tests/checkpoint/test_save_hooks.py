@@ -86,6 +86,7 @@ def test_hooks_that_save_found_no_weights_on_ranks_other_than_0(
             weights[1].sum().item()
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero3"])
 def test_hooks_that_save_missed_lightnings_keys_in_elastic_snapshots(
     scheme: Any, tmp_path: Path

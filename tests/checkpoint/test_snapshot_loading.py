@@ -28,6 +28,7 @@ def taken(stage: int) -> tuple[list[Snapshot], Full]:
     return [snapshot for snapshot, _ in results], results[0][1]
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_goes_on_from_its_own_snapshot(stage: int) -> None:
     snapshots, expected = taken(stage)

@@ -88,6 +88,7 @@ def results(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])]
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("make", "needing_all"),
     [

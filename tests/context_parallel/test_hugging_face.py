@@ -134,6 +134,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
 QUICK = {("qwen2, packed", 3), ("gemma3, window", 8), ("vit", 2), ("whisper", 3)}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:.*'__getitem__', which has no rule")  # windows of a cache
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize(

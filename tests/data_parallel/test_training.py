@@ -437,6 +437,7 @@ def test_updates(name: str, stage: int, num_ranks: int) -> None:
     check(UPDATES[name], stage, num_ranks)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize("stage", range(4))
 def test_updates_with_two_copies_of_the_state(name: str, stage: int) -> None:

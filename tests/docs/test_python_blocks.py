@@ -81,6 +81,7 @@ def run_as_test(test: Callable[..., None]) -> None:
         test()
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", WITH_PYTHON)
 def test_the_blocks_run(
     name: str,

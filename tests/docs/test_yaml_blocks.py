@@ -30,6 +30,7 @@ class ParsingCLI(ShardCLI):
         pass
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("source", SHOWN)
 def test_the_parser_takes_it(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = yaml.safe_load(source)

@@ -78,7 +78,7 @@ LOWER = {
 }
 
 
-@pytest.mark.few_cases(6)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("stage", range(4))
 def test_training_goes_on_as_from_a_full_checkpoint(change: str, stage: int) -> None:
@@ -92,7 +92,7 @@ def test_masters_keep_their_digits(precision: str, stage: int) -> None:
     check(Setting(stage=stage, **LOWER[precision]), 4, [1], 0)
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("optimizer", ["SGD", "NAdam", "fused AdamW"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_other_optimizers(optimizer: str, stage: int) -> None:

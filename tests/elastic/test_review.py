@@ -214,7 +214,7 @@ class DecaysByLosses(DecaysByEpochs):
     by_metric = True
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("kind", [DecaysByEpochs, DecaysByLosses])
 @pytest.mark.parametrize(
     "fault",

@@ -29,6 +29,7 @@ def test_every_strategy_has_a_config() -> None:
     assert shown == {scheme.class_name for scheme in SCHEMES.values()}
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("path", [path for path in FILES if path.name != OF_A_SCRIPT], ids=str)
 def test_the_parser_takes_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)

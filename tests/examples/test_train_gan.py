@@ -53,6 +53,7 @@ def trained(strategy: str, devices: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero1", "zero2", "zero3"])
 def test_both_networks_are_one_devices(scheme: str) -> None:
     one, ranks = trained("auto", 1), trained(f"{scheme}_in_process", NUM_RANKS)

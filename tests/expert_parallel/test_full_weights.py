@@ -160,6 +160,7 @@ QUICK = {
 }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:The block .* which has no rule")
 @pytest.mark.parametrize(
     ("mixture", "penalty", "layout"),
@@ -227,6 +228,7 @@ class ByHand(Listed):
         optimizer.step()
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mixture", ["listed", "batched"])
 def test_gradients_clipped_in_a_step_are_those_of_a_single_device(mixture: str, stage: int) -> None:

@@ -26,7 +26,7 @@ def on_one_device(feature: Feature) -> Report:
         return feature.run(Here(ONE_DEVICE, Path(folder)))
 
 
-@pytest.mark.few_cases(32)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
 @pytest.mark.parametrize(
     "column",

@@ -16,7 +16,7 @@ from tests.gpu_like.__main__ import every_fit
 from tests.gpu_like.fits import COUNTED
 from tests.gpu_like.reasons import REASONS, reason_for, unexplained
 
-QUICK = ("zero3/bf16-mixed/0", "shard_ddp_topk/32-true/0")
+QUICK = ("zero3/bf16-mixed/0",)
 
 
 def may_wait(name: str) -> bool:

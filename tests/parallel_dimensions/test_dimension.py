@@ -82,6 +82,7 @@ def fit_sliced(groups: Groups, others: Sequence[ParallelDimension], **options: A
     return fit(WithGroups, strategy, max_epochs=1)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("others", "zero_stage", "expected"),
     [

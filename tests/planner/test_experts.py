@@ -49,6 +49,7 @@ class Sent(L.Callback):
             self.in_step, self.total = now - self.total, now
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tokens_travel_as_the_dry_run_says(stage: int) -> None:
     torch.manual_seed(7)
@@ -73,6 +74,7 @@ def test_tokens_travel_as_the_dry_run_says(stage: int) -> None:
     assert found.ranks[0].sent_elements["ep"] == expected
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_each_rank_holds_its_share_of_the_experts(model: str) -> None:
     module = EXPERT_MODELS[model]()
@@ -92,6 +94,7 @@ def test_each_rank_holds_its_share_of_the_experts(model: str) -> None:
         assert ("beyond an even share" in str(found)) == (size > 1)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [

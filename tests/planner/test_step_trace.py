@@ -20,6 +20,7 @@ def most_alive(model: Any, batch: Any) -> int:
     return live.most
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", ["gpt", "llama", "vit"])
 def test_a_real_step_has_at_most_what_was_said(name: str) -> None:
     from tests.strategies.models import PIPELINE_MODELS, SPLIT_MODELS

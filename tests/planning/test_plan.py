@@ -60,6 +60,7 @@ def test_json_has_what_the_table_shows(plan: Plan) -> None:
     assert found["recommendation"]["memory"]["peak"] == plan.recommendation.peak_bytes  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_elements_that_are_sent_do_not_depend_on_their_format() -> None:
     rows = [
         json.loads(planned(precision=precision, devices=2).to_json())["recommendation"]

@@ -6,6 +6,7 @@ from tests.docs.pages import text_of
 from tests.planning.published import WEAK_SCALING, megatron, of_torchtitan, tables
 
 
+@pytest.mark.slow
 def test_what_holds_of_torchtitans_tables() -> None:
     deviations = {name: ours / theirs - 1 for name, theirs, ours, _ in of_torchtitan()}
     assert abs(deviations["what 128 GPUs save, GiB"]) < 0.1

@@ -38,7 +38,7 @@ def run(name: str, ranks: int, model: str, callbacks: list[Any], **options: Any)
     return fit(model, callbacks, strategy=strategy, devices=ranks)
 
 
-@pytest.mark.few_cases(5)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "model"),
     [
@@ -79,6 +79,7 @@ class Counting(pl.Callback):
         ]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", ["ZeRO1Strategy", "ZeRO3Strategy", "TensorParallelStrategy"])
 def test_a_monitored_fit_sends_nothing_more(name: str, tmp_path: Path) -> None:
     counted = []

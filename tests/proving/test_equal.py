@@ -70,7 +70,7 @@ def _check(name: str, strategy: str) -> None:
     assert verdict.exit_status == (2 if refused else 0)
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("name", "strategy"), QUICK)
 def test_the_example_gpt(name: str, strategy: str) -> None:
     _check(name, strategy)
@@ -151,7 +151,7 @@ GOOD: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any], dict[s
 }
 
 
-@pytest.mark.each_value
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero3"])
 def test_a_module_that_is_right(name: str, strategy: str) -> None:

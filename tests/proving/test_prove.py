@@ -53,6 +53,7 @@ def test_what_rounding_explains_is_no_difference() -> None:
     assert verdict.precision == "64-true"
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -136,6 +137,7 @@ def test_options_that_are_not_of_training_are_refused() -> None:
         prove(Net(), loader(), trainer_options={"devices": 4})
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", [DDPStrategy(), ZeRO3Strategy(bucket_mb=1), ZeRO3Strategy])
 def test_strategies_by_object_and_by_class(strategy: Any) -> None:
     assert prove(Net(), loader(), strategy=strategy).is_equal
@@ -286,6 +288,7 @@ def test_a_loss_in_float32_was_a_difference_in_float64() -> None:
     assert verdict.is_equal, verdict
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 def test_half_precision_is_held_against_accumulated_gradients(precision: str) -> None:
     verdict = prove(Llama(), _tokens(), strategy="zero3", precision=precision)
@@ -310,6 +313,7 @@ def test_a_mistake_in_half_precision_alone_is_named() -> None:
     assert (verdict.first.place.step, verdict.first.place.kind) == (0, "loss")
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
@@ -340,6 +344,7 @@ def test_under_diloco_each_rank_is_one_device_until_they_meet() -> None:
     assert drops.cause.name == "random numbers"
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["async_sgd", "shard_ddp_topk"])
 def test_a_mistake_under_what_differs_by_design_is_named(strategy: str) -> None:
     verdict = prove(SumOfErrors(), loader(), strategy=strategy)

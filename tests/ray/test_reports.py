@@ -40,6 +40,7 @@ def fit(callback: RayReportCallback, checkpoint_format: str = "sharded", **flags
     return trainer
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("options", "steps"),
     [

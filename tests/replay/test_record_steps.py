@@ -29,6 +29,7 @@ def recorded(folder: Path) -> dict[str, int]:
     return {one.name: len(list(one.iterdir())) for one in sorted(folder.iterdir())}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_failing_step_is_taken_again_to_the_bit(strategy: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the norm is") as raised:
@@ -180,6 +181,7 @@ class Stream:
         return iter(self._loader)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("make", "data", "options"),
     [

@@ -67,6 +67,7 @@ class Sparse(Decoder):
         return torch.optim.SparseAdam(self.embed.parameters(), lr=0.01)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 def test_an_optimizer_of_sparse_gradients_failed_in_its_first_step(scheme: str) -> None:
     with pytest.raises(ConfigError, match=r"SparseAdam (takes sparse gradients|does not update)"):

@@ -70,7 +70,7 @@ def hooked(hook: Callable[[Tensor], Any], *, late: bool) -> type[OfRanks]:
     return Hooked
 
 
-@pytest.mark.few_cases(6)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["tensor", "pipeline"])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
@@ -115,6 +115,7 @@ class HookedActivations(OfRanks):
         return F.cross_entropy(self.head(x), batch[1])
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline", "hybrid"])
 def test_hooks_on_activations_failed_on_stages_that_have_them_not(scheme: str) -> None:
     assert_as_alone(HookedActivations, scheme)
@@ -157,6 +158,7 @@ def test_a_gradient_by_the_input_was_the_last_stages_part_of_it(style: type[OfRa
         fit_under(style, "pipeline")
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", ["zero2", "zero3", "tensor"])
 def test_a_penalty_of_the_gradient_by_the_input(scheme: str) -> None:
     assert_as_alone(PenaltyOfPart, scheme)
@@ -184,6 +186,7 @@ def test_a_network_in_a_function_transform_had_another_gradient(
         fit_under(style, scheme)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("style", [ForwardDerivative, OneByOne])
 def test_a_network_in_a_function_transform_on_copies_of_the_model(style: type[OfRanks]) -> None:
     assert_as_alone(style, "zero2")
@@ -209,6 +212,7 @@ class SetByHand(OfRanks):
         return {"loss": loss.detach()}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero3", "tensor", "tensor_zero2"])
 def test_gradients_set_by_hand_were_refused_where_one_rank_has_the_samples(scheme: str) -> None:
     assert_as_alone(SetByHand, scheme)

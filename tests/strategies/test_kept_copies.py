@@ -58,7 +58,7 @@ class WrittenTeacher(KeptTeacher):
         torch.add(theirs * 0.9, mine, alpha=0.1, out=theirs)
 
 
-@pytest.mark.few_cases(5)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
 @pytest.mark.parametrize("style", [KeptTeacher, AssignedTeacher, SetTeacher, WrittenTeacher])
 def test_a_teacher_that_torch_does_not_see_was_a_key_error_under_tensor_parallel(
@@ -82,6 +82,7 @@ class Averaged(Decoder):
         )
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3", "tensor", "context"])
 def test_an_averaged_model_of_a_split_layer_was_a_key_error(scheme: str) -> None:
     num_ranks, make = DECODER_SCHEMES[scheme]
@@ -110,6 +111,7 @@ def save(style: type[Decoder], scheme: str, folder: Path) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline"])
 def test_elements_of_a_checkpoints_weights_on_other_ranks_were_asked_for_without_advice(
     scheme: str, tmp_path: Path

@@ -135,6 +135,7 @@ def test_a_checkpoint_of_a_validation_with_swapped_weights_is_one_without(
             assert own[0].keys() == plain["state_dict"].keys()
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_a_validation_after_the_fit_sees_the_fitted_weights(way: str) -> None:
     trainer = fit(STRATEGIES[way](), module := Tiny(), 2, 4, **VALIDATED)

@@ -66,7 +66,7 @@ def checkpoint_of(style: type[Decoder], strategy: Any, folder: Path, devices: in
     return folder / "end.ckpt"
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 @pytest.mark.parametrize("style", LOSING)
 def test_a_checkpoint_after_a_module_lost_or_gained_a_parameter_was_a_key_error(
@@ -79,6 +79,7 @@ def test_a_checkpoint_after_a_module_lost_or_gained_a_parameter_was_a_key_error(
         torch.testing.assert_close(got[key], alone[key], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("style", LOSING)
 @pytest.mark.parametrize("strategy", [DDPStrategy, ZeRO2Strategy, ZeRO3Strategy, LocalSGDStrategy])
 def test_a_folder_after_a_module_lost_or_gained_a_parameter_was_a_key_error(
@@ -107,7 +108,7 @@ class TiesNewOne(Decoder):
             self.head.weight = self.embed.weight = nn.Parameter(self.head.weight.detach().clone())
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 @pytest.mark.parametrize("style", [TiesAtStart, Swaps, TiesNewOne])
 def test_parameters_tied_by_assigning_in_mid_run_were_untied_and_left_out_of_the_updates(
@@ -123,6 +124,7 @@ class Parametrizes(Decoder):
             nn.utils.parametrize.register_parametrization(self.head, "bias", nn.Softplus())
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3", "2x2x2"])
 def test_a_parametrization_of_a_split_layer_in_mid_run_was_an_error_of_the_teardowns(
     scheme: str,
@@ -131,6 +133,7 @@ def test_a_parametrization_of_a_split_layer_in_mid_run_was_an_error_of_the_teard
         fit_decoder(Parametrizes, scheme)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3", "context"])
 def test_a_parametrization_in_mid_run_is_a_single_devices(scheme: str) -> None:
     assert_as_alone(Parametrizes, scheme)
@@ -141,6 +144,7 @@ class SharesLayer(Decoder):
         self.blocks[1].up = self.blocks[0].up  # type: ignore[union-attr]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 def test_a_layer_of_two_blocks_was_split_with_the_one_and_not_with_the_other(scheme: str) -> None:
     assert_as_alone(SharesLayer, scheme)
@@ -156,6 +160,7 @@ class Lazy(Decoder):
             self.head.load_state_dict(values.state_dict())
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "2x2x2", "pipeline"])
 def test_a_lazy_layer_became_another_class_after_it_was_split(scheme: str) -> None:
     if scheme in ("tensor", "2x2x2"):

@@ -81,6 +81,7 @@ def start(strategy: Any, *, empty: bool, **options: Any) -> Deep:
     return model
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("name", "parts", "units"),
     [("tensor", 2, 0), ("tensor zero3", 4, 1), ("pipeline", 2, 0), ("hybrid", 4, 1)],
@@ -99,7 +100,7 @@ def test_no_rank_of_a_split_model_holds_more_than_its_part_and_one_unit(
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES))
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 def test_a_split_model_on_meta_trains_as_one_built_on_the_cpu(name: str) -> None:
     expected, trained = (start(STRATEGIES[name](), empty=one, max_steps=2) for one in (False, True))
     for key, value in expected.state_dict().items():
@@ -134,6 +135,7 @@ class DrawnAlike(DrawnApart):
     apart = False
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "pipeline"])
 def test_where_ranks_have_drawn_apart_the_first_one_s_values_win(name: str) -> None:
     ends = []

@@ -42,7 +42,7 @@ class Steps(L.Callback):
         self.num_batches += 1
 
 
-@pytest.mark.few_cases(5)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
 def test_fit_saves_and_resumes(strategy: str, tmp_path: Path) -> None:
     model, before = fresh(WithoutOptimizer)

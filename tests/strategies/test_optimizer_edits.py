@@ -177,14 +177,14 @@ EDITS = [
 ]
 
 
-@pytest.mark.few_cases(6)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_of_an_optimizer_raised_or_was_lost(edit: Edit, strategy: str) -> None:
     assert_as_alone(strategy, edit)
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("edit", [resets_where_there_is, keeps_gradients])
 def test_an_edit_before_an_update_raised(edit: Edit, strategy: str) -> None:
@@ -226,12 +226,14 @@ def test_an_edit_inside_a_step_was_lost_or_raised(strategy: str) -> None:
 LOST = r"'head\.weight' was replaced by another parameter"
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero3", "tensor_zero3"])
 def test_a_parameter_that_the_optimizer_has_lost_was_trained_on(strategy: str) -> None:
     with pytest.warns(UserWarning, match=LOST):
         assert_as_alone(strategy, replace)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero3", "tensor_zero3"])
 def test_a_lost_parameter_took_the_step_of_its_gradient(strategy: str) -> None:
     with pytest.warns(UserWarning, match=LOST):

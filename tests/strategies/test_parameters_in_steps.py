@@ -84,7 +84,7 @@ def penalized_on_one_device(name: str) -> Run:
     return train(penalized(name), num_steps=3)
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_a_penalty_was_of_this_ranks_parts(penalty: str, strategy: str) -> None:
@@ -125,7 +125,7 @@ class Looking:
         return model
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use", [look, count])
 def test_numbers_of_this_ranks_parts_were_taken_for_the_models(
@@ -157,7 +157,7 @@ def freeze_biases(module: nn.Module) -> float:
     return 0.0
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name.startswith("tensor")])
 @pytest.mark.parametrize("use", [clamp, freeze_biases])
 def test_what_a_step_does_to_parameters_reaches_them(

@@ -143,6 +143,7 @@ def test_every_rank_validates_with_rank_zeros_running_statistics(strategy: str) 
     )
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero3"])
 def test_evaluation_without_a_fit(strategy: str) -> None:
     model = seeded(EvaluatedGPT)

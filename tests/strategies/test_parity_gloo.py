@@ -31,7 +31,6 @@ QUICK = [
     Case(model="gpt", strategy="zero3", num_ranks=2),
     Case(model="conv", strategy="zero1", num_ranks=2),
     Case(model="sync_conv", strategy="zero2", num_ranks=2),
-    Case(model="mixture", strategy="zero3", num_ranks=2),
 ]
 SLOW = [case for case in ALL if case not in QUICK]
 REPEATED = [case for case in QUICK if case.strategy == "zero3"]

@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_sigterm_lost_what_was_trained_since_the_last_checkpoint(name: str, tmp_path: Path) -> None:
     whole = fit(SCHEMES[name](), 9)
@@ -60,6 +60,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_samples_of_a_fit_were_not_those_that_followed(name: str, tmp_path: Path) -> None:
     whole = Seeing.fitted(SAMPLES[name](), tmp_path / "whole")
@@ -74,7 +75,7 @@ def test_the_samples_of_a_fit_were_not_those_that_followed(name: str, tmp_path: 
     assert first.samples + second.samples == whole.samples
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("make", [DDPStrategy, PipelineParallelStrategy])
 @pytest.mark.parametrize(
     ("hook", "step", "at"),
@@ -139,6 +140,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return calls
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
 def test_slurms_signal_saved_where_each_rank_was(
     signum: int, scontrol: Path, tmp_path: Path

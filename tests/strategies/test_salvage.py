@@ -137,7 +137,7 @@ def assert_same(saved: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(state, expected["optimizer"]["state"])
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *SPLITTING])
 def test_the_users_error_became_ours_and_nothing_was_saved(strategy: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
@@ -213,6 +213,7 @@ class SendsSigterm(Raises):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "async_sgd"])
 @pytest.mark.parametrize(("hook", "steps"), [("training_step", 3), ("validation_step", 4)])
 def test_sigterm_to_a_process_was_a_deadlock(

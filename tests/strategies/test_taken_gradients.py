@@ -62,7 +62,7 @@ class SmoothPenalty(InputPenalty):
         return F.cross_entropy(logits, targets, weight, reduction="sum", label_smoothing=0.1)
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
 @pytest.mark.parametrize("style", [InputPenalty, LeafPenalty, LogitPenalty, SmoothPenalty])
 def test_a_second_derivative_lost_what_a_gradient_that_crosses_ranks_depends_on(
@@ -102,7 +102,7 @@ class MeanPenalty(Decoder):
         return every.mean(0) if every.ndim > grad.ndim else every
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
 def test_a_gradient_of_the_whole_batch_can_be_penalised(scheme: str) -> None:
     assert_as_alone(MeanPenalty, scheme)
@@ -136,6 +136,7 @@ class SecondOrder(Decoder):
         return loss
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", OF_ONE_BATCH)
 @pytest.mark.parametrize("style", [WeightPenalty, HeadPenalty, InnerStep, SecondOrder])
 def test_a_gradient_that_a_step_took_was_of_a_tensor_that_stands_for_a_weight_or_a_summand(
@@ -156,11 +157,13 @@ class ByAutogradGrad(Decoder):
             param.grad = grad
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
 def test_a_backward_to_some_inputs_left_out_split_weights(scheme: str) -> None:
     assert_as_alone(OfSomeInputs, scheme)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
 def test_gradients_set_in_a_backward_of_the_users_were_torchs_error(scheme: str) -> None:
     if scheme.endswith("zero3"):
@@ -170,6 +173,7 @@ def test_gradients_set_in_a_backward_of_the_users_were_torchs_error(scheme: str)
     assert_as_alone(ByAutogradGrad, scheme)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", OF_STAGES)
 @pytest.mark.parametrize("style", [OfSomeInputs, ByAutogradGrad, WeightPenalty, LeafPenalty])
 def test_a_pipeline_took_all_gradients_where_some_were_asked_for(
@@ -202,6 +206,7 @@ class CalledWithItsOwn(CalledWith):
         return self.loss(batch)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3", "zero3", "2x2x2", "2x2x2_zero3"])
 @pytest.mark.parametrize("style", [CalledWith, CalledWithItsOwn])
 def test_full_weights_given_to_a_split_layer_for_a_call_were_taken_for_its_part(
@@ -255,7 +260,7 @@ class RecomputedReentrant(Recomputed):
     reentrant = True
 
 
-@pytest.mark.few_cases(5)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["2x2x2_zero3", "tensor_zero3", "context", "context_zero3"])
 @pytest.mark.parametrize("style", [RecomputedInside, Recomputed, RecomputedReentrant])
 def test_what_a_backward_recomputes_saw_no_split_tensors_or_more_than_the_forward(

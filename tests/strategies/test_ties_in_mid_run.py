@@ -78,7 +78,7 @@ def test_trained_parameters_that_a_hook_had_tied_came_apart_without_a_word(
         fit(style(way, hook), make(), devices=num_ranks)
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end"])
 @pytest.mark.parametrize("way", [frozen, a_copy, columns_of_one, swapped])

@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.few_cases(9)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("style", [*AUTOMATIC, *MANUAL])
 @pytest.mark.parametrize("stage", range(4))
 def test_styles(style: type[Automatic], stage: int) -> None:
@@ -126,6 +126,7 @@ class WassersteinCritic(Manual):
             param.data.clamp_(-0.3, 0.3)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("style", [ModuleZeroGrad, WassersteinCritic])
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_and_weights_changed_by_hand(style: type[Automatic], stage: int) -> None:
@@ -168,6 +169,7 @@ class Copies(Automatic):
             self.record(copy.deepcopy(self.net)(torch.ones(2, 4)).sum())
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("stage", range(3))
 def test_copies_during_training(stage: int) -> None:
     check(Copies, stage)

@@ -203,6 +203,7 @@ class UnlikeOnRanks(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_size_starts_from_the_weights_of_rank_0(size: int) -> None:
     torch.manual_seed(0)

@@ -130,6 +130,7 @@ def seen_of_keywords(with_batches: bool) -> Seen:
     return seen_in(WITH_BATCHES if with_batches else PLAIN, hooked=True)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("hooked", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_constructor_that_lightning_could_not_call_was_an_error(kind: str, hooked: bool) -> None:

@@ -43,6 +43,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_learning_rate_finder_goes_back_to_the_weights_it_began_with(
     name: str, tmp_path: Any

@@ -275,6 +275,7 @@ class OwnLoader(Counting):
         return DataLoader(SAMPLES, batch_sampler=BATCH_SAMPLERS[self.kind]())
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("kind", BATCH_SAMPLERS)
 def test_batches_of_a_batch_sampler_had_one_sample_or_another_sampler(kind: str) -> None:
     given, hooked = Counting(), OwnLoader(kind)
@@ -284,6 +285,7 @@ def test_batches_of_a_batch_sampler_had_one_sample_or_another_sampler(kind: str)
     assert given.of_ranks == hooked.of_ranks == two_epochs_of(kind, 2)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline_parallel", "local_sgd"])
 def test_a_batch_sampler_is_assigned_to_data_parallel_ranks_under(strategy: str) -> None:
     model = OwnLoader("weighted")

@@ -60,6 +60,7 @@ def graphs_of(folder: Any, strategy: Any) -> list[str]:
     return logger.graphs
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -57,6 +57,7 @@ def test_a_run_gives_sigterm_back(strategy: str, hook: str, caller: Caller, tmp_
     assert_is_the_callers(caller)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_elastic_run_that_loses_a_rank_gives_sigterm_back(
     rank: int, caller: Caller, tmp_path: Path
@@ -68,6 +69,7 @@ def test_an_elastic_run_that_loses_a_rank_gives_sigterm_back(
     assert_is_the_callers(caller)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["zero2", "local_sgd", "elastic"])
 def test_the_runs_after_one_that_sigterm_has_ended_go_on_to_their_end(
     strategy: str, caller: Caller, tmp_path: Path

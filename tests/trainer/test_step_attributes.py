@@ -53,6 +53,7 @@ class Keeping(Stack):
         }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "zbv"), (3, "1f1b")])
 def test_lists_of_a_step_were_empty_on_all_stages_but_the_last(
     num_ranks: int, schedule: str

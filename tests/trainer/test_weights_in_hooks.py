@@ -37,11 +37,13 @@ def test_hooks_had_a_rank_s_own_part_of_the_weights(style: type[Hooked], strateg
     assert_equal(fit(style, strategy()), alone(style))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("style", [Initialises, Teaches])
 def test_hooks_had_parts_of_some_layers_where_both_split_them(style: type[Hooked]) -> None:
     assert_equal(fit(style, both()), alone(style))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("style", [Edits, Reads])
 def test_hooks_had_shards_of_some_layers_in_two_pipelines(style: type[Hooked]) -> None:
     assert_equal(fit(style, replicas()), alone(style))

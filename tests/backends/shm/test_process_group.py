@@ -173,6 +173,7 @@ def disagree(debug: bool) -> tuple[str, str]:
     return found
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("debug", [False, True])
 def test_ranks_that_disagree_are_told(debug: bool) -> None:
     for kind, message in run_processes(disagree, 2, debug=debug):

@@ -253,6 +253,7 @@ class Raising(L.Callback):
             raise KeyError("lost")
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("ranks", [(0, 1), (1,), (0,)])
 def test_an_exception_while_a_save_is_in_flight(ranks: tuple[int, ...], tmp_path: Path) -> None:
     callbacks = [
@@ -287,7 +288,7 @@ def test_host_memory_serves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(set(lent)) == 2
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "strategy",
     [

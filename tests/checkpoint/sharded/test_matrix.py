@@ -68,7 +68,7 @@ def check(before: Kept, after: str, saved: Any) -> None:
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("before", "after"), QUICK, ids=str)
 def test_resume(before: Kept, after: str, saved: Any) -> None:
     check(before, after, saved)

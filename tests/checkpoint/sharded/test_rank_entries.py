@@ -41,6 +41,7 @@ def on(num_ranks: int, kind: str, options: dict[str, Any], strategy: Any = DDPSt
     return strategy(**(RANKS | {"num_ranks": num_ranks}), checkpoint_format=kind, **options)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in KEPT]
 )

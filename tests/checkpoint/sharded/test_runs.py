@@ -47,6 +47,7 @@ def made(kind: Callable[..., Model] = Model, **options: Any) -> Any:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -77,6 +78,7 @@ STEPS_OF_CHECKPOINTS = (
 )
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["zero3-4", "tensor-4"])
 def test_nothing_is_gathered_while_saving_and_loading(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -250,7 +252,7 @@ def test_the_best_and_the_last_folder_are_kept(tmp_path: Path) -> None:
     assert len(again.losses) == 1
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -87,7 +87,7 @@ STRATEGIES: dict[str, tuple[Make, str, int]] = {
         2,
     ),
 }
-QUICK = {("zero3", "full"), ("zbv", "full"), ("sequence", "selective"), ("hybrid-stage3", "full")}
+QUICK = {("zero3", "full"), ("zbv", "full"), ("sequence", "selective")}
 CHOICES: dict[str, Any] = {"full": "full", "selective": "selective", "classes": GPT_BLOCK}
 
 

@@ -83,6 +83,7 @@ DROPPING: dict[str, tuple[Make, int]] = {
 }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("name", "choice"),
     [

@@ -28,7 +28,7 @@ QUICK = {
     ("shard_ddp", "selective"),
     ("sequence", "full"),
     ("looped_bfs", "none"),
-    ("hybrid-stage3", "none"),
+    ("tensor", "none"),
 }
 
 

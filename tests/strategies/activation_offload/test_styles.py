@@ -78,7 +78,7 @@ def all_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostActivations, "in_flight_bytes", 4_000)
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("choice", [None, "full", "selective"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("style", [*styles.AUTOMATIC, *styles.MANUAL])
@@ -97,7 +97,7 @@ def test_styles_of_training(
     assert made[0].activation_traffic["down"].bytes > 0
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("choice", [None, "full", "selective"])
 @pytest.mark.parametrize("name", ["zero3-parameters", "zero1-optimizer"])
@@ -129,7 +129,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("model", "choice", "name"), MODELS, ids=str)
 def test_models_of_others(model: str, choice: Any, name: str) -> None:
     strategy = MAKES[name](activation_checkpointing=choice)
@@ -151,7 +151,7 @@ def test_models_that_checkpoint_themselves(name: str, reentrant: bool) -> None:
     assert strategy.activation_traffic["up"].bytes > 0
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("choice", [None, "full", "selective"])
 @pytest.mark.parametrize("model", ["mixtral", "listed"])

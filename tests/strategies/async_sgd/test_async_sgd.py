@@ -102,6 +102,7 @@ def test_a_bound_of_zero_is_synchronous(optimizer: str) -> None:
     assert_same_weights(ours, ddp, rtol=1e-10)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_rank_is_a_single_device(optimizer: str) -> None:
     """Its gradients are never old: clipping, accumulation and schedule are those of one device."""
@@ -237,6 +238,7 @@ def test_one_rank_resumes_with_the_same_bits(tmp_path: Path) -> None:
     assert_same_weights(weights_of(resumed), weights_of(full), rtol=0, atol=0)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.filterwarnings("ignore:The checkpoint was saved after 60 samples of an epoch")
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_checkpoint_is_full_and_other_numbers_of_ranks_resume_it(

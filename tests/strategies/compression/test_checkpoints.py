@@ -144,6 +144,7 @@ RESUMED: list[tuple[tuple[str, int], Compressor | str]] = [
 ]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("place", "compression"), RESUMED)
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     place: tuple[str, int], compression: Compressor | str, tmp_path: Path

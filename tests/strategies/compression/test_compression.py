@@ -186,7 +186,7 @@ def check_wire(name: str, num_ranks: int, compression: str | Compressor, times: 
     assert dense_bytes(name, num_ranks)[-1] / sent[-1] >= times
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("name", "num_ranks", "compression", "times"), WIRES)
 def test_bytes_on_the_wire(
     name: str, num_ranks: int, compression: str | Compressor, times: float

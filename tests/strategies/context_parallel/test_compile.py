@@ -141,6 +141,7 @@ def with_inner(kind: str) -> Any:
     return made
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("kind", INNER)
 def test_modules_run_on_their_rows_only_if_they_need_nothing_else(
     kind: str, on_rows: set[str]

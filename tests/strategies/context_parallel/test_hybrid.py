@@ -48,7 +48,7 @@ QUICK = {
 }
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [

@@ -173,6 +173,7 @@ def alone(name: str) -> tuple[Run, Gradients]:
     return trained(name)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "layout"),

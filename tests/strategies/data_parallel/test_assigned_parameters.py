@@ -50,7 +50,7 @@ def single_device(update: str, hook: str) -> Result:
     return train(partial(Taught, update, hook))
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.parametrize(("update", "hook"), WAYS)
 def test_view_is_put_back_over_an_assigned_tensor(update: str, hook: str, strategy: str) -> None:
@@ -100,6 +100,7 @@ class Hooked(Taught):
         self.then(self)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "zero3"])
 def test_checkpoint_lacks_what_was_assigned_before_it(strategy: str, tmp_path: Path) -> None:
     def then(model: Hooked) -> None:
@@ -131,6 +132,7 @@ class Tied(Hooked):
         self.tied.weight = self.neck.weight
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("then", "message"),
     [

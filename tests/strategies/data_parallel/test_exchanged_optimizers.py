@@ -48,6 +48,7 @@ def trained(column: Column, folder: Path) -> list[dict[str, Tensor]]:
     return [weights(module), weights(resumed)]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", ["zero2", "zero3", "pipeline_parallel"])
 def test_an_exchanged_optimizer_met_shards_as_if_they_were_all(name: str, tmp_path: Path) -> None:
     got, expected = trained(COLUMNS[name], tmp_path), trained(ONE_DEVICE, tmp_path)
@@ -62,6 +63,7 @@ class Exchanged(Callback):
         trainer.optimizers = [self.make(trainer.global_rank)(pl_module.parameters(), lr=0.1)]
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("name", "kinds", "message"),
     [

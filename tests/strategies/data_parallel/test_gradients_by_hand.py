@@ -179,6 +179,7 @@ def test_what_was_added_to_grad_stayed_a_ranks_own(style: type[ByHand], strategy
     check(style, strategy=f"{strategy}_in_process", devices=3)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("style", SETTING)
 def test_what_was_set_in_grad_stayed_a_ranks_own(style: type[ByHand], strategy: str) -> None:
@@ -197,6 +198,7 @@ class OnOneRank(Set):
         assert len({float(s) for s in self.all_gather(torch.stack(own).sum())}) == 1
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
 def test_gradients_that_some_ranks_have_parted_them(strategy: str) -> None:
     train(OnOneRank, strategy=f"{strategy}_in_process", devices=3)

@@ -173,7 +173,7 @@ def assert_same(got: Reader, expected: Reader, rtol: float = 1e-4, atol: float =
                 )
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", MANY)
 def test_ranks_see_norms_of_their_own_shards(name: str) -> None:
     """With clipping and accumulation."""
@@ -218,6 +218,7 @@ class Asks(L.Callback):
                 self.messages[name] = str(error)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", ["zero2", "zero3", "tensor", "pipeline"])
 def test_arithmetic_that_cannot_be_right_is_an_error_with_advice(name: str) -> None:
     model, asks = GPT(), Asks()
@@ -291,7 +292,7 @@ EDIT_CASES = [
 ]
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("name", "edit", "hook"),
     [

@@ -56,13 +56,14 @@ def assert_same(model: Matrices, expected: Matrices, last: int = NUM_STEPS) -> N
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.few_cases(5)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["zero1-3", "zero2-2", "zero3-4"])
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_equal_a_single_devices(name: str, layout: str) -> None:
     assert_same(fit(name, layout), alone(name))
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["copies-4", "pipeline-zero2-4"])
 def test_owners_within_a_copy_of_the_state_and_within_a_stage(layout: str) -> None:
     assert_same(fit("muon", layout), alone("muon"))
@@ -117,7 +118,7 @@ def assert_goes_on(name: str, before: str, kept_as: str, after: str, folder: Pat
     assert_same(model, alone(name, 4), 4 - SAVED_AFTER)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("before", "kept_as", "after"), RESUMED)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
 def test_a_run_goes_on_on_another_layout(
@@ -126,6 +127,7 @@ def test_a_run_goes_on_on_another_layout(
     assert_goes_on(name, before, kept_as, after, tmp_path)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", ["adafactor", "shampoo"])
 def test_a_checkpoint_is_that_of_a_single_device(name: str, tmp_path: Path) -> None:
     paths = [

@@ -237,6 +237,7 @@ class EditsBeforeSteps(Taught):
         clear_small(self)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_edit_by_index_before_a_step_reached_shards(strategy: str) -> None:
     result = train(EditsBeforeSteps, strategy=f"{strategy}_in_process", devices=3)
@@ -353,6 +354,7 @@ def keeps_until_the_end(model: Acts) -> None:
     kept = model.neck.weight.detach().clone()
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [

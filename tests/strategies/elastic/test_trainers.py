@@ -204,6 +204,7 @@ def test_schedules_went_another_way_after_a_change(
     assert journal.samples() == EVERY_SAMPLE
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [4, 2])
 def test_data_that_configure_optimizers_had_asked_for_was_not_that_of_the_checkpoint(
     num_ranks: int, tmp_path: Path

@@ -48,6 +48,7 @@ def beside(**options: Any) -> HybridParallelStrategy:
     )
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -67,6 +68,7 @@ def test_equals_a_single_device(model: str, layout: str) -> None:
             assert sum(load.tokens) == NUM_TOKENS
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("model", ["mixtral", "attending"])
 def test_sequences_in_parts_without_shared_experts_equal_a_single_device(model: str) -> None:
     strategy = ContextParallelStrategy(backend="in_process", zero_stage=2)

@@ -55,6 +55,7 @@ RECOMPUTED = [
 QUICK = {("mixtral", 3, "full"), ("seldom", 1, "selective")}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("model", "stage", "kind"),
     [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in RECOMPUTED],
@@ -65,6 +66,7 @@ def test_recomputed_mixtures_equal_a_single_device(model: str, stage: int, kind:
     assert_parity(run, single_device(model), num_steps=LONG_STEPS)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("model", ["mixtral", "listed"])
 def test_mixed_precision_differs_by_rounding(model: str) -> None:
     run = train(build(model), strategy=sharing(zero_stage=2), devices=2, precision="bf16-mixed")
@@ -85,6 +87,7 @@ class Balanced(ExpertBalance):
             self.logged += (trainer.callback_metrics[self.name].item(),)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
@@ -191,6 +194,7 @@ class Seen(L.Callback):
         self.sums += [param.double().sum().item() for param in pl_module.parameters()]
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("name", "stage"), [("listed", 0), ("listed", 2), ("mixtral", 1), ("mixtral", 3)]
 )
@@ -226,6 +230,7 @@ def test_models_on_meta_start_with_what_they_would_draw(name: str, stage: int) -
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", ["listed", "mixtral"])
 def test_each_rank_holds_its_share_of_the_experts(name: str) -> None:
     held: list[tuple[int, int]] = []

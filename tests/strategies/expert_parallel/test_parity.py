@@ -63,7 +63,7 @@ def single_device(model: str) -> Run:
     return with_gradients(model)[0]
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [

@@ -87,6 +87,7 @@ def assert_same_bits(got: Weights, expected: Weights) -> None:
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("way", "precision"),
     slow_but(
@@ -186,6 +187,7 @@ class SaveAt(L.Callback):
             trainer.save_checkpoint(self.file)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("way", "step"),
     slow_but(

@@ -69,6 +69,7 @@ def test_diloco_takes_an_outer_nesterov_step() -> None:
     assert_same_weights(weights, expected.common)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("mixing", [None, 0.0, 0.25])
 def test_streaming_fragments_land_later(mixing: float | None) -> None:
     """From 1, fragment 0 begins after steps 2, 6, ..., fragment 1 after 4, 8; each takes a step."""

@@ -46,6 +46,7 @@ def resumed(file: Path, way: str) -> Weights:
     return weights_of(module)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("before", "after"), [("average", "diloco"), ("diloco", "average"), ("int8", "average")]
 )
@@ -66,6 +67,7 @@ def test_what_travelled_under_another_rule_was_taken_for_the_model(
     assert_same_weights(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(
     ("before", "after", "save_at"),
     [("diloco", "int8", 5), ("diloco", "diloco", 5), ("diloco", "average", 3)],

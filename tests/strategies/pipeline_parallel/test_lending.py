@@ -130,7 +130,7 @@ STYLES = [
 ]
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("style", STYLES)
 def test_a_parameter_of_another_stage_was_refused(

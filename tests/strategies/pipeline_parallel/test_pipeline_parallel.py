@@ -144,7 +144,7 @@ def test_the_same_seed_gives_the_same_bits(case: Pipelined) -> None:
     assert_bitwise_equal(case.run(), case.run())
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_live_activations_are_those_of_the_theory(schedule: str, num_ranks: int) -> None:

@@ -112,6 +112,7 @@ def fit_scaled(at: int, strategy: Any, clip: float | None) -> tuple[Fitted, Scal
     return fit(Overflows, strategy, plugins=plugins, **options), scales
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("clip", [0.05, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)

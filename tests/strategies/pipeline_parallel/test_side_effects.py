@@ -171,7 +171,7 @@ STYLES = [
 ]
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("style", STYLES)
 def test_values_beside_the_results(style: type[Stack], num_ranks: int, schedule: str) -> None:

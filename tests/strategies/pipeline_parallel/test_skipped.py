@@ -59,6 +59,7 @@ class LeavesOutLate(LeavesOut):
     is_late = True
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("style", [SkipsBefore, SkipsAfter, SkipsAll])
 def test_a_batch_without_a_loss_is_skipped(

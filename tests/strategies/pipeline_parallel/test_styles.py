@@ -202,7 +202,7 @@ NETWORKS = [
 ]
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "schedule"), ALL_PIPELINES)
 @pytest.mark.parametrize("style", NETWORKS)
 def test_networks(style: type[Stack], num_ranks: int, schedule: str) -> None:

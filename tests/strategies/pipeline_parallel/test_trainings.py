@@ -196,7 +196,7 @@ TRAININGS = [
 ]
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "schedule"), ALL_PIPELINES)
 @pytest.mark.parametrize("style", TRAININGS)
 def test_trainings(style: type[Stack], num_ranks: int, schedule: str) -> None:

@@ -94,6 +94,7 @@ def test_a_group_shares_shuffled_batches_and_groups_share_none(num_ranks: int) -
     assert batches[-1] == batches[-2]
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("num_samples", [5, 7, 9])
 def test_uneven_lengths_in_validation_and_prediction(num_samples: int) -> None:
     model = Pair()

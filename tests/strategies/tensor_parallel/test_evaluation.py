@@ -136,6 +136,7 @@ def prompts() -> Any:
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(text), batch_size=2)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:.*generation")
 @pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize("sample", [False, True])

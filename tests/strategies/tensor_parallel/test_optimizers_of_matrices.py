@@ -75,7 +75,7 @@ LAYOUTS |= {
 }
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["tensor-2", "tensor-4", "tensor-4-stage0", "pp2-tp2"])
 @pytest.mark.parametrize("name", ["adafactor", "transformers", "muon", "shampoo"])
 def test_weights_equal_a_single_devices(name: str, layout: str) -> None:
@@ -163,7 +163,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("before", "kept_as", "after"), RESUMED)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
 def test_a_run_goes_on_on_another_layout(
@@ -308,6 +308,7 @@ class OfOneStage(Matrices):
         return Muon(groups)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("layout", ["pipeline-zero2-4", "pp2-tp2"])
 def test_a_stage_without_muons_matrices_refused_it(layout: str) -> None:
     def run(strategy: Any) -> OfOneStage:

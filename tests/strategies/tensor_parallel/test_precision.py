@@ -87,6 +87,7 @@ def _train_scaled(strategy: Any, *, fused: bool, clip: float | None) -> tuple[An
     return model, scales
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("fused", "clip"), [(False, None), (False, 0.05), (True, None)])
 @pytest.mark.parametrize(("num_ranks", "size", "stage"), [(2, 2, 0), (4, 4, 0), (4, 2, 2)])
 def test_only_the_rank_with_the_overflow_skipped_its_step(

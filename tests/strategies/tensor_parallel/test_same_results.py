@@ -57,6 +57,7 @@ PARTIAL |= {"blocks.2.down": "rowwise"}
 del PARTIAL["blocks.*.down"]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_parameter_within_a_region_had_another_gradient_on_each_rank(stage: int) -> None:
     with pytest.raises(ConfigError, match=r"same gradient of blocks\.1\.down\.act\.weight, which"):

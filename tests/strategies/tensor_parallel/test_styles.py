@@ -73,7 +73,7 @@ def check(style: type[Automatic], num_ranks: int, stage: int) -> None:
 STYLES = [*AUTOMATIC, *MANUAL, Copies, ModuleZeroGrad, WassersteinCritic]
 
 
-@pytest.mark.few_cases(6)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("style", STYLES)
 def test_styles(style: type[Automatic]) -> None:
     check(style, 2, 0)

@@ -58,7 +58,7 @@ def sent(stage: int, accumulate: int) -> list[bool]:
     return [elements > MATRICES for elements in census.reduced]
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_accumulation_waits_with_the_gradients(stage: int) -> None:
     boundaries = [False, False, True] * 2

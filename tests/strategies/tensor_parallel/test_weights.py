@@ -105,6 +105,7 @@ def strategies() -> dict[str, Any]:
     }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the")
 @pytest.mark.parametrize(
     ("style", "name"),
