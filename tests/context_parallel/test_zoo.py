@@ -15,6 +15,8 @@ from tests.context_parallel.zoo.layers import BATCH, WIDTH, Forward, Layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:The block .* which has no rule")
 FORWARDS = {**attention.FORWARDS, **mixing.FORWARDS, **features.FORWARDS}
+# A score that differs in float64's last digit may round to another float32.
+IN_FLOAT32 = {"written_out_rel_bias"}
 SIZES = [(16, 2), (13, 3), (16, 4), (11, 8)]  # positions and ranks
 
 
@@ -67,7 +69,8 @@ def compare(name: str, length: int, num_ranks: int) -> set[str]:
     for found, _ in ranks:
         for one, other in zip(found, expected, strict=True):
             scale = max(other.abs().max().item(), 1e-3)
-            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9 * scale)
+            atol = 1e-7 if name in IN_FLOAT32 else 1e-9
+            torch.testing.assert_close(one, other, rtol=1e-7, atol=atol * scale)
     return ranks[0][1]
 
 
