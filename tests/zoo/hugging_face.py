@@ -260,7 +260,7 @@ SMALL: dict[str, Small] = {
         kind="ForPrediction",
         sizes={"num_input_channels": 2, "context_length": 16, "prediction_length": 4}
         | {"patch_length": 4, "patch_stride": 4, "d_model": 32, "ffn_dim": 48, "loss": "mse"}
-        | {"num_attention_heads": 4, "num_hidden_layers": 4},
+        | {"num_attention_heads": 4, "num_hidden_layers": 4, "norm_type": "layernorm"},
         module=Series,
         data=_of_series,
     ),

@@ -59,7 +59,21 @@ REFUSED: dict[str, dict[str, str]] = {
     "clip": dict.fromkeys(STAGED, "several lists of repeated blocks"),
     "deepseek": {},
     "vit": dict.fromkeys(STAGED, "several lists of repeated blocks"),
+    "albert": dict.fromkeys(STAGED, "no list of repeated blocks"),  # one block, called again
+    "t5": dict.fromkeys(STAGED, "several lists of repeated blocks"),
+    "bart": dict.fromkeys(STAGED, "several lists of repeated blocks"),
+    "whisper": dict.fromkeys(STAGED, "several lists of repeated blocks"),
+    "convnext": dict.fromkeys(
+        ("tensor_parallel", "hybrid_parallel of split layers"), "found nothing in Classes to split"
+    ),
+    "resnet": dict.fromkeys(STAGED, "sync_batchnorm=True asks for statistics")
+    | {
+        "tensor_parallel": "found nothing in Classes to split",
+        "local_sgd": "sync_batchnorm=True makes ranks wait",
+    },
 }
+# Of a mean over the ranks' statistics rounding is another than of all samples at once.
+ROUNDING = {"resnet": 1e-4}
 
 
 class Losses(Callback):
@@ -114,10 +128,10 @@ def on_one_device(name: str) -> Report:
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_three_steps(name: str, column: str, tmp_path: Path) -> None:
     here = Here(STRATEGIES[column], tmp_path)
-    refused = REFUSED[name].get(column)
+    refused = REFUSED.get(name, {}).get(column)
     if refused is not None:
         with pytest.raises(ShardError, match=refused):
             train(name, here)
         return
-    comparison = Comparison(rtol=1e-5, own=False)
+    comparison = Comparison(rtol=ROUNDING.get(name, 1e-5), own=False)
     comparison.check(train(name, here), on_one_device(name))
