@@ -147,8 +147,8 @@ def _is_weighted(lab: Laboratory, one: object, two: object, own: list[Tensor]) -
     if not 0.0 <= float(share) <= 1.0:
         return False
     foretold = (2 * share * own[0] + (1 - share) * own[1]) / (1 + share)
-    gap = abs(float(own[0] - own[1]))
-    return abs(float(foretold - more)) <= 1e3 * lab.tolerance * max(gap, float(more.abs()))
+    scale = max(float(one.abs()) for one in (*own, more))  # the share's error is of this size, too
+    return abs(float(foretold - more)) <= 10 * lab.tolerance * scale
 
 
 def _otherwise_on_ranks(lab: Laboratory) -> Cause | None:
