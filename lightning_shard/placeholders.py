@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -338,6 +339,17 @@ def parameters_written() -> Iterator[dict[str, None]]:
         yield written
     finally:
         _written_to.reset(token)
+
+
+def stands_in(module: nn.Module, arguments: object) -> bool:
+    """Whether a module's call only stands for what another stage computes.
+
+    Its arguments are then placeholders, or its weights: behind a tied embedding, which the last
+    stage has as well, a block of the first stage is given elements.
+    """
+    weight = next(module.parameters(), None)
+    given = (isinstance(one, Placeholder) for one in tree_leaves(arguments))
+    return is_placeholder(weight) or any(given)
 
 
 def is_placeholder(value: object) -> bool:

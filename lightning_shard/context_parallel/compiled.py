@@ -31,6 +31,7 @@ from lightning_shard.data_parallel.torch_private import (
     set_compiled_call,
 )
 from lightning_shard.errors import ConfigError
+from lightning_shard.module_classes import give_class_back
 
 Forward = Callable[..., Any]
 _PLACE = "_lightning_shard_rows"
@@ -196,7 +197,7 @@ class _Watched:
             handle.remove()
         for module in self._rows:
             del vars(module)[_PLACE]
-            module.__class__ = type(module).__mro__[2]
+            give_class_back(module, (_OnRows,))
         self._rows = []
 
 

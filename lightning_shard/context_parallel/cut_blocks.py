@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
@@ -29,7 +29,7 @@ from lightning_shard.context_parallel.sequence_part import SequencePart, padded
 from lightning_shard.context_parallel.trial import try_block
 from lightning_shard.data_parallel.units import named_blocks
 from lightning_shard.errors import ConfigError
-from lightning_shard.placeholders import Placeholder
+from lightning_shard.placeholders import stands_in
 from lightning_shard.tensor_parallel.compared_calls import Arguments
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
@@ -113,8 +113,7 @@ class CutBlocks:
     ) -> Arguments | None:
         """Return a block's arguments with the hidden states cut; None to leave them."""
         hidden = _hidden_states(args, kwargs)
-        stands_in = any(isinstance(one, Placeholder) for one in tree_leaves((args, kwargs)))
-        if hidden is None or stands_in:  # the block only passes on what another stage computes
+        if hidden is None or stands_in(block, (args, kwargs)):
             return None
         is_tried = (type(block), torch.is_grad_enabled()) in self._tried
         self.in_full.block = name

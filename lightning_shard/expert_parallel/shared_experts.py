@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import untraced
@@ -22,8 +21,9 @@ from lightning_shard.expert_parallel.load import ExpertLoad, loads_of_ranks
 from lightning_shard.expert_parallel.own_tokens import OwnRows
 from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.expert_parallel.trial import try_mixture
-from lightning_shard.placeholders import Placeholder, is_alone
-from lightning_shard.tensor_parallel.full_view import give_class_back, seeing, set_view, view_of
+from lightning_shard.module_classes import give_class_back
+from lightning_shard.placeholders import is_alone, stands_in
+from lightning_shard.tensor_parallel.full_view import seeing, set_view, view_of
 
 _PLACE = "_lightning_shard_experts"
 
@@ -100,7 +100,7 @@ class SharedExperts:
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> Any:
         """Call a mixture; each rank that shares its experts must."""
-        if any(isinstance(one, Placeholder) for one in tree_leaves(arguments)):
+        if stands_in(module, arguments):
             return calls.whole(module, own)(*arguments[0], **arguments[1])
         if is_alone():
             return calls.alone(module, own, *arguments)

@@ -18,6 +18,7 @@ from lightning_shard.data_parallel.assigned import taken_out
 from lightning_shard.data_parallel.reentrance import without_reentrance
 from lightning_shard.data_parallel.units import class_name
 from lightning_shard.errors import ConfigError
+from lightning_shard.module_classes import give_class_back
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
 from lightning_shard.placeholders import Placeholder
@@ -288,7 +289,7 @@ class StagedModel:
 def _make_plain(block: nn.Module) -> None:
     if _PLACE in block.__dict__:
         delattr(block, _PLACE)
-        block.__class__ = type(block).__mro__[2]
+        give_class_back(block, (_Caught,))
 
 
 def _nothing() -> None:

@@ -154,18 +154,3 @@ def _listed_full(module: nn.Module) -> Mapping[str, Any]:
     if not is_called_by_user():
         return own
     return {name: view.of(name, param) for name, param in own.items()}
-
-
-def give_class_back(module: nn.Module, mixins: Iterable[type]) -> None:
-    """Take the first of some mixins off a module's class.
-
-    A class that user code has made of it since, as a parametrization does, stays.
-    """
-    firsts = {(mixin,) for mixin in mixins}
-    seen = type(module)
-    made = next(one for one in seen.__mro__ if one.__bases__[:1] in firsts)
-    own = made.__bases__[1]
-    if seen is made:
-        module.__class__ = own
-    else:
-        seen.__bases__ = tuple(own if one is made else one for one in seen.__bases__)

@@ -23,14 +23,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.module_classes import give_class_back
 from lightning_shard.tensor_parallel.attention import ParallelAttention
-from lightning_shard.tensor_parallel.full_view import (
-    FullView,
-    as_it_is,
-    give_class_back,
-    seeing,
-    set_view,
-)
+from lightning_shard.tensor_parallel.full_view import FullView, as_it_is, seeing, set_view
 from lightning_shard.tensor_parallel.regions import copy_to_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
 

@@ -1,0 +1,32 @@
+"""A pipeline's last stage has a tied embedding, too, so it gives skipped blocks elements."""
+
+import pytest
+import torch
+
+from lightning_shard import HybridParallelStrategy
+from tests.strategies.context_parallel.test_twenty_steps import gemma3
+from tests.strategies.models import Trained
+from tests.strategies.parity import UPSTREAM_WARNINGS, assert_parity, train
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:.*'__getitem__', which has no rule"),
+    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
+]
+
+
+def build() -> Trained:
+    torch.manual_seed(7)
+    return gemma3()
+
+
+def test_ranks_waited_for_each_other_in_a_block_that_only_some_ran() -> None:
+    strategy = HybridParallelStrategy(
+        context_parallel_size=2,
+        pipeline_parallel_size=2,
+        num_microbatches=2,
+        zero_stage=1,
+        backend="in_process",
+        announce=False,
+    )
+    assert_parity(train(build(), strategy=strategy, devices=4), train(build()))
