@@ -8,6 +8,7 @@ of the standard library, and code that a compiler has made.
 import os
 import sys
 import sysconfig
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -89,15 +90,17 @@ def find_call_site() -> CallSite:
     return CallSite("<no Python caller>", 0)
 
 
-def is_called_by_user() -> bool:
+def is_called_by_user(through: Collection[str] = ()) -> bool:
     """Whether the caller was called by code that is neither Lightning's nor of this package.
 
-    Frames of torch between the two are passed over.
+    Args:
+        through: Names of modules whose frames between the two are passed over, as those of torch.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package != "torch":
+        module = str(frame.f_globals.get("__name__", ""))
+        package = module.partition(".")[0]
+        if package != "torch" and module not in through:
             return package not in _RUNNING_USER_CODE
         frame = frame.f_back
     return False

@@ -219,6 +219,8 @@ class DataParallelEngine:
         self.view.end_interrupted()
         with self.seeing_shards():
             self.adoption.adopt()
+        if self._unsharder is not None:
+            self._unsharder.copies.take_set()
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -82,6 +82,10 @@ class ModelSplit(Protocol):
         """Return by parameter its full shape, where this rank has a part of it or nothing."""
 
     @property
+    def copies(self) -> Sequence[nn.Parameter]:
+        """Return the parameters of copied modules of which this rank has a part."""
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is the first of those that share the model."""
 
@@ -134,6 +138,7 @@ class Unsplit:
     groups_of_layers: Sequence[Collectives] = ()
     group_sets: Sequence[Sequence[Collectives]] = ((),)
     full_shapes: Mapping[nn.Parameter, torch.Size] = {}
+    copies: Sequence[nn.Parameter] = ()
     parts: LayerParts | None = None
     shared_out: SharedOut | None = None
     is_first = True

@@ -24,6 +24,7 @@ from lightning_shard.data_parallel.sharded_parameter import (
     copy_home,
     move_out,
     present,
+    take_set,
 )
 from lightning_shard.errors import ConfigError
 
@@ -68,6 +69,12 @@ class ShardCopies:
         """Return by number the copies that user code still has, each with its original's place."""
         copies = self._homes.items()  # type: ignore[no-untyped-call]
         return {number: (copy, home) for copy, (home, number) in copies}
+
+    @as_they_are
+    def take_set(self) -> None:
+        """Let copies that user code has set to full tensors be this rank's shards again."""
+        for copy, (flat, index) in self._alive().values() if not self._depth else ():
+            take_set(copy, flat.local_views[index])
 
     def own(self, module: nn.Module) -> bool:
         """Whether a module holds copies that were made here."""

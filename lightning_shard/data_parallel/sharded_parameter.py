@@ -40,11 +40,13 @@ from lightning_shard.data_parallel.torch_private import (
     storage_key,
 )
 from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_calls import SeesOperations
 
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
+_COMPUTES = (SeesOperations.__module__, ParameterShard.__module__)  # for code that calls them
 
 
 def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -212,7 +214,7 @@ class ShardedParameter(nn.Parameter):
             home = _home_of(params[0])
             if not (meets_shards or home.user_code.runs):
                 return func(*given[0], **given[1])
-            if home.is_of_part and not is_called_by_user():
+            if home.is_of_part and not is_called_by_user(_COMPUTES):
                 return func(*given[0], **given[1])
             return _of_user(func, params, *given)
 
@@ -297,7 +299,7 @@ def _of_user(
     """
     if func == _TENSOR.data.__set__:
         return _assign(args[0], args[1])
-    if func == Tensor.set_ and type(args[0]) is ShardedParameter:
+    if func == torch.ops.aten.set_.source_Tensor and type(args[0]) is ShardedParameter:
         _assign(args[0], *args[1:])
         return args[0]
     if func == _SET_GRAD:
@@ -370,6 +372,14 @@ def _assign(param: nn.Parameter, value: Tensor) -> None:
         local = value
     with torch.no_grad():
         param.data = local.detach()
+
+
+@as_they_are
+def take_set(copy: nn.Parameter, shard: Tensor) -> None:
+    """Point a copy at its shard, like `shard`, of what `copy.set_(full)` gave it, unseen."""
+    home: ParameterHome | None = vars(copy).get(_HOME)
+    if home is not None and copy.shape != shard.shape:
+        copy.data = _cut(ParameterShard(shard, home.spread), copy.data).clone()
 
 
 def _note_source(param: nn.Parameter, value: Tensor) -> None:

@@ -33,6 +33,7 @@ class ExpertSplit:
     """
 
     parts: None = None  # no optimizer is given a full parameter made of them
+    copies: Sequence[nn.Parameter] = ()  # are full
 
     def __init__(
         self,

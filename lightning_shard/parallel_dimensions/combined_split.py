@@ -43,6 +43,11 @@ class CombinedSplit:
         }
 
     @property
+    def copies(self) -> Sequence[nn.Parameter]:
+        """The copies of both."""
+        return (*self._inner.copies, *self._outer.copies)
+
+    @property
     def groups(self) -> Sequence[Collectives]:
         """The groups of both."""
         return (*self._inner.groups, *self._outer.groups)
@@ -84,8 +89,12 @@ class CombinedSplit:
         return self._outer.is_here(param) and self._inner.is_here(param)
 
     def full_shape(self, param: nn.Parameter) -> torch.Size:
-        """Return the full shape of a parameter."""
-        return self.full_shapes.get(param, param.shape)
+        """Return the full shape of a parameter, or of a copy of one."""
+        known = self.full_shapes.get(param)
+        if known is not None:
+            return known
+        inner = self._inner.full_shape(param)
+        return self._outer.full_shape(param) if inner == param.shape else inner
 
     def is_spread(self, param: nn.Parameter) -> bool:
         """Whether a parameter is on other ranks, or in part."""

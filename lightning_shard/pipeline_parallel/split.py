@@ -41,6 +41,7 @@ class PipelineSplit:
     is_first: bool
     parts: None = None  # stages have layers, not parts of the same
     shared_out: None = None
+    copies: Sequence[nn.Parameter] = ()  # are full
 
     def __init__(
         self,

@@ -296,6 +296,11 @@ class SplitModel:
         """Return the groups that a parameter is split over."""
         return (self.group,) if self.is_spread(param) else ()
 
+    @property
+    def copies(self) -> Sequence[nn.Parameter]:
+        """The copies of split parameters that user code still has."""
+        return list(self._copies.params().values())
+
     def is_here(self, param: nn.Parameter) -> bool:
         """Return True: each rank has a part of every parameter, or all of it."""
         return True

@@ -209,7 +209,8 @@ class WeightsInHooks:
     def _take_what_was_set(self) -> None:
         """Take over the full tensors of `param.set_(value)`, which torch shows to no mode."""
         split = self._engine.split
-        found = [(one, self._set_to(one)) for one in {**split.full_shapes, **self._kept}]
+        spread = dict.fromkeys((*split.full_shapes, *split.copies, *self._kept))
+        found = [(one, self._set_to(one)) for one in spread]
         values = {param: value for param, value in found if value is not None}
         with self._engine.view.suspended() if values else nullcontext():
             for param, value in values.items():

@@ -52,15 +52,27 @@ class SetTeacher(KeptTeacher):
         theirs.set_((theirs * 0.9 + mine * 0.1).detach())
 
 
+class SetInFullTeacher(KeptTeacher):
+    @torch.no_grad()
+    def move(self, theirs: nn.Parameter, mine: nn.Parameter) -> None:
+        theirs.set_(self.full(theirs) * 0.9 + self.full(mine) * 0.1)
+
+    def full(self, param: nn.Parameter) -> Tensor:
+        return getattr(param, "full_tensor", param.clone)()
+
+
 class WrittenTeacher(KeptTeacher):
     @torch.no_grad()
     def move(self, theirs: nn.Parameter, mine: nn.Parameter) -> None:
         torch.add(theirs * 0.9, mine, alpha=0.1, out=theirs)
 
 
+_TEACHERS = [KeptTeacher, AssignedTeacher, SetTeacher, SetInFullTeacher, WrittenTeacher]
+
+
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
-@pytest.mark.parametrize("style", [KeptTeacher, AssignedTeacher, SetTeacher, WrittenTeacher])
+@pytest.mark.parametrize("style", _TEACHERS)
 def test_a_teacher_that_torch_does_not_see_was_a_key_error_under_tensor_parallel(
     style: type[Decoder], scheme: str
 ) -> None:
