@@ -10,7 +10,7 @@ of it; elsewhere it is gathered.
 Where W does not divide the positions, the last rank has copies of the last one in their place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ class CutBlocks:
         model: The model, whose blocks are found.
         group: Group of the W ranks that share each sequence.
         joins_each: Whether each block gives full hidden states, as where stages send them.
-        tries: Whether the first call of each class of blocks is tried before it is believed.
+        tries: Whether the first call of each kind of block is tried before it is believed.
 
     Attributes:
         blocks: The blocks, by name.
@@ -66,11 +66,12 @@ class CutBlocks:
     ) -> None:
         self._group, self._tries = group, tries
         self._warned = False
-        self._tried: set[tuple[type[nn.Module], bool]] = set()
+        self._tried: set[tuple[Hashable, bool]] = set()
         self.in_full = FullSequences(group.size)
         self._handles: list[RemovableHandle] = []
         self.num_cut = 0
         self.blocks = dict(named_blocks(model, None))
+        self._kinds = {name: _kind(block) for name, block in self.blocks.items()}
         _check(model, self.blocks)
         self._compiled = CompiledModules(model, self.blocks, group)
         self._functions = AttentionFunctions()
@@ -115,10 +116,10 @@ class CutBlocks:
         hidden = _hidden_states(args, kwargs)
         if hidden is None or stands_in(block, (args, kwargs)):
             return None
-        is_tried = (type(block), torch.is_grad_enabled()) in self._tried
+        trial = self._kinds[name], torch.is_grad_enabled()
         self.in_full.block = name
-        if self._tries and not is_tried and hidden.shape[dim] >= self._group.size:
-            self._tried.add((type(block), torch.is_grad_enabled()))
+        if self._tries and trial not in self._tried and hidden.shape[dim] >= self._group.size:
+            self._tried.add(trial)
             try_block(name, block, (args, kwargs), partial(self._cut, name, dim), self._group)
         return self._cut(name, dim, args, kwargs)
 
@@ -196,6 +197,18 @@ class _Exit:
 
     def __deepcopy__(self, memo: Any) -> "_Exit":
         return self
+
+
+def _kind(block: nn.Module) -> Hashable:
+    """Return what blocks have in common that compute alike: their modules' classes and switches."""
+    return tuple(
+        (name, type(module), tuple((n, v) for n, v in vars(module).items() if _is_switch(v)))
+        for name, module in block.named_modules()
+    )
+
+
+def _is_switch(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, str))
 
 
 def _hidden_states(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:

@@ -4,7 +4,7 @@
     parts     hidden ──cut──> block ──gather──> the same, of the parameters the mean over the ranks
 
 What has no rule is computed on the gathered sequence, so both are equal unless a block looks at
-something that no tensor tells, or a rule is wrong. The first call of each class of blocks is tried,
+something that no tensor tells, or a rule is wrong. The first call of each kind of block is tried,
 in evaluation mode so that nothing is dropped, and leaves the block as it was. It holds the
 activations of one block for the full sequence, once.
 """

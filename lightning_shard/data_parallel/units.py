@@ -10,8 +10,9 @@
     |- norm, head      root unit
 
 A block's parameters are only used inside the block's own forward, so stage 3 may reshard them in
-between. Everything else, and every parameter that two units share (tied weights), is in the root
-unit. No unit reaches across the border of a part that has a match: see `matching_parts`.
+between; a `Sequential` of different modules in a list is a block, too. Everything else, and every
+parameter that two units share (tied weights), is in the root unit. No unit reaches across the
+border of a part that has a match: see `matching_parts`.
 """
 
 import difflib
@@ -136,13 +137,31 @@ def _repeated_children(
 ) -> Iterator[tuple[str, nn.Module]]:
     if module in undivided:
         return
-    children = [(f"{prefix}{n}", c) for n, c in module.named_children() if _has_params(c)]
-    counts = Counter(type(child) for _, child in children)
-    if isinstance(module, _CONTAINERS) and counts and counts.most_common(1)[0][1] > 1:
-        yield from ((n, c) for n, c in children if not isinstance(c, _CONTAINERS))
-        children = [(n, c) for n, c in children if isinstance(c, _CONTAINERS)]
-    for name, child in children:
-        yield from _repeated_children(f"{name}.", child, undivided)
+    repeats = _repeats(module)
+    for name, child in module.named_children():
+        if repeats and _has_params(child) and _is_whole(child):
+            yield f"{prefix}{name}", child
+        else:
+            yield from _repeated_children(f"{prefix}{name}.", child, undivided)
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether a module is a list in which a class comes twice."""
+    if not isinstance(module, _CONTAINERS):
+        return False
+    counts = Counter(type(child) for child in module.children() if _has_params(child))
+    return any(count > 1 for count in counts.values())
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether a module of a list is one block, not itself a list of blocks.
+
+    Sequences of different modules are, such as a norm and an attention.
+    """
+    if not isinstance(module, _CONTAINERS):
+        return True
+    is_called = isinstance(module, nn.Sequential) and not _repeats(module)
+    return is_called and all(map(_is_whole, module.children()))
 
 
 def _instances(

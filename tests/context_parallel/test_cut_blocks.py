@@ -187,6 +187,36 @@ def test_a_block_that_computes_something_else_of_parts_is_refused_by_name() -> N
     run_ranks(of_rank, 2)
 
 
+def switched(model: Blocks) -> None:
+    for index, block in enumerate(model.blocks):
+        block.looks = index == 1
+
+
+def replaced(model: Blocks) -> None:
+    model.blocks = nn.ModuleList(
+        nn.Sequential(nn.LayerNorm(WIDTH), LookingBehind() if index == 1 else nn.Tanh())
+        for index in range(NUM_BLOCKS)
+    )
+
+
+@pytest.mark.parametrize("change", [switched, replaced])
+def test_only_the_first_block_of_a_class_was_tried(change: Callable[[Blocks], None]) -> None:
+    class Sometimes(LookingBehind):
+        looks = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.looks else self.layer(x)
+
+    def of_rank(rank: int) -> None:
+        model = Blocks(Sometimes)
+        change(model)
+        CutBlocks(model, group())
+        with pytest.raises(ConfigError, match=r"block 'blocks\.1'"):
+            model(inputs())
+
+    run_ranks(of_rank, 2)
+
+
 def test_fewer_positions_than_ranks_are_computed_in_full_with_a_warning() -> None:
     expected = results(Blocks(gpt_block), inputs(1))
 

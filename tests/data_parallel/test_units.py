@@ -55,6 +55,23 @@ def test_containers_inside_containers() -> None:
     ]
 
 
+def test_sequences_of_different_modules_in_a_list_were_all_in_the_root_unit() -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(2), Pair()) for _ in range(2))
+    assert [row[0] for row in table(Net(blocks))] == ["root", "blocks.0", "blocks.1", "root"]
+
+
+def test_stages_of_blocks_are_no_blocks() -> None:
+    stages = nn.Sequential(*(nn.Sequential(Pair(), Pair()) for _ in range(2)))
+    assert [row[0] for row in table(stages)] == ["0.0", "0.1", "1.0", "1.1"]
+    towers = nn.ModuleList(nn.Sequential(linear(), nn.Sequential(Pair(), Pair())) for _ in range(2))
+    assert [row[0] for row in table(towers)] == ["root", "0.1.0", "0.1.1", "root", "1.1.0", "1.1.1"]
+
+
+def test_lists_cannot_be_called() -> None:
+    pairs = nn.ModuleList(nn.ModuleList([linear(), nn.LayerNorm(2)]) for _ in range(2))
+    assert {row[0] for row in table(Net(pairs))} == {"root"}
+
+
 def test_one_of_a_kind_is_no_block() -> None:
     assert table(Net(nn.ModuleList([Pair()])))[1][0] == "root"
 
