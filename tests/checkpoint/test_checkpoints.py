@@ -118,6 +118,7 @@ print(sum(p.double().sum().item() for p in model.parameters()).hex())
 """
 
 
+@pytest.mark.slow
 def test_load_from_checkpoint_without_this_package(tmp_path: Path) -> None:
     model = ExampleGPT()
     trainer = quiet_trainer(strategy="zero3_in_process", devices=4, max_steps=2)

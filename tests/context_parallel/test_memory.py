@@ -66,6 +66,7 @@ def peaks(num_ranks: int, length: int, heads: int, limit: int | None = None) -> 
     return run_ranks(of_rank, num_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [8, 1], ids=["heads on all ranks", "a ring"])
 def test_the_peak_of_a_step_falls_as_the_ranks_rise(
     heads: int, monkeypatch: pytest.MonkeyPatch

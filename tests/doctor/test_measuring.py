@@ -9,6 +9,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.planning.machine import machine_profile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", pytest.param("shm", marks=pytest.mark.slow)])
 def test_ranks_measure_together_and_a_plan_reads_it(backend: str, tmp_path: Path) -> None:
     found = measured_machine(num_ranks=2, backend=backend, network=1e9, quick=True)

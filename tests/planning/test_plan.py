@@ -32,6 +32,7 @@ def plan() -> Plan:
     return planned(device_memory=2 * MIB)
 
 
+@pytest.mark.slow
 def test_the_recommendation_fits_and_nothing_that_fits_is_clearly_faster(plan: Plan) -> None:
     chosen = plan.recommendation
     assert chosen is not None

@@ -53,6 +53,7 @@ def test_shard_auto_is_held_to_account(tmp_path: Path, caplog: pytest.LogCapture
     assert "optimizer state" in page_of(read_run(tmp_path)).split('id="plan"')[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_file", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_plan_of_the_users_is_held_to_account(as_file: bool, tmp_path: Path) -> None:
     model = build("gpt")

@@ -48,6 +48,7 @@ def slow_runs() -> list[list[Run]]:
     return run_processes(train_cases, 2, cases=SLOW)
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_equals_a_single_device(case: Case, quick_runs: list[list[Run]]) -> None:
     assert_parity(quick_runs[0][QUICK.index(case)], single_device(case))

@@ -124,6 +124,7 @@ def results() -> list[list[tuple[str, str]]]:
     return run_processes(meet_and_disagree, 2)
 
 
+@pytest.mark.few_cases(6)
 @pytest.mark.parametrize("case", CASES, ids=[case[0].__name__ for case in CASES])
 def test_a_mismatch_is_raised_on_every_rank(
     case: tuple[Any, str, str], results: list[list[tuple[str, str]]]

@@ -212,6 +212,7 @@ def test_a_receiver_that_does_not_come_is_named(ranks: list[dict[str, Any]]) -> 
     assert "rank 1 has not come to the other end of it" in text
 
 
+@pytest.mark.slow
 def test_groups_used_in_different_order_are_told_of(ranks: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(ranks):
         kind, text = result["groups_in_different_order"]

@@ -40,6 +40,7 @@ def _over_gloo() -> list[Tensor]:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [4, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_reduces_have_the_bits_of_gloo(num_ranks: int) -> None:
     expected = run_processes(_over_gloo, num_ranks)[0]

@@ -168,6 +168,7 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
             assert got[key] == value, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_callbacks_that_watch_save_and_stop(name: str, tmp_path: Path) -> None:
     got = fit(SCHEMES[name], tmp_path / "ranks").report()

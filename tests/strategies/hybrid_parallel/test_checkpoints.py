@@ -102,6 +102,7 @@ def test_one_curve_over_five_meshes(tmp_path: Path) -> None:
         torch.testing.assert_close(saved["state_dict"][name], value, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_from_a_mesh_to_one_device_and_back(tmp_path: Path) -> None:
     losses, _ = curve_over(["2x2x2", "single device", "1x2x2"], tmp_path, "gpt")
     expected, _ = train_on("single device", len(losses), None, tmp_path, "gpt")

@@ -149,7 +149,7 @@ class CompiledWhole(ExampleGPT):
         self.compile(backend="aot_eager")
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "layout"),
     [

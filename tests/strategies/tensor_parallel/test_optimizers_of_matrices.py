@@ -241,7 +241,7 @@ def count(model: L.LightningModule, tp: int, stage: int) -> Census:
     return census
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("tp", [2, 4])
 def test_state_and_traffic(tp: int, stage: int) -> None:
