@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import lightning_shard
+from lightning_shard.data_parallel.compression.one_bit import OneBit
 from lightning_shard.data_parallel.offload import activations
 from tests.gpu_like.autocast import register_autocast
 from tests.gpu_like.device import NAME, register
@@ -84,7 +85,7 @@ CASES = {
     "shard_ddp_int8": Case("DDPStrategy", {"compression": "int8"}),
     "shard_ddp_topk": Case("DDPStrategy", {"compression": "topk"}),
     "shard_ddp_powersgd": Case("DDPStrategy", {"compression": "powersgd"}),
-    "shard_ddp_onebit": Case("DDPStrategy", {"compression": "onebit"}),
+    "shard_ddp_onebit": Case("DDPStrategy", {"compression": OneBit(warmup_steps=3)}),
     "tensor_parallel": Case("TensorParallelStrategy", _PLAN),
     "context_parallel": Case("ContextParallelStrategy"),
     "pipeline_parallel": Case("PipelineParallelStrategy", _STAGES, ranks=(0, 1)),

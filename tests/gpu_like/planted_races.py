@@ -163,8 +163,8 @@ RACES: dict[str, tuple[str, Plant]] = {
         instead(WatchedStreams, "keep", lambda *_: None),
     ),
     "what is copied up is used at once": (
-        "zero2_offload",
-        instead(HostCopier, "join", lambda _: None),
+        "zero3_host_activations",
+        instead(HostCopier, "follow", lambda *_: None),
     ),
     "the host reads what is still copied down": (
         "zero2_offload",

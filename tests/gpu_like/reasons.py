@@ -57,6 +57,14 @@ REASONS = (
         "waited for their gradients by then, or comes from an update of its own.",
     ),
     Reason(
+        "lightning_shard/optim/clipping.py _norm_over",
+        "",
+        "copy from the host (pinned, but blocking)",
+        1,
+        "The norm of gradients on the host is combined over the group of the device, which the "
+        "host has waited for by then.",
+    ),
+    Reason(
         "lightning_shard/data_parallel/async_sgd/wire.py gradient",
         "",
         "copy to the host",

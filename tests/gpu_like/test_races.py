@@ -42,7 +42,7 @@ FOUND = {
     "what is copied up is used at once": ("side stream", "stream reads"),
     "the host reads what is still copied down": ("side stream 1 writes: copy_", "host reads"),
     "the host changes what is copied up": ("side stream", "host writes"),
-    "another stream reads at once": ("stream", "side stream"),
+    "another stream reads at once": ("_allgather_base_", "side stream"),
     "another stream is read from at once": ("side stream", "stream reads: sum"),
     "memory that another stream reads is dropped": ("side stream", "stream writes: reuse"),
 }

@@ -88,6 +88,7 @@ class Watch(TorchDispatchMode):
         self._tolist, cast(Any, FakeTensor).tolist = FakeTensor.tolist, self._listed()
         self._generator, cast(Any, torch).Generator = torch.Generator, _Generator
         self._apply, cast(Any, nn.Module)._apply = nn.Module._apply, _apply
+        self._to, cast(Any, Tensor).to = Tensor.to, self._moved()
         self.tracker.__enter__()
         super().__enter__()
         return self
@@ -95,6 +96,7 @@ class Watch(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.tracker.__exit__(*error)
+        cast(Any, Tensor).to = self._to
         cast(Any, nn.Module)._apply = self._apply
         cast(Any, torch).Generator = self._generator
         cast(Any, FakeTensor).tolist = self._tolist
@@ -137,7 +139,9 @@ class Watch(TorchDispatchMode):
             named = dict(kwargs or {})
             result = self._dispatch(func, args, dict(named))
             tensors = [one for one in tree_leaves((args, named, result)) if isinstance(one, Tensor)]
-            by_host = all(map(self._is_on_host, tensors))
+            by_host = all(map(self._is_on_host, [one for one in tensors if one.ndim] or tensors))
+            if by_host and not all(map(self._is_on_host, tensors)):
+                self.tracker.wait()  # for a number, which has been copied to the host
             self.tracker.operation(func, args, named, result, by_host=by_host)
             return result
 
@@ -174,6 +178,24 @@ class Watch(TorchDispatchMode):
             return cast("list[Any]", self.contents.read(tensor).tolist())
 
         return tolist
+
+    def _moved(self) -> Callable[..., Tensor]:
+        """Return `Tensor.to`, by which the package copies host memory that seems to be here.
+
+        Torch moves tensors to where others of the same memory are.
+        """
+
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            is_asked = sys._getframe(1).f_code.co_filename.startswith(_PACKAGE)
+            if not (is_asked and is_here(tensor) and self._is_pinned(tensor)):
+                return self._to(tensor, *args, **kwargs)
+            device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+            if device is None or device.type != NAME:
+                return self._to(tensor, *args, **kwargs)
+            options = {"dtype": dtype or tensor.dtype, "device": device}
+            return cast(Tensor, _aten._to_copy(tensor, **options, non_blocking=non_blocking))
+
+        return to
 
     def _carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._fake:

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_shard import HybridParallelStrategy
 from tests.strategies.models import VOCABULARY, ExampleGPT, HuggingFaceLM, Trained, bert, llama
 from tests.strategies.parity import (
+    ATOL,
     LONG_STEPS,
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
@@ -69,7 +70,7 @@ class Pictures(Trained):
     def __init__(self) -> None:
         super().__init__()
         sizes = {name: SIZES[name] for name in list(SIZES)[1:5]}
-        config = hf.ViTConfig(**sizes, image_size=(16, 16), patch_size=4)
+        config = hf.ViTConfig(**sizes, image_size=(16, 16), patch_size=4, num_labels=10)
         self.network = hf.ViTForImageClassification(config)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
@@ -80,7 +81,7 @@ class Pictures(Trained):
     def data(num_samples: int) -> TensorDataset:
         generator = torch.Generator().manual_seed(1)
         pictures = torch.randn(num_samples, 3, 16, 16, generator=generator)
-        return TensorDataset(pictures, torch.randint(2, (num_samples,), generator=generator))
+        return TensorDataset(pictures, torch.randint(10, (num_samples,), generator=generator))
 
 
 class Speech(Trained):
@@ -155,6 +156,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and options beside 
     "cp2, tp2": (4, {"tensor_parallel_size": 2}),
     "cp2, pp2": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
 }
+# After twenty steps, in fp32; computed in fp64 throughout, these deviate by 3e-16 as the others do.
+ATOL_OF = {"gemma2, sliding, soft cap": 1e-6}
 QUICK = {("qwen2, packed", "cp3, a ring"), ("gemma3, sliding", "cp2, dp2, stage 3")}
 
 
@@ -194,5 +197,5 @@ def test_twenty_steps_are_those_of_one_device(name: str, layout: str) -> None:
     )
     expected, gradients = alone(name)
     run, own = trained(name, strategy=strategy, devices=num_ranks)
-    assert_parity(run, expected, num_steps=LONG_STEPS)
+    assert_parity(run, expected, num_steps=LONG_STEPS, atol=ATOL_OF.get(name, ATOL))
     own.assert_close(gradients)
