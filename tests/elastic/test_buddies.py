@@ -176,8 +176,12 @@ def test_a_loss_in_an_exchange_leaves_the_older_one_everywhere(stage: int) -> No
         ring.begin(rank.snapshot(10))
         ring.finish()
         if index == 2:
-            LostInExchange(duplicate, held=ring.held).begin(rank.snapshot(20))
+            with pytest.raises(ValueError, match="lost"):
+                LostInExchange(duplicate, held=ring.held).begin(rank.snapshot(20))
+            rank.collectives.barrier()
+            raise ValueError("lost")
         ring.begin(rank.snapshot(20))
+        rank.collectives.barrier()  # the others' messages are on their way
         with pytest.raises(RankFailedError):
             finish_and_meet(ring, rank.collectives)
         ring.salvage()

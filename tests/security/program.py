@@ -45,7 +45,11 @@ class WaitForAttack(pl.Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step != STEP_OF_ATTACK:
             return
-        (self._folder / f"waits-{trainer.global_rank}").write_text(str(os.getpid()))
+        name = f"{trainer.global_rank}"
+        (self._folder / name).write_text(str(os.getpid()))
+        (self._folder / name).rename(
+            self._folder / f"waits-{name}"
+        )  # is read as soon as it is seen
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not (self._folder / "attacked").exists():
             assert time.monotonic() < deadline
