@@ -43,7 +43,7 @@ from lightning_shard.data_parallel.reducer import Reducer, always
 from lightning_shard.data_parallel.released import give_back
 from lightning_shard.data_parallel.shard_advice import explaining_gradients, explaining_shards
 from lightning_shard.data_parallel.shard_loading import cut_loaded
-from lightning_shard.data_parallel.sharded_parameter import UserCode
+from lightning_shard.data_parallel.sharded_parameter import UserCode, move_out
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.unsharding import Unsharder
@@ -441,6 +441,8 @@ class DataParallelEngine:
     def _remove_hooks(self) -> None:
         for flat in self.flats:
             flat.move_out()
+        for param in self.model.parameters():
+            move_out(param)  # of which nothing is here
         self._arrivals.remove()
         for handle in (*self._loading, *self.adoption.handles):
             handle.remove()

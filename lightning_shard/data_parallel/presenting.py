@@ -1,6 +1,6 @@
 """Lets the parameters of an engine look full to user code while they are in shards."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_shards import GradientShards
 from lightning_shard.data_parallel.model_split import ModelSplit, is_shared_out
-from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode
+from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode, settle_beside
 from lightning_shard.data_parallel.sharded_tensor import Spread
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.unsharding import Unsharder
@@ -43,23 +43,30 @@ def look_full(
         for slot, param in zip(flat.layout.slots, flat.params, strict=True)
     }
 
-    def home(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
-        def bring() -> bool:
-            return unsharder is not None and unsharder.bring(unit, anywhere=user_code.is_a_loop)
+    def bring(unit: Unit) -> bool:
+        return unsharder is not None and unsharder.bring(unit, anywhere=user_code.is_a_loop)
 
+    def home(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
         param = flat.params[index]
         spread: Spread = shards.spread_of(param)
         if any(group in split.groups_of_layers for group in split.groups_of(param)):
             spread = _OfOneExpert(spread) if is_shared_out(param, split) else _OfOneStage(spread)
-        return ParameterHome(
-            spread, flat.stand_ins.note(index), user_code, bring, named, bool(split.groups)
-        )
+        note, is_of_part = flat.stand_ins.note(index), bool(split.groups)
+        return ParameterHome(spread, note, user_code, partial(bring, unit), named, is_of_part)
 
     for unit in units:
         for flat in unit.flats:
             flat.settle_in(partial(home, unit, flat))
             flat.present_shards(sharded=unit.is_resharded)
+        for param in (one for module in unit.modules for one in module.parameters()):
+            if not split.is_here(param):
+                settle_beside(param, partial(_brought_beside, unit, bring))
     return user_code
+
+
+def _brought_beside(unit: Unit, bring: Callable[[Unit], bool]) -> bool:
+    """Bring a unit as a rank does of whose part of it more is asked for."""
+    return unit.is_full or bring(unit)
 
 
 class _OfOneStage:

@@ -43,6 +43,9 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_calls import SeesOperations
 
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
+_BRING = (
+    "_lightning_shard_bring"  # set on those of which other ranks have shards, and this has none
+)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
@@ -128,6 +131,11 @@ def settle_in(param: nn.Parameter, home: ParameterHome) -> bool:
     return type(param) is nn.Parameter
 
 
+def settle_beside(param: nn.Parameter, bring: Callable[[], bool]) -> None:
+    """Let `bring_full` of a parameter that only other ranks have call `bring`, as theirs does."""
+    vars(param)[_BRING] = bring
+
+
 def copy_home(param: nn.Parameter, made: nn.Parameter) -> None:
     """Give a copy of a shard the home of the parameter that it was copied from."""
     home: ParameterHome | None = vars(param).get(_HOME)
@@ -137,9 +145,10 @@ def copy_home(param: nn.Parameter, made: nn.Parameter) -> None:
 
 
 def move_out(param: nn.Parameter) -> None:
-    """End `settle_in`: let the parameter show itself as it is."""
+    """End `settle_in` and `settle_beside`: let the parameter show itself as it is."""
     present([param], sharded=False)
     vars(param).pop(_HOME, None)
+    vars(param).pop(_BRING, None)
 
 
 def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
@@ -158,10 +167,15 @@ def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
 def bring_full(param: Tensor) -> bool:
     """Make a parameter full, until the step ends, where it is in shards; each rank must call.
 
+    Ranks that have nothing of it take part for what else is in its unit.
+
     Returns:
         Whether it is full; False for shards outside of a step.
     """
-    return type(param) is not ShardedParameter or _home_of(param).bring()
+    if type(param) is ShardedParameter:
+        return _home_of(param).bring()
+    bring: Callable[[], bool] | None = vars(param).get(_BRING)
+    return bring is None or bring()
 
 
 class ShardedParameter(nn.Parameter):

@@ -90,6 +90,13 @@ PENALTIES: dict[str, Callable[[Any], Any]] = {
     "squares": lambda module: sum(p.square().sum() for p in module.parameters()) / 10,
     "one vector": lambda module: parameters_to_vector(module.parameters()).norm(),
     "one expert's": lambda module: experts_of(module)[0].square().mean() * 10,
+    "experts alone": lambda module: sum(
+        p.norm() for block in module.blocks for p in block[1].experts.parameters()
+    ),
+    "experts alone, without gradients": lambda module: (
+        sum(p.detach().norm() for p in module.blocks[0][1].experts.parameters())
+        * module.head.weight.norm()
+    ),
     "numbers of elements": lambda module: (
         sum(p.numel() for p in module.parameters()) * 1e-4 * module.head.weight.norm()
     ),
@@ -154,6 +161,7 @@ QUICK = {
     ("listed", "norms", "dp2-stage1"),
     ("batched", "means", "stage3"),
     ("listed", "one expert's", "stage0"),
+    ("listed", "experts alone", "stage3"),
     ("batched", "another for each rank", "dp2-stage2"),
     ("listed, reads", "none", "stage3"),
     ("batched, reads", "none", "dp2-stage1"),
