@@ -97,6 +97,7 @@ def test_halves_of_a_backward_are_joined() -> None:
     assert "recomputed" in str(full)
 
 
+@pytest.mark.slow
 def test_stages_of_like_memory_are_measured_with_checkpoints() -> None:
     plain, full = (of_stages(choice, split="memory") for choice in (None, "full"))
     blocks = [[one.num_blocks for one in dry.ranks] for dry in (plain, full)]

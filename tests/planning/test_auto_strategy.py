@@ -198,6 +198,7 @@ def test_the_samples_of_a_step_stay_those_of_as_many_devices(
     assert found.global_step == 2
 
 
+@pytest.mark.slow
 def test_nothing_that_fits_is_an_error_that_says_the_least(tmp_path: Path) -> None:
     strategy = AutoStrategy(backend="in_process", device_memory=1000, announce=False)
     with pytest.raises(ConfigError, match=r"nothing that fits\. Nothing fits 1000 B a device"):

@@ -79,7 +79,7 @@ def all_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations.HostActivations, "in_flight_bytes", 0)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_travel")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", CANDIDATES)

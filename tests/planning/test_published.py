@@ -15,6 +15,7 @@ def test_what_holds_of_torchtitans_tables() -> None:
     assert abs(deviations["tokens/s, interleaved to 1F1B"]) < 0.16
 
 
+@pytest.mark.slow
 def test_the_operations_are_those_of_equation_3() -> None:
     row = WEAK_SCALING[3]
     found = megatron(row)

@@ -62,7 +62,7 @@ def seen(scheme: str, **options: Any) -> Seen:
     return callback
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_small_buckets_make_more_units_and_the_same_training(scheme: str) -> None:
     usual, small = seen(scheme), seen(scheme, bucket_mb=SMALL_BUCKET_MB)

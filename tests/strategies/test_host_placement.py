@@ -98,6 +98,7 @@ def _said(strategy: Any) -> list[str]:
     return [one for one in said if " on nodes of " in one or " cross nodes of " in one]
 
 
+@pytest.mark.slow
 def test_tensor_and_pipeline_parallel_said_nothing_of_hosts() -> None:
     first, other = run_processes(said_over_two_hosts, 2)
     line, warning = sorted(first["tensor_parallel"], key=lambda one: "cross" in one)

@@ -49,13 +49,13 @@ class OfLists(InParts):
         self.blocks = nn.ModuleList(nn.ModuleList(block) for block in self.blocks)
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 def test_sequences_were_no_blocks_of_context_parallel(scheme: str) -> None:
     assert_as_alone(OfSequences, scheme)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 @pytest.mark.parametrize("style", [InParts, OfLists])
 def test_blocks_whose_parts_are_called(style: type[Decoder], scheme: str) -> None:

@@ -221,6 +221,7 @@ def test_groups_used_in_different_order_are_told_of(ranks: list[dict[str, Any]])
         assert "waits in another group" in text
 
 
+@pytest.mark.slow
 def test_the_store_does_not_grow(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
         counts = result["keys_left_in_the_store"]

@@ -75,6 +75,7 @@ def read_in_place() -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_buffers_of_the_backend_are_read_in_place() -> None:
     assert run_processes(read_in_place, 3) == [[True] * 6] * 3
 

@@ -101,7 +101,7 @@ def test_full_files_have_whole_experts(model: str, tmp_path: Path) -> None:
     assert_one_curve(["ep2-dp2-stage2", "ep4-stage0", "ep2-stage1"], tmp_path, model)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["listed", "mixtral"])
 def test_folders_have_whole_experts(model: str, tmp_path: Path) -> None:
     layouts = ["ep2-dp2-stage3", "ep4-stage0", "zero3"]

@@ -48,6 +48,7 @@ CASES: list[tuple[str, str, str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "how", "backend", "num_ranks", "options"),
     [

@@ -31,6 +31,7 @@ def trained_by_processes() -> list[Run]:
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_over_gloo_equal_a_single_device() -> None:
     runs = run_processes(trained_by_processes, 2)[0]
     for name, run in zip(("mixtral", "seldom"), runs, strict=True):

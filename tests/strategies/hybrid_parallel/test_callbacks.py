@@ -263,6 +263,7 @@ class RankZeroClock(Timer):
         super().setup(trainer, *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_ranks_stop_together_when_time_is_over() -> None:
     model = seeded(EvaluatedGPT, 32, 4)
     trainer = SCHEMES["2x2x1 stage 1"].trainer(

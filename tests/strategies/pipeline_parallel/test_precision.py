@@ -41,6 +41,7 @@ def case_of(model: str, precision: str) -> Case:
     return Case(model=model, strategy="", num_ranks=1, precision=precision, num_steps=MANY_STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", ["bf16-mixed", *(pytest.param(one, marks=pytest.mark.slow) for one in FORMATS)]
 )
