@@ -3,10 +3,12 @@
     block.compile()        attention     operation by operation, on parts
                            norm, MLP     compiled, on the rows that are here
 
-A block is not traced as one: what it does on a part exchanges with other ranks. Its first call in
-training is watched, and modules inside it that were given one part, gave one back, exchanged
+A block is not traced as one: what it does on a part exchanges with other ranks. Its calls in the
+first step are watched, and modules inside it that were given one part, gave one back, exchanged
 nothing, drew nothing and left nothing behind are called with plain tensors from then on, as
-compiled as the block was. Compiled modules that are given no part run as they are.
+compiled as the block was. Not before the step's update: what a checkpoint computes again in
+backward has to save the tensors that the forward has saved. Compiled modules that are given no part
+run as they are.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +30,7 @@ from lightning_shard.data_parallel.torch_private import (
     compiler_of,
     has_compiled_call,
     has_forward_hooks,
+    in_backward,
     set_compiled_call,
 )
 from lightning_shard.errors import ConfigError
@@ -84,6 +87,11 @@ class CompiledModules:
             vars(module)["forward"] = _by_arguments(own, before)
             self._undo.append(lambda: vars(module).update(forward=before))
 
+    def share_out(self) -> None:
+        """Run compiled, from the next step on, what needed nothing but its rows in this one."""
+        for one in self._watched:
+            one.share_out()
+
     def restore(self) -> None:
         """Let the modules run compiled again."""
         for undo in reversed(self._undo):
@@ -125,7 +133,7 @@ class _Call:
 
 
 class _Watched:
-    """Watches the first call of a compiled module in training, and shares it out."""
+    """Watches the calls of a compiled module in its first step, and shares it out."""
 
     def __init__(
         self, module: nn.Module, compiler: Callable[[Forward], Forward], group: Collectives
@@ -134,7 +142,7 @@ class _Watched:
         self._calls: dict[nn.Module, _Call] = {}
         self._alone: dict[nn.Module, bool] = {}  # whether it needs nothing but its rows
         self._rows: list[nn.Module] = []
-        self._is_watching = False
+        self._is_watching = self._was_called = False
         self._handles: list[RemovableHandle] = []
         for one in module.modules():
             self._handles += [
@@ -145,8 +153,8 @@ class _Watched:
     def began(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what a call begins with."""
         if module is self._module:
-            self._is_watching = module.training and torch.is_grad_enabled()
-            self._calls, self._alone = {}, {}
+            is_again = in_backward()  # a checkpoint computes it again
+            self._is_watching = module.training and torch.is_grad_enabled() and not is_again
         if not self._is_watching:
             return
         part = part_of(args[0]) if len(args) == 1 and not kwargs else None
@@ -170,14 +178,16 @@ class _Watched:
             and self._alone.get(module, True)
         )
         if module is self._module:
-            self._is_watching = False
-            self._share_out()
+            self._is_watching, self._was_called = False, True
 
     def _num_exchanges(self) -> int:
         return sum(one.calls for one in self._group.traffic.values())
 
-    def _share_out(self) -> None:
+    def share_out(self) -> None:
         """Let modules that need nothing but their rows run compiled on them."""
+        if not self._was_called:
+            return
+        self._was_called = False
         for handle in self._handles:
             handle.remove()
         inside: set[nn.Module] = set()

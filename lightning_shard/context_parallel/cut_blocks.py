@@ -101,6 +101,10 @@ class CutBlocks:
                 f"expected blocks of a transformer. Use strategy='zero2' or 'zero3'."
             )
 
+    def step_done(self) -> None:
+        """Let what was watched in a step run compiled in later ones, where blocks are compiled."""
+        self._compiled.share_out()
+
     def restore(self) -> None:
         """Let blocks be called with full sequences again."""
         self._compiled.restore()

@@ -3,6 +3,7 @@
 from functools import partial
 
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
@@ -66,6 +67,11 @@ class ContextDimension(ParallelDimension):
             blocks.check_cut(self._run.model)
         if same is not None and loss.numel() == 1 and same.is_due("loss"):
             same.check_loss(loss)
+
+    @override
+    def before_update(self, optimizer: Optimizer, number: int) -> None:
+        if self._blocks is not None:
+            self._blocks.step_done()
 
     @override
     def restore(self, *, full: bool) -> None:

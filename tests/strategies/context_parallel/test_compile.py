@@ -50,6 +50,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-tp2": (4, {"tensor_parallel_size": 2}),
     "cp2-pp2": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
     "cp2-recomputed": (2, {"activation_checkpointing": "full"}),
+    "cp2-pp2-recomputed": (
+        4,
+        {"pipeline_parallel_size": 2, "num_microbatches": 2, "activation_checkpointing": "full"},
+    ),
 }
 CASES = [
     ("llama", "method", "cp2", "aot_eager"),
