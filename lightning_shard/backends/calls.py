@@ -72,6 +72,15 @@ def tensor_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
+def message_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """Return the dtypes and sizes of tensors that are sent or received, to compare.
+
+    Their shapes may differ, as for NCCL and Gloo: torch 2.11's pipelines receive a number of shape
+    () into a tensor of shape (1,).
+    """
+    return tuple((tensor.dtype, tensor.numel()) for tensor in tensors)
+
+
 def describe_tensor(tensor: Tensor) -> str:
     """Return a tensor's dtype and shape in words, such as "float32 (2, 3)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.data_parallel.torch_private import storage_uses
+from lightning_shard.data_parallel.torch_private import storage_uses, without_function_modes
 
 
 class LentValues:
@@ -93,7 +93,8 @@ def _can_show(param: nn.Parameter, value: Tensor) -> bool:
     if torch.__future__.get_swap_module_params_on_conversion():
         return False
     kinds = type(param) is nn.Parameter and type(value) is Tensor
-    places = param.is_cpu and value.is_cpu and param.layout is value.layout is torch.strided
+    with without_function_modes():  # one of which has what is on meta said to be on the CPU
+        places = param.is_cpu and value.is_cpu and param.layout is value.layout is torch.strided
     if not (kinds and places) or not value.numel():
         return False
     forms = (param.dtype, param.shape, param.stride()) == (value.dtype, value.shape, value.stride())

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.data_parallel.differentiation import asking_nobody
@@ -111,8 +112,21 @@ def _copied(value: Any, leaves: dict[int, Tensor]) -> Any:
             leaves[id(value)] = full_tensor(value).detach().clone().requires_grad_(follows)
         return leaves[id(value)]
     if any(cls.__module__ == CACHES for cls in type(value).__mro__):
-        return copy.deepcopy(value)
+        with _Detached():
+            return copy.deepcopy(value)
     return value
+
+
+class _Detached(TorchFunctionMode):
+    """Lets tensors inside of what is copied be results of operations, as other blocks' keys are."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        return memo.setdefault(id(tensor), full_tensor(tensor).detach().clone())
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """pytest runs inside a test, with our plugin and no other."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from lightning_shard.testing import rank_test
 
 REPOSITORY = Path(__file__).parents[2]
-PLUGIN = "lightning_shard.testing.pytest_plugin"
+PLUGIN = "_lightning_shard_pytest"  # as it is installed; of a checkout, whose copy may be old:
+if find_spec("lightning_shard.testing.pytest_plugin") is not None:
+    PLUGIN = "lightning_shard.testing.pytest_plugin"
 HEADER = """
 import pytest
 import torch.distributed as dist

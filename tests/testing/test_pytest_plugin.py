@@ -3,10 +3,10 @@
 import shutil
 import sys
 import tomllib
+from importlib import import_module
 
 import pytest
 
-from lightning_shard.testing import pytest_plugin
 from tests.testing.inner_pytest import PLUGIN, REPOSITORY, only_our_plugin, run, run_process
 
 __all__ = ["only_our_plugin"]  # a fixture
@@ -350,7 +350,7 @@ def test_fail(rank):
 
 
 def test_nothing_heavy_is_imported_without_a_marked_test(pytester: pytest.Pytester) -> None:
-    shutil.copy(str(pytest_plugin.__file__), pytester.path / "_lightning_shard_pytest.py")
+    shutil.copy(str(import_module(PLUGIN).__file__), pytester.path / "_lightning_shard_pytest.py")
     pytester.makepyfile(
         """
         import sys

@@ -8,7 +8,7 @@ from typing import Self
 
 from torch import Tensor
 
-from lightning_shard.backends.calls import Call, describe_tensor, tensor_key
+from lightning_shard.backends.calls import Call, describe_tensor, message_key
 
 TensorSummary = tuple[str, int, str]
 """A tensor that goes from one rank to another: dtype, number of elements, description."""
@@ -37,7 +37,7 @@ class Fingerprint:
     def of(cls, call: Call, size: int) -> Self:
         """Take the fingerprint of a call in a group of `size` ranks."""
         # A message fits its receive when the tensors do; which is which, and the peer, differ.
-        agreed = call.agreed if call.tag is None else tensor_key(call.inputs or call.outputs)
+        agreed = call.agreed if call.tag is None else message_key(call.inputs or call.outputs)
         return cls(
             agreed=repr(agreed),
             operation=str(call),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_shard.backends.calls import Call, Disagreement, tensor_key
+from lightning_shard.backends.calls import Call, Disagreement, message_key
 from lightning_shard.backends.group_handle import describe_group
 from lightning_shard.backends.in_process.gloo_order import all_reduce_in_ring
 from lightning_shard.backends.in_process.rank_globals import for_all_ranks
@@ -137,7 +137,7 @@ class Channel:
         """Add one rank's send or receive; if its counterpart is there, copy.
 
         Raises:
-            Disagreement: The two tensors differ in dtype or shape.
+            Disagreement: The two tensors differ in dtype or number of elements.
         """
         self._transfer_counts[call.rank] += 1
         number = self._transfer_counts[call.rank]
@@ -190,7 +190,7 @@ def _are_partners(one: Call, other: Call) -> bool:
 
 def _deliver(send: Transfer, recv: Transfer, here: Call) -> None:
     sent, received = _only_call(send), _only_call(recv)
-    if tensor_key(sent.inputs) != tensor_key(received.outputs):
+    if message_key(sent.inputs) != message_key(received.outputs):
         there = received if here is sent else sent
         raise Disagreement(here, there, "")
     join_streams([sent.posted, received.posted])

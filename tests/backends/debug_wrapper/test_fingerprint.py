@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lightning_shard.backends.call_site import CallSite
-from lightning_shard.backends.calls import Call, tensor_key
+from lightning_shard.backends.calls import Call, message_key
 from lightning_shard.backends.debug_wrapper.fingerprint import Fingerprint, find_misfit
 
 
@@ -66,7 +66,7 @@ def test_gather_and_scatter_are_compared_at_the_root() -> None:
 def test_a_message_is_compared_by_its_tensors_alone() -> None:
     sent = fingerprint("send", 0, [2], [], agreed=("send", 1), root=1, tag=0)
     received = fingerprint("recv", 1, [], [2], agreed=("recv", 0), root=0, tag=0)
-    assert sent.agreed == received.agreed == repr(tensor_key([torch.empty(2)]))
+    assert sent.agreed == received.agreed == repr(message_key([torch.empty(2)]))
 
 
 def test_another_thread_is_named() -> None:

@@ -1,6 +1,5 @@
 """What a pipeline refuses, and what the message says to do; nothing is silently wrong."""
 
-from itertools import count
 from typing import Any
 
 import pytest
@@ -244,7 +243,7 @@ class ShapesOfRandom(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = count(1)  # a number would be put back after each microbatch
+        self.calls = iter(range(1, 99))  # a number would be put back after each microbatch
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x.repeat(1 + next(self.calls) // 9, 1))
