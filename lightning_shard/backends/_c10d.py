@@ -1,6 +1,6 @@
 """Every private name of `torch.distributed` that the backends touch.
 
-Checked with torch 2.11 and 2.13; `tests/backends/test_c10d.py` fails when one changes.
+Checked with torch 2.11, 2.13 and 2.14; `tests/backends/test_c10d.py` fails when one changes.
 
 c10d keeps one process's groups in the module global `_world`. A cooperative world gives each rank a
 `RankGroups` of its own and swaps that global whenever another rank runs. For as long as a world
@@ -8,6 +8,7 @@ lives, c10d also makes in-process groups whatever backend is asked for, and its 
 out the world's store, so that no socket is opened.
 """
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -138,15 +139,28 @@ def exchange_objects_as(pack: Callable[[Any], bytes], unpack: Callable[[bytes], 
     """
     patched = cast(Any, c10d)
 
-    def object_to_tensor(obj: Any, device: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        data = torch.frombuffer(bytearray(pack(obj)), dtype=torch.uint8)
+    def object_to_tensor(
+        obj: Any, device: Any, group: Any, weights_only: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = pack(_saved(obj) if weights_only else obj)
+        data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         data = data.to(device, copy=True)  # c10d resizes it
         return data, torch.tensor([data.numel()], dtype=torch.long, device=device)
 
-    def tensor_to_object(tensor: torch.Tensor, tensor_size: Any, group: Any) -> Any:
-        return unpack(tensor.cpu().numpy().tobytes()[: int(tensor_size)])
+    def tensor_to_object(
+        tensor: torch.Tensor, tensor_size: Any, group: Any, weights_only: bool = False
+    ) -> Any:
+        obj = unpack(tensor.cpu().numpy().tobytes()[: int(tensor_size)])
+        return torch.load(io.BytesIO(obj), weights_only=True) if weights_only else obj
 
     patched._object_to_tensor, patched._tensor_to_object = object_to_tensor, tensor_to_object
+
+
+def _saved(obj: Any) -> bytes:
+    """Return an object as `torch.save` writes it, for callers on torch 2.14 who load no code."""
+    file = io.BytesIO()
+    torch.save(obj, file)
+    return file.getvalue()
 
 
 Rendezvous = Callable[[int, int], tuple[Store, int, int]]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
@@ -42,6 +43,11 @@ def _root(opts: Any) -> int:
 
 class PythonGroup(GroupHandle):
     """One rank's handle of one group; a subclass says in `_start` how a call is carried out."""
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Those in whose tensors c10d sends objects; on the CPU all can (barriers, checkpoints)."""
+        return [torch.device("cpu")]
 
     # --- reductions ----------------------------------------------------------------------------
 

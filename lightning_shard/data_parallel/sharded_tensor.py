@@ -270,7 +270,7 @@ def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool 
         if not is_alike(tensor, like):
             refuse(func, like, f"together with that of {tensor.spread.name!r}")
         return tensor.local if is_written else tensor.local.to(like.local.device)
-    if tensor.numel() == 1 and not is_written and like.numel() != 1:
+    if tensor.numel() == 1 and not is_written:
         scalar = tensor.reshape((1,) * min(tensor.ndim, like.local.ndim))
         return scalar.to(like.local.device)
     if like.gathers and not is_written:

@@ -39,9 +39,11 @@ __all__ = [
     "compiler_of",
     "exchange_contents",
     "exchange_engine_entrance",
+    "forget_backward_hooks",
     "forget_forward_hooks",
     "forget_gradient_hooks",
     "gradient_hooks",
+    "has_backward_hooks",
     "has_compiled_call",
     "has_forward_hooks",
     "has_gradient_hooks",
@@ -211,6 +213,17 @@ def forget_gradient_hooks(param: Tensor) -> None:
     """Remove all hooks of a parameter's gradient."""
     for hooks in (param._backward_hooks, after_gradient(param)):
         (hooks or {}).clear()
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether anybody has registered a backward hook on a module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def forget_backward_hooks(module: nn.Module) -> None:
+    """Take the backward hooks off a module."""
+    for hooks in (module._backward_hooks, module._backward_pre_hooks):
+        hooks.clear()
 
 
 def forget_forward_hooks(module: nn.Module) -> None:

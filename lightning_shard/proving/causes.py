@@ -5,7 +5,7 @@
     does one device's loss of a batch follow from its parts' losses? sum, unequal counts, batch
     do ranks compute otherwise what one device is given as well?    rank, number of ranks
     is it gone without a hook, a callback, with shard_ddp?          edits, matrices
-    does one device's gradient follow from its parts' gradients?    batch
+    is a gradient otherwise on ranks, or no mean of its parts?      rank, number of ranks, batch
 
 Each changes one thing and runs again; nothing is guessed from names.
 """
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from lightning_shard.errors import ShardError
 from lightning_shard.proving import changes
+from lightning_shard.proving.gradient_causes import cause_in_gradient
 from lightning_shard.proving.laboratory import Laboratory
-from lightning_shard.proving.loss_causes import cause_in_gradient, cause_in_loss
+from lightning_shard.proving.loss_causes import cause_in_loss
 from lightning_shard.proving.random_causes import cause_in_random_numbers
 from lightning_shard.proving.records import RATE, Place, bare_name, option_of
 from lightning_shard.proving.runs import RunFailedError
@@ -64,7 +65,7 @@ def _batch_norm(lab: Laboratory) -> Cause | None:
 
 def _edits(lab: Laboratory) -> Cause | None:
     """Hooks of parameters, of the module and of callbacks, each left out by itself."""
-    for experiment in (_gathers, _parameter_hooks, _module_hooks, _callbacks):
+    for experiment in (_gathers, _parameter_hooks, _backward_hooks, _module_hooks, _callbacks):
         found = experiment(lab)
         if found is not None:
             return found
@@ -95,6 +96,14 @@ def _parameter_hooks(lab: Laboratory) -> Cause | None:
         evidence="without parameters' hooks the ranks and one device are equal",
         advice="edit the averaged gradient, in on_before_optimizer_step",
     )
+
+
+def _backward_hooks(lab: Laboratory) -> Cause | None:
+    names = changes.modules_with_backward_hooks(lab.subject.module)
+    if not names or not lab.vanishes(changes.without_backward_hooks):
+        return None
+    who = f"the backward hook on {', '.join(map(repr, names[:3]))}"
+    return _by_what(lab, "module hook", who, "without modules' backward hooks")
 
 
 def _module_hooks(lab: Laboratory) -> Cause | None:

@@ -14,7 +14,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lightning_shard.data_parallel.torch_private import forget_gradient_hooks, has_gradient_hooks
+from lightning_shard.data_parallel.torch_private import (
+    forget_backward_hooks,
+    forget_gradient_hooks,
+    has_backward_hooks,
+    has_gradient_hooks,
+)
 
 Change = Callable[[pl.LightningModule], None]
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -96,6 +101,17 @@ def without_parameter_hooks(module: pl.LightningModule) -> None:
 def hooked_parameters(module: nn.Module) -> list[str]:
     """Return the names of the parameters that have hooks of the user's."""
     return [name for name, param in module.named_parameters() if has_gradient_hooks(param)]
+
+
+def modules_with_backward_hooks(module: nn.Module) -> list[str]:
+    """Return the names of the modules that have backward hooks of the user's."""
+    return [name for name, one in module.named_modules() if has_backward_hooks(one)]
+
+
+def without_backward_hooks(module: pl.LightningModule) -> None:
+    """Take the backward hooks off the modules."""
+    for one in module.modules():
+        forget_backward_hooks(one)
 
 
 def with_gathered_gradients(module: pl.LightningModule) -> None:

@@ -42,27 +42,6 @@ def cause_in_loss(lab: Laboratory) -> Cause | None:
     return None
 
 
-def cause_in_gradient(lab: Laboratory) -> Cause | None:
-    """Return that a gradient is no mean over samples although the loss is; None if it is one."""
-    place = lab.first.place
-    if place.phase != "backward":
-        return None
-    found = [one.double() for one in lab.gradients_of_parts if one is not None]
-    expected = lab.first.expected.double()
-    if len(found) < 2 or lab.same(torch.stack(found).mean(0), expected):
-        return None
-    return Cause(
-        name="batch dependent",
-        because="the loss is a mean over samples, and its gradient is not: what backward gives a "
-        "sample depends on the other samples of its batch (a loss divided by its own value, a "
-        "gradient that a hook or a function normalises or clips), and each rank has its own batch",
-        evidence=f"on one device alone the gradient of {place.name!r} of the whole batch is not "
-        "the mean of those of its parts",
-        advice="divide by what is averaged over the ranks: "
-        "self.trainer.strategy.reduce(value, reduce_op='mean')",
-    )
-
-
 def _kept(lab: Laboratory, evidence: str) -> Cause:
     names = _written(lab)
     return Cause(

@@ -1,13 +1,16 @@
 """The private names of torch that the backends need; a failure says what has changed."""
 
 import inspect
+import pickle
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_shard.backends import _c10d
+from lightning_shard.backends.object_transfers import guard_torch
 
 
 def test_the_module_globals_are_there() -> None:
@@ -61,6 +64,17 @@ def test_object_collectives_pack_and_unpack_with_the_functions_that_are_replaced
         assert "_object_to_tensor(" in inspect.getsource(getattr(c10d, name))
     for name in ("all_gather_object", "recv_object_list", "scatter_object_list"):
         assert "_tensor_to_object(" in inspect.getsource(getattr(c10d, name))
+
+
+def test_object_collectives_of_torch_2_14_gave_one_argument_more() -> None:
+    """Its `weights_only`: what comes is loaded as `torch.load` does, which runs no code."""
+    guard_torch()
+    for weights_only in ((), (False,), (True,)):
+        data, size = c10d._object_to_tensor({"a": torch.ones(2)}, "cpu", None, *weights_only)
+        assert c10d._tensor_to_object(data, size, None, *weights_only)["a"].sum() == 2
+    data, size = c10d._object_to_tensor(Path("a"), "cpu", None, True)
+    with pytest.raises(pickle.UnpicklingError):
+        c10d._tensor_to_object(data, size, None, True)
 
 
 def test_the_random_state_tracker_of_dtensor() -> None:

@@ -303,6 +303,49 @@ class Instances(nn.Module):
         return self.each(x.reshape(-1, 2, 3)).reshape(-1, WIDTH)
 
 
+class BackwardTimes(torch.autograd.Function):
+    """Passes the gradient back times a number, which ranks have and one device has not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class BackwardTimesRanks(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        number = dist.get_world_size() if dist.is_initialized() else 1
+        return F.mse_loss(BackwardTimes.apply(self(batch[0]), number), batch[1])
+
+
+class BackwardTimesRank(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(BackwardTimes.apply(self(batch[0]), 1 + self.global_rank), batch[1])
+
+
+class DetachesOnRank1(Net):
+    """From the second step on."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        predicted = self(batch[0])
+        if self.global_rank == 1 and batch_idx == 1:
+            predicted = predicted.detach() + 0 * predicted
+        return F.mse_loss(predicted, batch[1])
+
+
+class HookOfBackward(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[1].register_full_backward_hook(self.times_ranks)
+
+    def times_ranks(self, module: nn.Module, grads: Any, outputs: Any) -> tuple[Tensor, ...]:
+        return tuple(grad * self.trainer.world_size for grad in grads)
+
+
 def _loss(module: Any, cause: str, **options: Any) -> Planted:
     return Planted(module=module, kind="loss", name="loss", cause=cause, **options)
 
@@ -393,5 +436,30 @@ MORE_PLANTED = {
     "follows the batch": _output(FollowsBatch, "body.0.0", OWN_BUFFER),
     "follows afterwards": Planted(
         module=FollowsAfterwards, kind="weight", name="center", cause=OWN_BUFFER
+    ),
+    "backward times ranks": Planted(
+        module=BackwardTimesRanks,
+        kind="gradient",
+        name="head.bias",
+        cause="number of ranks",
+        strategy="zero3",
+    ),
+    "backward times the rank": Planted(
+        module=BackwardTimesRank,
+        kind="gradient",
+        name="head.bias",
+        cause="rank dependent",
+        options={"accumulate_grad_batches": 2},
+    ),
+    "detaches on rank 1": Planted(
+        module=DetachesOnRank1,
+        kind="gradient",
+        name="head.bias",
+        cause="rank dependent",
+        step=1,
+        strategy="zero3",
+    ),
+    "hook of backward": Planted(
+        module=HookOfBackward, kind="gradient", name="body.0.0.bias", cause="module hook"
     ),
 }

@@ -370,4 +370,4 @@ def test_the_entry_point_is_this_plugin_outside_the_package() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     module = project["project"]["entry-points"]["pytest11"]["lightning_shard"]
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert included == {f"{PLUGIN.replace('.', '/')}.py": f"{module}.py"}
+    assert included == {"lightning_shard/testing/pytest_plugin.py": f"{module}.py"}

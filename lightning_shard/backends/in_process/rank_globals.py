@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -34,16 +35,17 @@ RANK_VARIABLES = (
     "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",
 )
-# Module globals that mean "this process's".
-_MODULE_GLOBALS = (
-    ("sys", "stdout"),
-    ("sys", "stderr"),
-    ("torch._dynamo.eval_frame", "_stance"),
-    ("torch.distributed.tensor._random", "_rng_tracker"),
-    ("warnings", "filters"),
-    ("warnings", "showwarning"),
-    ("warnings", "_showwarnmsg_impl"),  # what `catch_warnings(record=True)` replaces
-)
+# Module globals that mean "this process's", and what a rank has of a module that another imports.
+_MODULE_GLOBALS: dict[tuple[str, str], Callable[[Any], Any]] = {
+    ("sys", "stdout"): lambda module: module.stdout,
+    ("sys", "stderr"): lambda module: module.stderr,
+    ("torch._dynamo.eval_frame", "_stance"): lambda module: module.DynamoStance(),
+    ("torch.distributed.tensor._random", "_rng_tracker"): lambda _: None,
+    ("warnings", "filters"): lambda module: module.filters,
+    ("warnings", "showwarning"): lambda module: module.showwarning,
+    # what `catch_warnings(record=True)` replaces
+    ("warnings", "_showwarnmsg_impl"): lambda module: module._showwarnmsg_impl,
+}
 _ABSENT = object()
 _rank_zero = cast(Any, rank_zero_only)
 _cuda = cast(Any, torch.cuda)
@@ -92,10 +94,9 @@ class RankGlobals:
         self._dtype = torch.get_default_dtype()
         self._rank_zero: Any = getattr(_rank_zero, "rank", _ABSENT)
         self._module_globals = {
-            (module, name): getattr(sys.modules[module], name, None)
-            if module in sys.modules
-            else None
+            (module, name): getattr(sys.modules[module], name, _ABSENT)
             for module, name in _MODULE_GLOBALS
+            if module in sys.modules
         }
         get = os.environ.get
         self.environment = {name: get(name) for name in RANK_VARIABLES}
@@ -110,9 +111,11 @@ class RankGlobals:
             _rank_zero.rank = self._rank_zero
         elif hasattr(_rank_zero, "rank"):
             del _rank_zero.rank
-        for (module, name), value in self._module_globals.items():
+        for (module, name), begin in _MODULE_GLOBALS.items():
             if module in sys.modules:
-                setattr(sys.modules[module], name, value)
+                loaded = sys.modules[module]
+                own = self._module_globals.get((module, name), _ABSENT)
+                setattr(loaded, name, begin(loaded) if own is _ABSENT else own)
         for name, text in self.environment.items():
             if os.environ.get(name) != text:
                 _set_variable(name, text)

@@ -6,6 +6,7 @@ import random
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_shard.backends.in_process import current_rank
+from lightning_shard.backends.in_process import current_rank, rank_globals
 from lightning_shard.testing import run_ranks
 
 
@@ -103,6 +104,23 @@ def test_a_rank_keeps_its_globals_over_a_switch() -> None:
         assert rank_zero_only.rank == rank == current_rank() == dist.get_rank()
 
     run_ranks(fn, 2)
+
+
+def test_what_a_rank_imports_was_broken_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's stance was None from the next switch on, if a rank was the first to import it."""
+    monkeypatch.setitem(rank_globals._MODULE_GLOBALS, ("imported_late", "stance"), lambda _: [])
+
+    def fn(rank: int) -> list[str]:
+        dist.barrier()
+        if rank == 1:
+            module = ModuleType("imported_late")
+            module.stance = []
+            monkeypatch.setitem(sys.modules, "imported_late", module)
+            module.stance.append("rank 1's")
+        dist.barrier()
+        return list(sys.modules["imported_late"].stance)
+
+    assert run_ranks(fn, 3) == [[], ["rank 1's"], []]
 
 
 def test_a_group_that_was_there_before_is_there_afterwards() -> None:
