@@ -24,6 +24,7 @@ from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot, named_ten
 from lightning_shard.checkpoint.optimizer_state import is_shard, params_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
+from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.errors import CheckpointError
 
 _TORCH_REPORTS = "Error(s) in loading state_dict"
@@ -247,7 +248,7 @@ def _watching(module: nn.Module, wrong_shapes: list[str], wrong_kinds: list[str]
                 wrong_shapes.extend(_some(shape_misfit(what, value.shape, tensor.shape)))
             wrong_kinds.extend(_some(dtype_misfit(what, value.dtype, tensor.dtype)))
 
-    handles = [part.register_load_state_dict_pre_hook(look) for part in module.modules()]  # type: ignore[no-untyped-call]
+    handles = [part.register_load_state_dict_pre_hook(look) for part in hookable(module)]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.parameter_shard import ParameterShard
+from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.sharded_parameter import Source, as_they_are
 from lightning_shard.data_parallel.ties import FullParameters, Ties
 
@@ -61,7 +62,7 @@ class Adoption:
         self.on_replaced: list[Callable[[ReplacedParameter], None]] = []
         self.handles = [
             module.register_load_state_dict_pre_hook(_AssigningLoads(self._loaded))  # type: ignore[no-untyped-call]
-            for module in model.modules()
+            for module in hookable(model)
             if module._parameters
         ]
         for flat in flats:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.data_parallel.scripted import is_scripted
 from lightning_shard.data_parallel.tensor_properties import addresses_of
 from lightning_shard.errors import ConfigError
 
@@ -128,7 +129,8 @@ class ParameterPlaces:
         self._look()
 
     def _look(self) -> None:
-        modules = list(self._model.named_modules())
+        every = self._model.named_modules()
+        modules = [(path, one) for path, one in every if not is_scripted(one)]
         self._places = [
             _ParameterPath(path, module, name, param)
             for path, module in modules

@@ -8,6 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.scripted import hookable
 
 
 def cut_loaded(
@@ -41,6 +42,6 @@ def cut_loaded(
 
     return [
         module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
-        for module in model.modules()
+        for module in hookable(model)
         if module._parameters
     ]

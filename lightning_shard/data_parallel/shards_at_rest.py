@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.errors import ConfigError
 
 _STANDS = "_lightning_shard_at_rest"  # set on such modules
@@ -33,7 +34,7 @@ class ShardsAtRest:
         self._module, self._rank = module, rank
         self._is_open = False
         self._parts = [
-            part for part in module.modules() if next(part.parameters(), None) is not None
+            part for part in hookable(module) if next(part.parameters(), None) is not None
         ]
         self._handles = [handle for part in self._parts for handle in self._hooks(part)]
         for part in self._parts:

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
+from lightning_shard.data_parallel.scripted import is_scripted
+
 __all__ = [
     "ACCESS_TO_BACKWARD_HOOKS",
     "COMPILED_MODULE",
@@ -266,8 +268,8 @@ def is_compiled_function(function: object) -> bool:
 
 
 def children_of(modules: Iterable[nn.Module]) -> list[dict[str, nn.Module | None]]:
-    """Return the dictionary in which each module holds its children."""
-    return [module._modules for module in modules]
+    """Return the dictionary in which each module holds its children; a scripted one has none."""
+    return [module._modules for module in modules if not is_scripted(module)]
 
 
 def with_buffers(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -277,7 +279,7 @@ def with_buffers(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether a buffer of a module's own is part of its state dict."""
-    return name not in module._non_persistent_buffers_set
+    return name not in getattr(module, "_non_persistent_buffers_set", ())  # scripted: all are
 
 
 def check_batch_norm_input(module: BatchNorm, batch: Tensor) -> None:

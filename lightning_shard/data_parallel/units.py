@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from lightning_shard.data_parallel.matching_parts import MatchingParts, find_matching_parts
+from lightning_shard.data_parallel.scripted import is_scripted
 from lightning_shard.errors import ConfigError
 
 _MB = 1024 * 1024
@@ -139,7 +140,7 @@ def _repeated_children(
         return
     repeats = _repeats(module)
     for name, child in module.named_children():
-        if repeats and _has_params(child) and _is_whole(child):
+        if repeats and _may_be_block(child) and _is_whole(child):
             yield f"{prefix}{name}", child
         else:
             yield from _repeated_children(f"{prefix}{name}.", child, undivided)
@@ -149,7 +150,7 @@ def _repeats(module: nn.Module) -> bool:
     """Whether a module is a list in which a class comes twice."""
     if not isinstance(module, _CONTAINERS):
         return False
-    counts = Counter(type(child) for child in module.children() if _has_params(child))
+    counts = Counter(type(child) for child in module.children() if _may_be_block(child))
     return any(count > 1 for count in counts.values())
 
 
@@ -168,10 +169,15 @@ def _instances(
     prefix: str, module: nn.Module, classes: frozenset[str]
 ) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        if class_name(child) in classes and _has_params(child):
+        if class_name(child) in classes and _may_be_block(child):
             yield f"{prefix}{name}", child
         else:
             yield from _instances(f"{prefix}{name}.", child, classes)
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    """Whether a module has parameters and can be hooked, which one of TorchScript cannot."""
+    return _has_params(module) and not is_scripted(module)
 
 
 def _has_params(module: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from lightning_shard.data_parallel.graph_borders import (
     outputs_with_gradient,
 )
 from lightning_shard.data_parallel.passages import Passage
+from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.shard_copies import ShardCopies
 from lightning_shard.data_parallel.sharded_parameter import UserCode
 from lightning_shard.data_parallel.torch_private import in_backward, untraced
@@ -88,14 +89,12 @@ class Unsharder:
                 inside.update(module.modules())
                 self._left_graphs[module] = LeftGraphs(module)
                 self._hook_block(unit, module)
-                for part in module.modules():
-                    if (
-                        part is not module
-                        and next(part.parameters(recurse=False), None) is not None
-                    ):
+                for part in hookable(module):
+                    has_own = next(part.parameters(recurse=False), None) is not None
+                    if part is not module and has_own:
                         self._hook_part(unit, part)
         in_root = {id(p) for unit in self._root_units for flat in unit.flats for p in flat.params}
-        for module in model.modules():
+        for module in hookable(model):
             if module not in inside and any(id(p) in in_root for p in module.parameters()):
                 self._hook_holder(module)
 

@@ -21,6 +21,7 @@ from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_st
 from lightning_shard.checkpoint.resuming import agree_on_misfit, error_of
 from lightning_shard.checkpoint.sharded.named_optimizers import name_misfits, numbered_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.scripted import hookable
 
 
 class FullModuleState:
@@ -43,7 +44,7 @@ class FullModuleState:
         self._missing: list[str] = []
         self._handles = [
             handle
-            for part in module.modules()
+            for part in hookable(module)
             for handle in (*self._hooks_of_saving(part), *self._hooks_of_loading(part))
         ]
 

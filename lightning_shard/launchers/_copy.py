@@ -27,6 +27,7 @@ from typing import Any
 from weakref import ReferenceType
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.optim import Optimizer
 
 from lightning_shard.launchers._torch import compile_again, uncompiled
@@ -52,6 +53,7 @@ def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module],
             _copy_extras(tensor, memo)
         for part in parts:
             _copy_compiled_call(part, memo)
+            _mend_scripted(part, memo)
         optimizers = [one for one in memo.get(id(memo), ()) if isinstance(one, Optimizer)]
         copied.update(map(id, optimizers))  # a copy's memo keeps what it has copied alive there
         for optimizer in optimizers:
@@ -183,6 +185,16 @@ def _copy_compiled_call(part: nn.Module, memo: _Memo) -> None:
         and copied is not part
     ):
         copied._compiled_call_impl = copy.deepcopy(part._compiled_call_impl, memo)
+
+
+def _mend_scripted(part: nn.Module, memo: _Memo) -> None:
+    """Let parameters of the copy of a scripted or traced module be leaves: torch computes them."""
+    copied = memo.get(id(part))
+    if not isinstance(part, ScriptModule) or not isinstance(copied, nn.Module) or copied is part:
+        return
+    for param, own in zip(part.parameters(), copied.parameters(), strict=True):
+        own.detach_().requires_grad_(param.requires_grad)
+        own.__class__ = nn.Parameter
 
 
 def _copy_rest(optimizer: Optimizer, memo: _Memo) -> None:

@@ -23,6 +23,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.quantised import refuse_quantised_parts
+from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.microbatched_steps import MicrobatchedSteps
@@ -102,6 +103,7 @@ class PipelineDimension(ParallelDimension):
             return None
         model, group = run.model, run.groups[self.axis]
         refuse_leftover_shards(model)
+        refuse_scripted_parts(model, "a pipeline")
         refuse_quantised_parts(model, run.rank, "a pipeline")
         check_same_model(model, group)
         self._run = run

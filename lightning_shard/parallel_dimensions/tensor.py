@@ -15,6 +15,7 @@ from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
@@ -63,6 +64,7 @@ class TensorDimension(ParallelDimension):
         check_same_model(model, group)
         if group.size == 1:  # nothing is split, so nothing has to be splittable
             return None
+        refuse_scripted_parts(model, "tensor parallel")
         self._found = layers = self._planned_layers(model, group.size)
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:  # those are made alike on every rank
