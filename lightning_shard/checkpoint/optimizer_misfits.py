@@ -163,7 +163,8 @@ class _Trials:
 
     def _make(self, ndim: int, like: nn.Parameter) -> _Trial:
         shape = _SIZES[:ndim]
-        if len(shape) < ndim:
+        is_trained = like.is_floating_point() or like.is_complex()
+        if len(shape) < ndim or not is_trained:  # integers, which are frozen
             return _Trial(None, (), {})
         param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
         try:

@@ -61,7 +61,8 @@ def local_optimizer_state(
                 folders.append(stored.folder)
     if folders:
         folders[0].read(targets)
-    return {**state, "state": read_all_of(entries)}
+    local: dict[str, Any] = read_all({**state, "state": entries})  # counters, rates in tensors
+    return local
 
 
 def _is_cut(
@@ -71,12 +72,6 @@ def _is_cut(
     if not stored.shape and key == "step":  # the counter of a scalar parameter
         return False
     return tuple(stored.shape) == tuple(engine.full_shape(param))
-
-
-def read_all_of(entries: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return entries with what is left of stored tensors read, full: counters and the like."""
-    read: dict[Any, Any] = read_all(dict(entries))
-    return read
 
 
 def placeholders(states: Sequence[Mapping[str, Any]]) -> list[Any]:
