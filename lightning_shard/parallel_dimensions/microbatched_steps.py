@@ -4,7 +4,8 @@ batch ──> microbatches ──> forwards and backwards ──> one result, on
                            as the schedule says        gradients handed over in the backward
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import ModuleStep, StepKind, StepRunner
 from lightning_shard.pipeline_parallel.differentiated import OfLastStage
@@ -130,7 +131,7 @@ class MicrobatchedSteps(StepRunner):
         def recorded(microbatch: Microbatch, is_last: bool) -> Any:
             size = microbatch.size
             with self._logs.recording(size, counts=is_last, completed=completed) as note:
-                with tensors_given() as given, asking(OfLastStage(given)):
+                with tensors_given() as given, asking(OfLastStage(given)), _telling(microbatch):
                     result = completed(step(microbatch.content, *args[1:], **kwargs))
                 loss = _loss(result)
                 note.loss = None if loss is None or is_placeholder(loss) else loss.detach()
@@ -164,6 +165,23 @@ class MicrobatchedSteps(StepRunner):
             return outputs
         handed = stash.hand_over(loss, self._engine.take_gradient)
         return {**outputs, "loss": handed} if isinstance(outputs, Mapping) else handed
+
+
+@contextmanager
+def _telling(microbatch: Microbatch) -> Iterator[None]:
+    """Note at the user's errors of how many samples they are, of which a batch has more."""
+    try:
+        yield
+    except ShardError:
+        raise
+    except Exception as error:
+        if microbatch.weight < 1:
+            error.add_note(
+                f"Raised in the step of a microbatch of {microbatch.size} of the batch's "
+                f"{round(microbatch.size / microbatch.weight)} samples, into which a pipeline cuts "
+                f"a batch; num_microbatches=1 leaves it whole."
+            )
+        raise
 
 
 def _loss(result: Any) -> Tensor | None:

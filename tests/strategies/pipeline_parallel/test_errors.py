@@ -234,6 +234,18 @@ def test_a_block_whose_output_does_not_fit_the_next_ones_input(
         fit(Misfit, pipeline(num_ranks, schedule))
 
 
+class WritesOutItsBatch(Stack):
+    """Has a row for each sample of a batch, of which it has been told the number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat([torch.zeros(BATCH, 1), x[:, 1:]], 1))
+
+
+def test_a_batch_size_that_the_module_writes_out_raised_an_error_without_advice() -> None:
+    with pytest.raises(RuntimeError, match="a microbatch of 3 of the batch's 12 samples"):
+        fit(WritesOutItsBatch, pipeline(2, "1f1b", num_microbatches=4), max_epochs=1)
+
+
 class ShapesOfRandom(Stack):
     """The same batch has activations of other lengths each time."""
 
