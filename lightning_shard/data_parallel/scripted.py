@@ -24,7 +24,7 @@ def refuse_scripted_parts(model: nn.Module, what: str) -> None:
     """Raise if a model has a module of TorchScript.
 
     Args:
-        model: The model.
+        model: Model whose modules are looked at.
         what: Who refuses it, such as "a pipeline".
 
     Raises:
