@@ -202,6 +202,17 @@ class GradientBuffer:
         grads = enumerate(map(OWN_GRAD, self.flat.params))
         self.forget([index for index, grad in grads if grad is None])
 
+    def give_up_zeroed(self) -> None:
+        """Under stage 3, free the averages' memory where user code has zeroed all of them.
+
+        A backward that begins needs as much for the full gradients of some units.
+        """
+        if self.local is None or not self.flat.reshards:
+            return
+        self.forget_absent()
+        if not self.states.any_reduced:
+            self.local, self.local_views = None, []
+
     def set_aside(self) -> None:
         """Keep the averages that lie in a part of `full` before new gradients overwrite it."""
         if not self.must_set_aside:

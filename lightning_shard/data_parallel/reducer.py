@@ -114,13 +114,19 @@ class Reducer:
             self._awaiting_end = True
             queue_after_backward(self.flush)  # a bare loss.backward()
         gradients = self._gradients[position]
-        self.has_arrived = True
+        if not self.has_arrived:
+            self.has_arrived = True
+            self._begin_arrivals()
         if gradients.arrivals.gathers:
             gradients.arrivals.waiting.append(index)
             gradients.accept_waiting()
         else:
             gradients.accept(index)
         self._arrived(position, gradients)
+
+    def _begin_arrivals(self) -> None:
+        for gradients in self._gradients:
+            gradients.buffer.give_up_zeroed()
 
     @as_they_are
     def take(self, position: int, index: int, grad: Tensor) -> None:

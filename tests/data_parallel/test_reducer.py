@@ -104,3 +104,33 @@ def test_a_backward_that_fails_can_be_repeated() -> None:
 
     first, second = run_ranks(fn, 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_zeroed_averages_kept_their_memory_while_backward_took_more(
+    zeroed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held_at_first_reduction(engine: DataParallelEngine) -> list[bool]:
+        held: list[bool] = []
+        begin = FlatGradients.begin_reduce
+
+        def begin_reduce(gradients: FlatGradients) -> None:
+            if gradients in engine.gradients and not held:
+                held.extend(one.buffer.local is not None for one in engine.gradients)
+            begin(gradients)
+
+        monkeypatch.setattr(FlatGradients, "begin_reduce", begin_reduce)
+        backward(engine, [0, 1, 2])
+        monkeypatch.undo()
+        return held
+
+    def fn(rank: int) -> list[bool]:
+        engine = make_engine(Branches(), 3)
+        backward(engine, [0, 1, 2])
+        if zeroed:
+            for param in engine.model.parameters():
+                param.grad = None
+        return held_at_first_reduction(engine)
+
+    # the last one's gradient has come: its average takes the memory soon
+    assert run_ranks(fn, 1) == [[not zeroed, not zeroed, True]]
