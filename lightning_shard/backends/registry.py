@@ -1,10 +1,13 @@
 """The registry of the communication backends, by name."""
 
+import sys
 from difflib import get_close_matches
 
 import torch
+import torch.distributed as dist
 
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.debug_wrapper import debug_name
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.in_process import InProcessBackend
 from lightning_shard.backends.mpi import MPIBackend
@@ -17,6 +20,7 @@ _BACKENDS: dict[str, Backend] = {
     for backend in (NCCLBackend(), GlooBackend(), MPIBackend(), ShmBackend(), InProcessBackend())
 }
 _DEFAULT_OF_DEVICE_TYPE = {"cuda": "nccl", "cpu": "gloo"}
+_SHARING_MEMORY = "shm"
 
 
 def backend_names() -> tuple[str, ...]:
@@ -39,8 +43,14 @@ def get_backend(name: str) -> Backend:
     )
 
 
-def auto_backend(device: torch.device) -> Backend:
+def auto_backend(device: torch.device, *, are_neighbours: bool = False) -> Backend:
     """Return the usual backend for real processes with tensors on `device`.
+
+    A process group that stands is gone on with: its backend is the answer.
+
+    Args:
+        device: A rank's device.
+        are_neighbours: Whether the ranks are several, on one host, and may share its memory.
 
     Raises:
         ConfigError: No backend of this package moves tensors of such a device.
@@ -50,4 +60,18 @@ def auto_backend(device: torch.device) -> Backend:
             f"No backend for tensors on {device}; expected a device of type "
             f"{' or '.join(_DEFAULT_OF_DEVICE_TYPE)}. Pass accelerator='cpu' or 'gpu'."
         )
+    sharing = _BACKENDS[_SHARING_MEMORY]
+    if dist.is_initialized():
+        are_neighbours = dist.get_backend() in (sharing.name, debug_name(sharing.name))
+    if are_neighbours and device.type in sharing.device_types and _can_share_memory(sharing):
+        return sharing
     return _BACKENDS[_DEFAULT_OF_DEVICE_TYPE[device.type]]
+
+
+def _can_share_memory(sharing: Backend) -> bool:
+    """Whether it runs here, and no limit (`ulimit -v`) is on the addresses that it reserves."""
+    if sys.platform == "win32" or sharing.unavailable_reason() is not None:
+        return False
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY

@@ -64,7 +64,8 @@ def measured_machine(
             f"got {ranks} ranks to measure with, expected at least one, and not more than the "
             f"{torch.cuda.device_count()} GPUs of this host."
         )
-    name = auto_backend(torch.device(device_type)).name if backend == "auto" else backend
+    auto = auto_backend(torch.device(device_type), are_neighbours=ranks > 1)
+    name = auto.name if backend == "auto" else backend
     if name in ("in_process", "mpi"):
         raise ConfigError(
             f"got the backend {name!r} to measure with, expected one whose ranks are processes "

@@ -57,7 +57,7 @@ def _in_worker_of_ray(found: ClusterEnvironment, *, uses_mpi: bool) -> ClusterEn
     if uses_mpi:
         raise ConfigError(
             "The backend 'mpi' needs ranks that mpirun has started, but Ray Train has started this "
-            "one. Pass backend='auto' (NCCL on GPUs, Gloo on CPUs)."
+            "one. Pass backend='auto' (NCCL on GPUs, shared memory or Gloo on CPUs)."
         )
     mistaken = isinstance(found, LightningEnvironment) or type(found) is SLURMEnvironment
     return RayEnvironment() if mistaken else found

@@ -66,7 +66,9 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
     @property
     def backend(self) -> Backend:
         """The communication backend in use."""
-        return self._local_ranks.backend_on(lambda: self.root_device)
+        return self._local_ranks.backend_on(
+            lambda: self.root_device, self.num_processes, self.num_nodes
+        )
 
     @property
     def collectives(self) -> Collectives:

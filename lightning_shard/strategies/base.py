@@ -69,11 +69,12 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     """
 
     assigns_samples = False  # whether it assigns those of training itself
+    may_share_memory = True  # whether CPU ranks of one host do, where no backend is named
 
     @takes(RunConfig)
     def __init__(self, **options: Unpack[RunOptions]) -> None:
         run = RunConfig.of(options)
-        self._local_ranks = LocalRanks(run, "Trainer")
+        self._local_ranks = LocalRanks(run, "Trainer", may_share_memory=self.may_share_memory)
         self._announces = run.announce
         self.checkpoint_format = run.checkpoint_format
         self.save_trainable_only = run.save_trainable_only
@@ -132,7 +133,9 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     @property
     def backend(self) -> Backend:
         """The communication backend in use."""
-        return self._local_ranks.backend_on(lambda: self.root_device)
+        return self._local_ranks.backend_on(
+            lambda: self.root_device, self.num_processes, self.num_nodes
+        )
 
     @property
     def collectives(self) -> Collectives:

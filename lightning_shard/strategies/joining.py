@@ -51,15 +51,17 @@ class LocalRanks:
     Args:
         options: Options of the strategy.
         runner: Class of the object that has the devices: "Trainer" or "Fabric".
+        may_share_memory: Whether ranks that choose their backend by themselves may share memory.
 
     Attributes:
         timeout: Longest wait for a peer.
     """
 
-    def __init__(self, options: RanksConfig, runner: str) -> None:
+    def __init__(self, options: RanksConfig, runner: str, *, may_share_memory: bool = True) -> None:
         is_open = options.backend == "auto"  # until there are devices
         self._backend: Backend | None = None if is_open else get_backend(options.backend)
         self._num_ranks, self._runner = options.num_ranks, runner
+        self._may_share_memory = may_share_memory
         self._debug = settings.debug() or options.debug
         self.timeout = options.longest_wait
 
@@ -68,9 +70,21 @@ class LocalRanks:
         """Whether all ranks run inside this process."""
         return self._backend is not None and self._backend.name == "in_process"
 
-    def backend_on(self, device: Callable[[], torch.device]) -> Backend:
-        """Return the backend in use, which the rank's device decides where none is named."""
-        return (self._backend or auto_backend(device())).with_debug(self._debug)
+    def backend_on(
+        self, device: Callable[[], torch.device], num_ranks: int, num_nodes: int
+    ) -> Backend:
+        """Return the backend in use; where none is named, what there is decides.
+
+        Args:
+            device: Returns the rank's device.
+            num_ranks: Number of ranks on this host.
+            num_nodes: Number of hosts.
+        """
+        backend = self._backend
+        if backend is None:
+            are_neighbours = self._may_share_memory and num_ranks > 1 and num_nodes == 1
+            backend = auto_backend(device(), are_neighbours=are_neighbours)
+        return backend.with_debug(self._debug)
 
     def use(self, backend: Backend) -> None:
         """Take another backend in place of the one that options have named."""

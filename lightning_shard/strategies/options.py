@@ -52,7 +52,8 @@ class RanksOptions(TypedDict, total=False):
     """What every strategy takes, for a Trainer and for Fabric.
 
     Attributes:
-        backend: "auto" (NCCL on GPUs, Gloo on CPUs) or a backend's name.
+        backend: A backend's name, or "auto": NCCL on GPUs; shared memory between CPU ranks of one
+            host, Gloo over several.
         num_ranks: Ranks to run inside this process, with backend "in_process" only; by default the
             number of devices.
         timeout: Seconds (or a timedelta) after which a silent peer is an error.

@@ -1,11 +1,14 @@
 """Backends by name, and what they say when they cannot run."""
 
+import resource
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.nccl import NCCLBackend
 from lightning_shard.backends.registry import auto_backend, backend_names, get_backend
+from lightning_shard.backends.shm import ShmBackend
 from lightning_shard.errors import BackendUnavailableError, ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -32,9 +35,27 @@ def test_an_unknown_name(name: str, hint: str) -> None:
 
 def test_auto() -> None:
     assert auto_backend(CPU).name == "gloo"
-    assert auto_backend(CUDA).name == "nccl"
+    assert auto_backend(CPU, are_neighbours=True).name == "shm"
+    assert auto_backend(CUDA).name == auto_backend(CUDA, are_neighbours=True).name == "nccl"
     with pytest.raises(ConfigError, match="No backend for tensors on mps"):
         auto_backend(torch.device("mps"))
+
+
+def test_auto_shares_no_memory_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda _: (64 << 30, 64 << 30))
+        assert auto_backend(CPU, are_neighbours=True).name == "gloo"
+    monkeypatch.setattr(ShmBackend, "unavailable_reason", lambda _: "this is another machine")
+    assert auto_backend(CPU, are_neighbours=True).name == "gloo"
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("gloo", "gloo"), ("shm", "shm"), ("nccl", "gloo")])
+def test_auto_goes_on_with_the_group_that_stands(
+    name: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: name)
+    assert auto_backend(CPU, are_neighbours=True).name == chosen
 
 
 def test_gloo_moves_cpu_tensors_only() -> None:
