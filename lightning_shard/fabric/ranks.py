@@ -138,9 +138,8 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
             check_adopted(self.global_rank, self.world_size, "Fabric")
         else:
             assert self.cluster_environment is not None
-            join(
-                self.backend, self.cluster_environment, self.root_device, self._local_ranks.timeout
-            )
+            environment, timeout = self.cluster_environment, self._local_ranks.timeout
+            join(lambda: self.backend, environment, self.root_device, timeout)
             if not self.is_in_process:
                 leave_at_exit(self)
         if not self.is_in_process:

@@ -287,7 +287,8 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     def _join(self) -> None:
         assert self.cluster_environment is not None
-        join(self.backend, self.cluster_environment, self.root_device, self._local_ranks.timeout)
+        environment, timeout = self.cluster_environment, self._local_ranks.timeout
+        join(lambda: self.backend, environment, self.root_device, timeout)
 
     def forget_groups(self) -> None:
         """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""

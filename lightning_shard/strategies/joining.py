@@ -82,7 +82,8 @@ class LocalRanks:
         """
         backend = self._backend
         if backend is None:
-            are_neighbours = self._may_share_memory and num_ranks > 1 and num_nodes == 1
+            are_several = self._may_share_memory and num_ranks > 1 and num_nodes == 1
+            are_neighbours = are_several and settings.is_on_one_host()
             backend = auto_backend(device(), are_neighbours=are_neighbours)
         return backend.with_debug(self._debug)
 
@@ -179,7 +180,7 @@ def take_place(environment: ClusterEnvironment, num_processes: int, num_nodes: i
 
 
 def join(
-    backend: Backend,
+    backend: Callable[[], Backend],
     environment: ClusterEnvironment,
     device: torch.device,
     timeout: timedelta,
@@ -187,14 +188,14 @@ def join(
     """Make the default process group; each rank must call.
 
     Args:
-        backend: Backend of the group.
+        backend: Returns the backend of the group, once it is known where the ranks meet.
         environment: Knows this rank's number, and where the ranks meet.
         device: This rank's device.
         timeout: Longest wait for a peer.
     """
-    if backend.name != "in_process":
+    if not isinstance(environment, InProcessEnvironment):
         settings.set_rendezvous(environment.main_address, environment.main_port)
-    backend.init_process_group(
+    backend().init_process_group(
         rank=environment.global_rank(),
         world_size=environment.world_size(),
         device=device,

@@ -28,8 +28,19 @@ def test_ranks_of_one_host_share_memory(
     num_devices: int,
     num_nodes: int,
     name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     strategy = make(parallel_devices=[CPU] * num_devices, **options)
     strategy.num_nodes = num_nodes
 
     assert strategy.backend.name == name
+
+
+def test_ranks_of_a_launcher_that_does_not_tell_of_one_host_share_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "worker-0.example")
+    strategy = ZeRO2Strategy(parallel_devices=[CPU] * 2)
+
+    assert strategy.backend.name == "gloo"
