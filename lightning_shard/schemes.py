@@ -94,7 +94,7 @@ BACKENDS = {
     "nccl": "GPUs, one rank to a device",
     "gloo": "CPU ranks, on one host or several",
     "mpi": "CPU ranks that mpirun starts",
-    "shm": "CPU ranks of one host, over shared memory",
+    "shm": "CPU ranks, over shared memory on each host",
     "in_process": "ranks that are threads of this process: tests, notebooks, debugging",
 }
 """By name of a backend, which is the suffix of a strategy's name, what it is for."""

@@ -39,10 +39,7 @@ class GlooBackend(Backend):
         timeout: timedelta,
         store: Store | None = None,
     ) -> None:
-        if is_on_one_host(store):
-            settings.prefer_loopback_for_gloo()
-        else:
-            _prefer_interface_towards(host_of_rank_zero(store))
+        prefer_interface(store)
         join_world(
             self.c10d_name,
             rank=rank,
@@ -55,6 +52,18 @@ class GlooBackend(Backend):
     @override
     def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:
         return exchange_collectives(group)
+
+
+def prefer_interface(store: Store | None) -> None:
+    """Let Gloo bind to the interface over which the ranks reach each other.
+
+    Args:
+        store: The given store at which they meet; None for the one at MASTER_ADDR.
+    """
+    if is_on_one_host(store):
+        settings.prefer_loopback_for_gloo()
+    else:
+        _prefer_interface_towards(host_of_rank_zero(store))
 
 
 def _prefer_interface_towards(host: str) -> None:

@@ -4,8 +4,13 @@ Flat parameters and gradients lie where the other ranks read them in place, and 
 uneven shards, too, nobody reads what is half written.
 """
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 
+from lightning_shard.backends.shm import hosts as shm_hosts
+from lightning_shard.settings import rank_and_world_size
 from tests.processes import run_processes
 from tests.strategies.parity import (
     STRATEGIES,
@@ -53,3 +58,28 @@ def test_the_ranks_end_with_the_same_bits(runs: Runs) -> None:
     for _, (first, *others) in runs:
         for other in others:
             assert_bitwise_equal(other, first)
+
+
+def train_on_hosts(hosts: str, **arguments: Any) -> list[Run]:
+    """Train where each rank pretends to be on the host of its letter."""
+    own = hosts[rank_and_world_size()[0]]
+    with patch.object(shm_hosts, "own_host", lambda: own):
+        return train_cases(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "strategies"),
+    [
+        ("AABB", ["zero2"]),
+        pytest.param("AABB", STRATEGIES, marks=SLOW),
+        pytest.param("ABAB", STRATEGIES, marks=SLOW),
+        pytest.param("AAB", STRATEGIES, marks=SLOW),
+    ],
+)
+def test_ranks_of_several_hosts_train_as_a_single_device(hosts: str, strategies: list[str]) -> None:
+    cases = [Case(model="gpt", strategy=one, num_ranks=len(hosts)) for one in strategies]
+    of_ranks = run_processes(train_on_hosts, len(hosts), hosts=hosts, cases=cases, backend="shm")
+    for case, runs in zip(cases, zip(*of_ranks, strict=True), strict=True):
+        assert_parity(runs[0], single_device(case))
+        for other in runs[1:]:
+            assert_bitwise_equal(other, runs[0])

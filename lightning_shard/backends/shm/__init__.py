@@ -1,4 +1,4 @@
-"""A c10d process group over shared memory, for CPU ranks of one host.
+"""A c10d process group over shared memory, for CPU ranks of one host; see `two_levels` for several.
 
     rank 0   heap [ doorbell | board of group 0 | parameters | gradients | staged copies ... ]
                        ▲             │                 │

@@ -1,4 +1,4 @@
-"""shm: CPU ranks of one host over shared memory."""
+"""shm: CPU ranks over shared memory, and over Gloo between hosts."""
 
 import platform
 import sys
@@ -10,18 +10,20 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d
-from lightning_shard.backends._c10d import Store
+from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.debug_wrapper import register_debug
-from lightning_shard.backends.rendezvous import is_on_one_host, join_world
+from lightning_shard.backends.gloo import prefer_interface
+from lightning_shard.backends.rendezvous import join_world
 from lightning_shard.backends.shm.collectives import ShmCollectives
 from lightning_shard.backends.shm.doorbell import SYSTEM_CALLS
+from lightning_shard.backends.shm.hosts import hosts_of_ranks
 from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
-from lightning_shard.errors import ConfigError
+from lightning_shard.backends.shm.two_levels import TwoLevelGroup
 
 
 class ShmBackend(Backend):
-    """CPU tensors of one host: read where they lie, or through one copy."""
+    """CPU tensors: read where they lie on one host, or through one copy; sent between hosts."""
 
     name: ClassVar[str] = BACKEND_NAME
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -48,11 +50,7 @@ class ShmBackend(Backend):
         timeout: timedelta,
         store: Store | None = None,
     ) -> None:
-        if not is_on_one_host(store):
-            raise ConfigError(
-                "shm: got ranks on several hosts, expected one: its ranks share memory. Pass "
-                "backend='gloo', which reaches over hosts."
-            )
+        prefer_interface(store)
         join_world(
             self.c10d_name,
             rank=rank,
@@ -70,8 +68,13 @@ class ShmBackend(Backend):
 def _make_group(options: Any, backend_options: Any) -> Any:
     """Make this rank's handle of a group; c10d calls this function."""
     del backend_options
-    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return ShmGroup(options.group_id, ranks, options.group_rank, options.timeout, options.store)
+    rank, size = options.group_rank, options.group_size
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+    corner = PrefixStore(f"shm/{options.store.add(f'shm/made/{rank}', 1)}", options.store)
+    hosts = hosts_of_ranks(corner, rank, size)
+    if len({*hosts}) == 1:
+        return ShmGroup(options.group_id, ranks, rank, options.timeout, corner)
+    return TwoLevelGroup(options.group_id, ranks, rank, options.timeout, corner, hosts)
 
 
 _c10d.register_backend(BACKEND_NAME, _make_group, ["cpu"])

@@ -10,8 +10,6 @@ import mmap
 import os
 import select
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import torch
@@ -101,13 +99,6 @@ def _gone(process: int) -> RankFailedError:
     )
 
 
-@cache
-def _host() -> str:
-    """Return what tells this host, and this container's view of its processes, from others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-
-
 def meet(store: Store, rank: int, size: int, board: int) -> tuple[list[PeerHeap], list[int]]:
     """Map the heaps of a group's ranks; each of them must call.
 
@@ -121,21 +112,14 @@ def meet(store: Store, rank: int, size: int, board: int) -> tuple[list[PeerHeap]
         Each rank's heap, and where its board lies in it.
 
     Raises:
-        ConfigError: The ranks are on several hosts, or in several containers.
+        ConfigError: A process is another user's, or cannot be seen from here.
         RankFailedError: A rank has ended meanwhile.
     """
     heap = own_heap()
     inode = os.fstat(heap.fd).st_ino
-    own = {"host": _host(), "place": (os.getpid(), heap.fd, inode, heap.addresses), "board": board}
+    own = {"place": (os.getpid(), heap.fd, inode, heap.addresses), "board": board}
     store.set(f"heap/{rank}", json.dumps(own))
     told = [json.loads(store.get(f"heap/{peer}")) for peer in range(size)]
-    elsewhere = [peer for peer in range(size) if told[peer]["host"] != told[rank]["host"]]
-    if elsewhere:
-        raise ConfigError(
-            f"shm: rank {rank} of the group got ranks {', '.join(map(str, elsewhere))} on other "
-            f"hosts or in other containers, expected all ranks of a group on one host. Pass "
-            f"backend='gloo', which reaches over hosts."
-        )
     return [_map(*one["place"]) for one in told], [one["board"] for one in told]
 
 

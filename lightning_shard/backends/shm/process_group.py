@@ -33,7 +33,7 @@ class ShmGroup(PythonGroup):
         store: The group's own store, at which its ranks meet to make the group.
 
     Raises:
-        ConfigError: The ranks are on several hosts.
+        ConfigError: A process is another user's, or cannot be seen from here.
         RankFailedError: A rank has ended.
         BackendUnavailableError: The host has no memory for the group's board.
     """

@@ -18,6 +18,7 @@ from lightning_shard.backends import exchange
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.backends.shm import hosts as shm_hosts
 from lightning_shard.testing import run_ranks
 from tests.backends.conformance import facade
 from tests.backends.conformance.suite import CHECKS, Outcome, read_outcome, run_all
@@ -41,6 +42,7 @@ class World:
         start: Starts processes; None runs the ranks here.
         algorithms: Of ranks of this process: "direct" exchanges all-reduces of any size, "ring"
             none; then only the facade is checked, c10d's own methods are the same.
+        hosts: A letter for each rank's host, as processes that pretend to be on several.
         marks: The tests' markers.
     """
 
@@ -50,6 +52,7 @@ class World:
     device_type: str = "cpu"
     start: Callable[..., list[Any]] | None = None
     algorithms: str = ""
+    hosts: str = ""
     marks: tuple[pytest.MarkDecorator, ...] = field(default=(), hash=False)
 
     @property
@@ -100,6 +103,7 @@ def outcomes_of_processes(world: World) -> dict[str, list[Outcome]]:
                 device_type=world.device_type,
                 names=names,
                 folder=folder,
+                hosts=world.hosts,
             )
         except ProcessesFailedError as error:
             output = str(error)
@@ -118,10 +122,14 @@ def _before(names: list[str], name: str) -> str:
     return names[names.index(name) - 1] if name in names[1:] else ""
 
 
-def join_and_run_all(backend: str, device_type: str, names: list[str], folder: str) -> None:
+def join_and_run_all(
+    backend: str, device_type: str, names: list[str], folder: str, hosts: str
+) -> None:
     """Join the world of processes that this one was started in, and run checks in it."""
     chosen = get_backend(backend)
     rank, size = rank_and_size(backend)
+    if hosts:
+        patch.object(shm_hosts, "own_host", lambda: hosts[rank]).start()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -172,6 +180,13 @@ WORLDS = [
     World(name="gloo", backend="gloo", size=3, start=run_processes),
     World(name="shm", backend="shm", size=2, start=run_processes, marks=_SLOW),
     World(name="shm", backend="shm", size=3, start=run_processes),
+    World(name="shm_2x2", backend="shm", size=4, start=run_processes, hosts="AABB"),
+    *(
+        World(
+            name=name, backend="shm", size=len(hosts), start=run_processes, hosts=hosts, marks=_SLOW
+        )
+        for name, hosts in (("shm_mixed", "ABAB"), ("shm_uneven", "AAB"), ("shm_apart", "AB"))
+    ),
     World(name="mpi", backend="mpi", size=2, start=run_mpi, marks=(*_MPI, *_SLOW)),
     World(name="mpi", backend="mpi", size=3, start=run_mpi, marks=(*_MPI, *_SLOW)),
     World(

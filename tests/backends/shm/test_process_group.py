@@ -21,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.backends.shm import heap, peers, room
+from lightning_shard.backends.shm import heap, room
 from lightning_shard.errors import (
     CollectiveMismatchError,
-    ConfigError,
     RankFailedError,
     ShardError,
 )
@@ -243,18 +242,6 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_time_out() -> None:
 
 
 # --- where it cannot run ------------------------------------------------------------------------
-
-
-def meet_on_two_hosts() -> tuple[str, str]:
-    rank, _ = rank_and_world_size()
-    with patch.object(peers, "_host", return_value=f"host {rank}"):
-        return error_of(join)
-
-
-def test_ranks_of_two_hosts_are_refused() -> None:
-    for kind, message in run_processes(meet_on_two_hosts, 2):
-        assert kind == ConfigError.__name__
-        assert "backend='gloo'" in message
 
 
 def run_out_of_memory() -> str:

@@ -1,0 +1,246 @@
+"""The process group of one rank over several hosts: shared memory inside each, Gloo between them.
+
+    host A   rank 0 ─┐ reduce-scatter   slice 0  ◄── Gloo ──►  slice 0   ┌─ rank 2   host B
+             rank 1 ─┘ in shared memory slice 1  ◄── Gloo ──►  slice 1   └─ rank 3
+                          and an all-gather in shared memory after it
+
+So a host sends each element of a sum to another host once, whatever the number of its ranks. It
+needs as many ranks of the group on every host. Other groups, and other operations, go over Gloo
+from rank to rank.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_shard.backends import liveness
+from lightning_shard.backends._c10d import PrefixStore, Store
+from lightning_shard.backends.calls import Call, op_name
+from lightning_shard.backends.packing import pack, raw, unaliased, unpack, write
+from lightning_shard.backends.python_group import PythonGroup
+from lightning_shard.backends.shm.exchange import (
+    OPERATIONS,
+    GlooRanks,
+    check_room,
+    even_slices,
+    reduce_scatter,
+)
+from lightning_shard.backends.shm.heap import own_heap
+from lightning_shard.backends.shm.line import Line, LineWork
+from lightning_shard.backends.shm.messages import MessageWork, receive, send
+from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
+
+_AT_ONCE_BYTES = 64 << 10  # up to here three steps take longer than one over Gloo
+_SUMS = ("SUM", "AVG")
+
+
+class Levels:
+    """The two groups that a rank sums and gathers in.
+
+    Args:
+        members: Group ranks of each host, in the same order on every rank.
+        host: Number of this rank's host.
+        inner: The ranks of this host, in shared memory.
+        across: One rank of each host: those that have this rank's place on theirs.
+
+    Attributes:
+        place: This rank's place among those of its host.
+    """
+
+    def __init__(
+        self, members: Sequence[Sequence[int]], host: int, inner: ShmGroup, across: GlooRanks
+    ) -> None:
+        self.members, self.host = members, host
+        self.inner, self.across = inner, across
+        self.place = inner.rank()
+
+    def all_reduce(self, call: Call) -> None:
+        """Sum tensors in place."""
+        flat = pack(call.inputs)
+        wide = _widened(flat)
+        slices = list(wide.tensor_split(self.inner.size()))
+        own = own_heap().empty(slices[self.place].numel(), wide.dtype)
+        self.inner.reduce_scatter([own], [slices]).wait()
+        self.across.reduce(own, dist.ReduceOp.SUM, to=range(self.across.size))
+        self._average(own, call)
+        self.inner.allgather([slices], [own]).wait()
+        if wide is not flat:
+            flat.copy_(wide)
+        unpack(flat, call.inputs)
+
+    def reduce_scatter(self, call: Call, given: Sequence[Tensor], output: Tensor) -> None:
+        """Sum what the ranks give to this one into `output`; `given` has a tensor for each rank."""
+        check_room(call, output, given[call.rank])
+        places = range(self.inner.size())
+        inputs = [_column(self._of_place(given, place)) for place in places]
+        own = own_heap().empty(inputs[self.place].numel(), inputs[0].dtype)
+        self.inner.reduce_scatter([own], [inputs]).wait()
+        sizes = [one.numel() for one in self._of_place(given, self.place)]
+        total = own.new_empty(output.numel())
+        reduce_scatter(self.across, _as_sum(call), torch.split(own, sizes), total)
+        self._average(total, call)
+        write(output, total.to(output.dtype))
+
+    def all_gather(self, call: Call, own: Tensor, slots: Sequence[Tensor]) -> None:
+        """Bring the ranks' tensors together in `slots`, one for each rank."""
+        check_room(call, slots[call.rank], own)
+        places = range(self.inner.size())
+        sizes = [[one.numel() for one in self._of_place(slots, place)] for place in places]
+        brought = own_heap().empty(sum(sizes[self.place]), own.dtype)
+        self.across.exchange([own] * self.across.size, torch.split(brought, sizes[self.place]))
+        columns = [brought.new_empty(sum(of_place)) for of_place in sizes]
+        self.inner.allgather([columns], [brought]).wait()
+        for place, column in enumerate(columns):
+            parts = torch.split(column, sizes[place])
+            for slot, part in zip(self._of_place(slots, place), parts, strict=True):
+                write(slot, part)
+
+    def _of_place(self, tensors: Sequence[Tensor], place: int) -> list[Tensor]:
+        """Return the tensors of the ranks that have a place on their hosts, host by host."""
+        return [tensors[ranks[place]] for ranks in self.members]
+
+    def _average(self, total: Tensor, call: Call) -> None:
+        if op_name(call.reduce_op) == "AVG":
+            total.div_(self.inner.size() * self.across.size)
+
+
+def _widened(flat: Tensor) -> Tensor:
+    """Return the tensor in the format in which it is summed: halves are rounded once."""
+    return flat.float() if flat.itemsize < torch.float32.itemsize else flat
+
+
+def _column(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors one after the other, where peers read them in place, and widened."""
+    sizes = [part.numel() for part in parts]
+    column = own_heap().empty(sum(sizes), _widened(parts[0][:0]).dtype)
+    for slot, part in zip(torch.split(column, sizes), parts, strict=True):
+        slot.copy_(part)
+    return column
+
+
+def _as_sum(call: Call) -> Call:
+    return Call(
+        op=call.op,
+        rank=call.rank,
+        inputs=call.inputs,
+        outputs=call.outputs,
+        agreed=call.agreed,
+        site=call.site,
+        results=call.results,
+        reduce_op=dist.ReduceOp.SUM,
+    )
+
+
+class TwoLevelGroup(PythonGroup):
+    """One rank's handle of a group whose ranks are on several hosts.
+
+    Args:
+        name: Name of the group in c10d, the same on each of its ranks.
+        global_ranks: Global ranks of the group's members, in order of their group rank.
+        rank: This rank's number in the group.
+        timeout: Time after which a peer that has not come is an error.
+        store: A store of this group alone.
+        hosts: What each rank's host is known by.
+    """
+
+    backend_name: ClassVar[str] = BACKEND_NAME
+
+    def __init__(
+        self,
+        name: str,
+        global_ranks: tuple[int, ...],
+        rank: int,
+        timeout: timedelta,
+        store: Store,
+        hosts: Sequence[str],
+    ) -> None:
+        super().__init__(name, global_ranks, rank)
+        self._all = GlooRanks(PrefixStore("all", store), rank, len(hosts), timeout)
+        self._levels = self._make_levels(timeout, store, hosts)
+        self._line = Line(f"shm-line-{name}")
+
+    def _make_levels(self, timeout: timedelta, store: Store, hosts: Sequence[str]) -> Levels | None:
+        rank, names = self.rank(), list(dict.fromkeys(hosts))
+        members = [[one for one, host in enumerate(hosts) if host == name] for name in names]
+        if len({*map(len, members)}) > 1 or len(members[0]) == 1:
+            return None
+        host = names.index(hosts[rank])
+        neighbours = members[host]
+        place = neighbours.index(rank)
+        inner = ShmGroup(
+            f"{self._name}/host {host}",
+            tuple(self.global_ranks[one] for one in neighbours),
+            place,
+            timeout,
+            PrefixStore(f"host/{host}", store),
+        )
+        across = GlooRanks(PrefixStore(f"across/{place}", store), host, len(names), timeout)
+        return Levels(members, host, inner, across)
+
+    @override
+    def _start(self, call: Call) -> LineWork | MessageWork:
+        description = f"{call} of {self.group_desc} at {call.site}"
+        lifeline = liveness.current()
+        if lifeline is not None and lifeline.has_verdict:
+            lifeline.check(description)
+        if call.tag is not None:
+            return (send if call.op == "send" else receive)(self._all, call)
+        return self._line.put(LineWork(call, description), partial(self._run, call))
+
+    def _run(self, call: Call) -> None:
+        levels = self._levels if _is_worth_two(call) else None
+        if levels is None:
+            OPERATIONS[call.op](self._all, call)
+        elif call.op == "all_reduce":
+            levels.all_reduce(call)
+        elif call.op == "reduce_scatter":
+            levels.reduce_scatter(
+                call, [raw(one).reshape(-1) for one in call.inputs], call.outputs[0]
+            )
+        elif call.op == "reduce_scatter_single":
+            for full, output in zip(call.inputs, call.outputs, strict=True):
+                levels.reduce_scatter(call, even_slices(pack([full]), self.size()), output)
+        elif call.op == "all_gather":
+            own = pack(unaliased(call.inputs, call.outputs))
+            levels.all_gather(call, own, call.outputs)
+        else:
+            for source, output in zip(call.inputs, call.outputs, strict=True):
+                self._gather_single(levels, call, source, output)
+
+    def _gather_single(self, levels: Levels, call: Call, source: Tensor, output: Tensor) -> None:
+        flat = raw(output) if output.is_contiguous() else raw(output).contiguous()
+        own = pack([source])  # read before anything is written
+        levels.all_gather(call, own, even_slices(flat.view(-1), self.size()))
+        unpack(flat.view(-1), [output])
+
+    @override
+    def set_timeout(self, timeout: timedelta) -> None:
+        if self._levels is not None:
+            self._levels.inner.set_timeout(timeout)
+
+    @override
+    def shutdown(self) -> None:
+        self._line.end()
+        if self._levels is not None:
+            self._levels.inner.shutdown()
+
+
+def _is_worth_two(call: Call) -> bool:
+    """Whether an operation goes over two levels: large sums, and large tensors brought together."""
+    if call.op not in ("all_reduce", "reduce_scatter", "reduce_scatter_single", *_GATHERS):
+        return False
+    tensors = call.outputs if call.op in _GATHERS else call.inputs
+    if sum(tensor.nbytes for tensor in tensors) <= _AT_ONCE_BYTES:
+        return False
+    return call.op in _GATHERS or (
+        tensors[0].is_floating_point() and op_name(call.reduce_op) in _SUMS
+    )
+
+
+_GATHERS = ("all_gather", "all_gather_single")
