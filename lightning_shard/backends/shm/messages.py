@@ -19,7 +19,7 @@ class MessageWork(CallWork):
 
     Args:
         call: What this rank has called.
-        works: Gloo's handles.
+        works: Gloo's handle of each tensor's message.
         kept: What Gloo moves until then.
         finish: Called once, when the message has come.
     """
