@@ -4,11 +4,11 @@
                stages 1 to 3   reduce-scatter [, all-reduce over the copies], all-gather
 
     small      of a few elements: what a round costs at any size
-    large      four times as much in each trial, until one has taken long enough or 16 MB
+    large      four times as much in each trial, up to 16 MB or what the time allows
 
 The groups, the memory and the formats are those of the training that follows. How often a round is
-timed, and what the next trial is, follows from times on which the ranks have agreed: the slowest
-rank's. A slow link ends the trials early: 16 KB take a second at 1 Mbit/s between few ranks.
+timed, and whether a larger one comes, follows from times on which the ranks have agreed: the
+slowest rank's. A slow link ends the trials early: at 1 Mbit/s with 16 KB, after half a second.
 """
 
 import time
@@ -23,9 +23,9 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 _MB = 2**20
 _SMALL_BYTES = 2**10
 _LARGE_BYTES = tuple(2**power for power in range(14, 25, 2))  # 16 KB to 16 MB
-_TRIAL_SECONDS = 0.1  # of the repeats of one size
-_BUDGET_SECONDS = 0.5  # of all larger sizes
-_REPEATS = 20
+_GROWTH_SECONDS = 0.25  # of one round of each size, within which the largest is found
+_REPEAT_SECONDS = 0.2  # of the repeats of the smallest, and of the largest
+_MOST_REPEATS = 100
 
 
 class LinkTrial:
@@ -60,25 +60,27 @@ class LinkTrial:
     def figures(self) -> LinkFigures:
         """Return what the trials come to, the same on each rank of the group."""
         self.slowest(_SMALL_BYTES, 1)  # connects
-        once = self.slowest(_SMALL_BYTES, 1)
-        fixed = self.slowest(_SMALL_BYTES, _repeats(once))
-        size, seconds = self._largest(min(once, fixed))
-        each = max(seconds - fixed, seconds / 10) / (size / _MB)
+        small = self._repeated(_SMALL_BYTES, self.slowest(_SMALL_BYTES, 1))
+        single = self._grown()
+        size = max(single)
+        large = self._repeated(size, single[size])
+        fixed = min(small, *single.values())  # none can take less, so what was disturbed is out
+        each = max(large - fixed, large / 10) / (size / _MB)
         return LinkFigures(fixed_seconds=fixed, seconds_per_mb=each)
 
-    def _largest(self, before: float) -> tuple[int, float]:
-        """Return the bytes and the seconds of the largest round that the budget allows."""
-        left, found = _BUDGET_SECONDS, (_LARGE_BYTES[0], 0.0)
+    def _grown(self) -> dict[int, float]:
+        """Return the seconds of one round of each size, up to what the time allows."""
+        found: dict[int, float] = {}
         for size in _LARGE_BYTES:
-            once = self.slowest(size, 1)  # memory is touched for the first time
-            left -= once
-            times = min(_repeats(once), int(left / once))
-            seconds = once if times < 1 else self.slowest(size, times)
-            left -= times * seconds
-            found = size, seconds
-            if left < 8 * seconds:  # two of four times the size
+            found[size] = self.slowest(size, 1)
+            if sum(found.values()) + 4 * found[size] > _GROWTH_SECONDS:
                 break
         return found
+
+    def _repeated(self, num_bytes: int, once: float) -> float:
+        """Return the least seconds of a round that has taken so many `once`."""
+        times = min(_MOST_REPEATS, int(_REPEAT_SECONDS / once))
+        return min(once, self.slowest(num_bytes, times)) if times else once
 
     def slowest(self, num_bytes: int, times: int) -> float:
         """Return the least seconds of a round, on the rank on which they are most.
@@ -132,7 +134,3 @@ class LinkTrial:
 def _own(full: Tensor, ranks: Collectives) -> Tensor:
     """Return this rank's slice of a full tensor, in place."""
     return full.view(ranks.size, -1)[ranks.rank]
-
-
-def _repeats(seconds: float) -> int:
-    return max(1, min(_REPEATS, int(_TRIAL_SECONDS / seconds)))
