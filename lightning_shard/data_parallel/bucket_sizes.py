@@ -8,7 +8,7 @@
     a slim link, which splits more <──   ──> a slow start of each operation, which joins more
 
 What the first bucket of a backward waits for, and the last one takes alone, grows with the size: so
-the smallest size is taken that is large enough, and never so large that a model has fewer than four
+the smallest size is taken that is large enough, and none so large that a model has fewer than three
 buckets. torch's DDP and DeepSpeed have one constant for all links (25 MB, 5e8 elements).
 """
 
@@ -22,7 +22,7 @@ LADDER = (1, 2, 4, 8, 16, 32, 64)
 """The sizes in MB that "auto" chooses from."""
 FIXED_SHARE = 0.05
 """What an operation costs at any size is at most this share of what its elements take."""
-LEAST_BUCKETS = 4
+LEAST_BUCKETS = 3
 """Buckets that a model keeps, one of which travels while another computes."""
 
 
@@ -43,8 +43,9 @@ class LinkFigures:
         return self.fixed_seconds + mb * self.seconds_per_mb
 
     def __str__(self) -> str:
-        gigabytes = 2**20 / self.seconds_per_mb / 1e9
-        return f"{1e3 * self.fixed_seconds:.2g} ms, {gigabytes:.2g} GB/s"
+        megabytes = 2**20 / self.seconds_per_mb / 1e6
+        speed = f"{megabytes:.2g} MB/s" if megabytes < 100 else f"{megabytes / 1e3:.2g} GB/s"
+        return f"{1e3 * self.fixed_seconds:.2g} ms, {speed}"
 
 
 def default_mb(stage: int) -> float:

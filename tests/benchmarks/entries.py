@@ -115,15 +115,6 @@ CONTENDERS: dict[str, Entry] = {
         )
         for stage, name in enumerate(("shard_ddp", "zero1", "zero2", "zero3"))
     },
-    **{
-        f"{name}_{mb}": Entry(
-            make=partial(Sharded, options=EngineOptions(stage=stage, bucket_mb=mb)),
-            label=f"{name}_{mb}",
-            in_default_run=False,
-        )
-        for mb in (1, 2, 4, 8, 16, 32)
-        for stage, name in enumerate(("shard_ddp", "zero1", "zero2", "zero3"))
-    },  # TEMP
     "zero3_checkpointed": Entry(
         make=lambda model: CheckpointedSharded(model, options=EngineOptions(stage=3)),
         label="zero3, checkpointed",
