@@ -69,8 +69,8 @@ def linear(fixed: float, bytes_per_second: float) -> Callable[[int, int], float]
     [
         (5e-5, 1e11, 2**24, 0.7),
         (3e-4, 1e9, 2**24, 0.7),
-        (3e-4, 1.25e8, 2**22, 0.7),  # 1 Gbit/s
-        (3e-4, 1.25e7, 256 * KB, 0.7),
+        (3e-4, 1.25e8, 2**24, 0.7),  # 1 Gbit/s
+        (3e-4, 1.25e7, 2**20, 0.7),
         (4e-2, 1.25e5, 16 * KB, 1.0),  # 1 Mbit/s
         (1.0, 1.25e5, 16 * KB, 4.0),  # by satellite, over several hops
     ],
