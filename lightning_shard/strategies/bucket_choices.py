@@ -32,7 +32,7 @@ class Buckets:
 
         Args:
             strategy: A `DataParallelStrategy` with its groups.
-            options: Its options.
+            options: Options that the strategy was made with.
         """
         if options.bucket_mb == "auto":
             self.choice = strategy.broadcast(self.choice)

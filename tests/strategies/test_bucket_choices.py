@@ -24,6 +24,7 @@ from lightning_shard.testing import Fault
 from tests.elastic.runs import fit as elastic_fit
 from tests.examples.commands import set_arguments
 from tests.fabric.loops import fabric_of
+from tests.mpirun import run_mpi
 from tests.processes import run_processes
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
@@ -140,11 +141,10 @@ def test_it_changes_neither_weights_nor_losses(make: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["shm"])
-def test_it_works_on_shared_memory(backend: str) -> None:
-    (run, other) = run_processes(
-        run_on_processes, 2, make="ZeRO3Strategy", sizes=["auto"], backend=backend
-    )
+@pytest.mark.parametrize("backend", ["shm", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_it_measures_on_other_backends(backend: str) -> None:
+    start: Any = run_mpi if backend == "mpi" else run_processes
+    run, other = start(run_on_processes, 2, make="ZeRO3Strategy", sizes=["auto"], backend=backend)
     assert run[0][1] == other[0][1]
     assert "measured" in run[0][1]
 
