@@ -1,7 +1,7 @@
 """The size of buckets that suits a link: where it is chosen, nothing is measured.
 
-    seconds of a bucket     fixed + size x seconds per MB
-                            ─────
+    seconds of a bucket     Python's work + start of operations + size x seconds per MB
+                            ───────────────────────────────────
                             at most 1/20 of the transfer, so that more joining gains little
 
     1 MB   2 MB   4 MB   8 MB   16 MB   32 MB   64 MB
@@ -21,7 +21,9 @@ BucketMB: TypeAlias = float | Literal["auto"] | None
 LADDER = (1, 2, 4, 8, 16, 32, 64)
 """The sizes in MB that "auto" chooses from."""
 FIXED_SHARE = 0.05
-"""What an operation costs at any size is at most this share of what its elements take."""
+"""What a unit costs at any size is at most this share of what its elements take."""
+HOST_SECONDS = 3e-4
+"""What Python does for a unit, beside what is measured (`tests.benchmarks.host_overhead`)."""
 LEAST_BUCKETS = 3
 """Buckets that a model keeps, one of which travels while another computes."""
 
@@ -63,6 +65,7 @@ def size_for(link: LinkFigures, model_mb: float) -> int:
         link: What has been measured.
         model_mb: Size of this rank's parameters.
     """
-    enough = (mb for mb in LADDER if link.fixed_seconds <= FIXED_SHARE * mb * link.seconds_per_mb)
+    fixed = HOST_SECONDS + link.fixed_seconds
+    enough = (mb for mb in LADDER if fixed <= FIXED_SHARE * mb * link.seconds_per_mb)
     room = (mb for mb in LADDER if LEAST_BUCKETS * mb <= model_mb)
     return min(next(enough, LADDER[-1]), max(room, default=LADDER[0]))
