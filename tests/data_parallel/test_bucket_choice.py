@@ -64,7 +64,7 @@ def test_all_ranks_choose_one_size(
     monkeypatch.setattr(LinkTrial, "seconds", given_seconds)
     options = EngineOptions(stage=stage, bucket_mb="auto")
     found = run_ranks(lambda rank: choice_of_rank(num_groups, sizes, "in_process", options), 4)
-    assert [*map(str, found)] == ["buckets of 1 MB (measured: 0.41 ms, 0.1 GB/s)"] * 4
+    assert [*map(str, found)] == ["buckets of 2 MB (measured: 0.41 ms, 0.1 GB/s)"] * 4
 
 
 def test_the_smallest_part_of_a_model_bounds_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,5 +166,5 @@ def test_processes_agree_on_what_they_measure(backend: str) -> None:
 def test_processes_agree_where_each_measures_something_else() -> None:
     found = run_processes(choice_on_processes, 2, backend="gloo", given=True)
     assert [str(choice) for choice, _ in found] == [
-        "buckets of 8 MB (measured: 0.4 ms, 1 GB/s)"
+        "buckets of 16 MB (measured: 0.4 ms, 1 GB/s)"
     ] * 2
