@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from lightning_shard.data_parallel.bucket_sizes import BucketMB, default_mb
 from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression.compressor import Compressor
 from lightning_shard.data_parallel.values_at_start import ValuesAtStart
@@ -45,7 +46,7 @@ class EngineOptions:
             parameters (ZeRO, arXiv:1910.02054).
         units: Class names of the modules that are communicated as one; None finds repeated blocks.
         bucket_mb: Neighbouring small blocks are joined up to this many MB of parameters; None for
-            25, and 12.5 under stage 3, where it took less memory and no more time (`make bench`).
+            the default of `bucket_sizes`; "auto" has it, too, until `bucket_choice` has measured.
         dtypes: Number formats of compute, traffic and the optimizer's copy.
         compression: How gradients are compressed before they travel; stages 0 to 2.
         owned: Parameters that lie full on one rank each, from stage 1 on, for optimizers of full
@@ -63,7 +64,7 @@ class EngineOptions:
 
     stage: int
     units: Sequence[str] | None = None
-    bucket_mb: float | None = None
+    bucket_mb: BucketMB = None
     dtypes: DTypePolicy = field(default_factory=DTypePolicy)
     compression: Compressor | None = None
     owned: Collection[nn.Parameter] = frozenset()
@@ -82,18 +83,15 @@ class EngineOptions:
     @property
     def unit_mb(self) -> float:
         """The size up to which blocks are joined, in MB."""
-        if self.bucket_mb is not None:
-            return self.bucket_mb
-        return 12.5 if self.stage == 3 else 25.0
+        if self.bucket_mb is None or isinstance(self.bucket_mb, str):
+            return default_mb(self.stage)
+        return self.bucket_mb
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work, before any process starts."""
         if self.stage not in STAGES:
             raise ConfigError(f"The ZeRO stage must be one of {STAGES}, got {self.stage!r}.")
-        if not self.unit_mb > 0:
-            raise ConfigError(
-                f"bucket_mb must be a positive number of MB, got {self.bucket_mb!r}; 25 is usual."
-            )
+        self._check_bucket()
         if self.compression is not None:
             self._check_compression()
         self._check_checkpointing()
@@ -102,6 +100,14 @@ class EngineOptions:
         if isinstance(self.units, str) or (self.units is not None and not self.units):
             raise ConfigError(
                 f"units must be a list of module class names such as ['Block'], got {self.units!r}."
+            )
+
+    def _check_bucket(self) -> None:
+        is_word = isinstance(self.bucket_mb, str)
+        if self.bucket_mb != "auto" if is_word else not self.unit_mb > 0:
+            raise ConfigError(
+                f"bucket_mb must be a positive number of MB or 'auto', which measures the link, "
+                f"got {self.bucket_mb!r}; 25 is usual."
             )
 
     def _check_checkpointing(self) -> None:

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.data_parallel.agreement import check_same_optimizers
+from lightning_shard.data_parallel.bucket_choice import BucketChoice, Links, choose
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import BackwardSyncControl, empty_initialisation
 from lightning_shard.fabric.checkpoints import Saving
@@ -33,9 +35,14 @@ from lightning_shard.strategies.names import strategy_name
 
 
 class FabricStrategy(RankedStrategy):
-    """Each module that is set up has an engine; the user's loop runs between its steps."""
+    """Each module that is set up has an engine; the user's loop runs between its steps.
+
+    Attributes:
+        bucket_choice: What `bucket_mb="auto"` has come to for the last module that was set up.
+    """
 
     stage: ClassVar[int]
+    bucket_choice: BucketChoice | None = None
 
     @takes(RanksConfig, DataParallelConfig, of=ParallelStrategy)
     def __init__(self, **options: Unpack[FabricOptions]) -> None:
@@ -140,13 +147,29 @@ class FabricStrategy(RankedStrategy):
         self, module: nn.Module, owned: Collection[nn.Parameter]
     ) -> DataParallelEngine:
         dtypes = dtype_policy(str(self.precision.precision), self._reduce_dtype)
+        groups = DataGroups.of(self.collectives)
         options = replace(self._options, dtypes=dtypes, owned=owned)
-        engine = DataParallelEngine(module, DataGroups.of(self.collectives), options)
+        if options.bucket_mb == "auto":
+            options = self._with_buckets(options, module, groups)
+        engine = DataParallelEngine(module, groups, options)
         scaler: Any = getattr(self.precision, "scaler", None)
         if scaler is not None:
             for exchange in engine.exchanges:
                 exchange.loss_scale = partial(device_scale, scaler)
         return engine
+
+    def _with_buckets(
+        self, options: EngineOptions, module: nn.Module, groups: DataGroups
+    ) -> EngineOptions:
+        links = Links(
+            groups=groups,
+            reducing=groups,
+            everybody=self.collectives,
+            device=self.root_device,
+            are_timed=not self.is_in_process,
+        )
+        self.bucket_choice = choose(options, module, links)
+        return replace(options, bucket_mb=self.bucket_choice.mb)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -322,6 +322,7 @@ def _setup(trainer: "pl.Trainer", strategy: DataParallelStrategy) -> dict[str, A
     return {
         "strategy": strategy_name(strategy),
         "backend": strategy.backend.name,
+        "bucket_mb": None if (chosen := strategy.bucket_choice) is None else chosen.mb,
         "device": strategy.root_device.type,
         "threads": torch.get_num_threads(),
         "num_batches": trainer.num_training_batches,

@@ -92,7 +92,9 @@ def _as_named(
             f"was recorded. Leave strategy out, or pass that one."
         )
     assert isinstance(made, DataParallelStrategy)
-    return made
+    chosen = record.setup.get("bucket_mb")  # by measuring, which would come to something else here
+    is_given = made._options.bucket_mb not in (None, "auto")
+    return made if chosen is None or is_given else made.with_options(bucket_mb=chosen)
 
 
 def _fit(

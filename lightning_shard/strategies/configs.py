@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
+from lightning_shard.data_parallel.bucket_sizes import BucketMB
 from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression import Compressor, find_compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
@@ -115,7 +116,7 @@ class UnitConfig(OptionGroup):
     """The options of units, which ranks communicate as one; see `UnitOptions`."""
 
     units: list[str] | None = None
-    bucket_mb: float | None = None
+    bucket_mb: BucketMB = None
     activation_checkpointing: ActivationCheckpointing | None = None
     activation_offload: bool = False
 

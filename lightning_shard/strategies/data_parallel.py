@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.data_parallel.agreement import check_same_optimizers, check_trainable
+from lightning_shard.data_parallel.bucket_choice import BucketChoice
 from lightning_shard.data_parallel.compression import Compressor, Tally
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
@@ -43,6 +44,7 @@ from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrec
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.precision.scaler import device_scale
 from lightning_shard.strategies import dry_runs
+from lightning_shard.strategies.bucket_choices import Buckets
 from lightning_shard.strategies.configs import DataParallelConfig, FitEndConfig, RunConfig
 from lightning_shard.strategies.fit_ends import EndingStrategy
 from lightning_shard.strategies.flat_options import part, takes
@@ -87,7 +89,7 @@ class DataParallelStrategy(EndingStrategy):
         self._reduce_dtype = data.reduce_dtype
         self._options = data.engine_options(self.stage)
         self._offload_traffic = Traffic()
-        self._activations = KeptActivations()
+        self._activations, self._buckets = KeptActivations(), Buckets()
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
         self._memory = MemoryNotes(self)  # for errors
         self._runner: StepRunner | None = None
@@ -115,6 +117,7 @@ class DataParallelStrategy(EndingStrategy):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if fitting:
             self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
+            self._buckets.begin_fit()
             assert self.lightning_module is not None
             check_trainable(self.lightning_module, self.data_collectives.size)
             prepare_callbacks(
@@ -283,18 +286,16 @@ class DataParallelStrategy(EndingStrategy):
         split = combined(splits)
         if self._start is not None and split is not None:
             self._start.split = split
+        options = replace(
+            self._options,
+            dtypes=self._dtypes(str(plugin.precision)),
+            owned=self._parameters_to_own(split),
+            offload=self._options.offload_of(is_fitting=self._is_fitting()),
+            start=self._start,
+        )
+        options = self._buckets.sized(self, options, split, is_fitting=self._is_fitting())
         self._engine = engine = self.engine_type(
-            self.model,
-            self.gradient_groups,
-            replace(
-                self._options,
-                dtypes=self._dtypes(str(plugin.precision)),
-                owned=self._parameters_to_own(split),
-                offload=self._options.offload_of(is_fitting=self._is_fitting()),
-                start=self._start,
-            ),
-            self._reducing,
-            split,
+            self.model, self.gradient_groups, options, self._reducing, split
         )
         if engine.copier is not None:
             self._offload_traffic = engine.copier.traffic
@@ -447,6 +448,11 @@ class DataParallelStrategy(EndingStrategy):
     def activation_traffic(self) -> Traffic:
         """What this rank has copied of activations, as `offload_traffic` counts parameters."""
         return self._activations.traffic
+
+    @property
+    def bucket_choice(self) -> BucketChoice | None:
+        """What `bucket_mb="auto"` has come to in the last fit; None where the size is given."""
+        return self._buckets.choice
 
     @property
     def compression(self) -> Compressor | None:

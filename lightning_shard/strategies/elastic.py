@@ -312,6 +312,7 @@ class ElasticStrategy(DataParallelStrategy):
         self._apply_layer_sync()
         take_leftovers(self.model)
         refuse_strangers(self.model, self.collectives)
+        self._buckets.share(self, self._options)
         self._start_engine()
         for optimizer in self.optimizers:
             optimizer.state.clear()

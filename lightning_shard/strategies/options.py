@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import TypedDict
 
 from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
+from lightning_shard.data_parallel.bucket_sizes import BucketMB
 from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression import Compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
@@ -98,7 +99,8 @@ class UnitOptions(TypedDict, total=False):
     Attributes:
         units: Class names of the modules that are communicated as one; found when left out.
         bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
-            stage 3 12.5.
+            stage 3 12.5. "auto" lets the ranks measure their links when a fit begins, and chooses
+            1 to 64 MB, the same on all of them; the default within one process.
         activation_checkpointing: What is dropped in forward and computed again in backward:
             "full", all activations of the model's blocks; "selective", the same but for results of
             matrix products, convolutions and attention; or all of modules of these class names.
@@ -107,7 +109,7 @@ class UnitOptions(TypedDict, total=False):
     """
 
     units: list[str] | None
-    bucket_mb: float | None
+    bucket_mb: BucketMB
     activation_checkpointing: ActivationCheckpointing | None
     activation_offload: bool
 

@@ -57,6 +57,7 @@ def announce(strategy: Any, name: str, num_parameters: int) -> None:
             num_parameters,
             held,
             [*(f"the state of {one}" for one in unknown), *strategy.held_besides],
+            "" if strategy.bucket_choice is None else str(strategy.bucket_choice),
         )
     )
 
@@ -100,6 +101,7 @@ def announcement(
     num_parameters: int,
     held: Sequence[HeldBytes],
     not_counted: Sequence[str] = (),
+    buckets: str = "",
 ) -> str:
     """Write the line.
 
@@ -109,6 +111,7 @@ def announcement(
         num_parameters: Number of elements of the full model's parameters.
         held: Bytes that each rank will hold, or that one will where all hold the same.
         not_counted: Names of what ranks hold besides.
+        buckets: Size of the buckets, where it was chosen.
     """
     parts = ", ".join(
         f"{title} {_range([getattr(one, field) for one in held])}"
@@ -124,7 +127,7 @@ def announcement(
     besides = f"; not counted: {', '.join(not_counted)}" if not_counted else ""
     return (
         f"{name} ({place}): {num_parameters:,} parameters; each rank will hold {total}: "
-        f"{parts}{besides}"
+        f"{parts}{besides}{f'; {buckets}' if buckets else ''}"
     )
 
 

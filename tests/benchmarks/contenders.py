@@ -8,6 +8,7 @@ Their names and options are in `entries`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -21,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.bucket_choice import Links, choose
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
@@ -177,7 +180,17 @@ class Sharded(Contender):
         group = dist.new_group(backend=self.backend) if self.backend else dist.group.WORLD
         assert group is not None
         collectives = get_backend(self.backend or dist.get_backend()).collectives(group)
-        self.engine = DataParallelEngine(model, collectives, self.options)
+        groups = DataGroups.of(collectives)
+        options, reducing = self.options, groups.duplicate()
+        if options.bucket_mb == "auto":
+            links = Links(
+                groups=groups, reducing=reducing, everybody=collectives, device=own_device()
+            )
+            choice = choose(options, model, links)
+            options = replace(options, bucket_mb=choice.mb)
+            if dist.get_rank() == 0:
+                print(f"ZeRO stage {options.stage}: {choice}")
+        self.engine = DataParallelEngine(model, groups, options, reducing)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         self.sharded_optimizer = ShardedOptimizer(optimizer, self.engine)
         return optimizer

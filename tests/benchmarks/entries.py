@@ -12,6 +12,7 @@
 | `local_shard`            | the same, and 1/N of the parameters is updated: the floor of 1-3 |
 | `shard_ddp`, `zero1-3`   | ours, stages 0 to 3                                              |
 | the same with `_shm`     | ours on shared memory                                            |
+| the same with `_auto`    | ours with `bucket_mb="auto"`                                     |
 | `fit_ddp`                | Lightning's `ddp`, in a Trainer's fit                            |
 | `fit_shard_ddp` etc.     | ours, in a Trainer's fit                                         |
 """
@@ -103,6 +104,14 @@ CONTENDERS: dict[str, Entry] = {
             make=partial(Sharded, options=EngineOptions(stage=stage), backend="shm"),
             label=f"{name} on shm",
             devices=("cpu",),
+        )
+        for stage, name in enumerate(("shard_ddp", "zero1", "zero2", "zero3"))
+    },
+    **{
+        f"{name}_auto": Entry(
+            make=partial(Sharded, options=EngineOptions(stage=stage, bucket_mb="auto")),
+            label=f"{name}, bucket_mb='auto'",
+            in_default_run=False,
         )
         for stage, name in enumerate(("shard_ddp", "zero1", "zero2", "zero3"))
     },

@@ -71,6 +71,7 @@ def _compressed(compression: Any, **options: Any) -> Callable[[], Any]:
 
 CONTENDERS: dict[str, Callable[[], Any]] = {
     "dense": lambda: DDPStrategy(backend="gloo"),
+    "dense_auto": lambda: DDPStrategy(backend="gloo", bucket_mb="auto"),
     "ddp": lambda: LightningDDP(process_group_backend="gloo"),
     "ddp_fp16": lambda: HookedDDP(default_hooks.fp16_compress_hook),
     "ddp_bf16": lambda: HookedDDP(default_hooks.bf16_compress_hook),

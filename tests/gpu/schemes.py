@@ -50,6 +50,7 @@ SCHEMES = {
     "zero1": Scheme("ZeRO1Strategy"),
     "zero2": Scheme("ZeRO2Strategy"),
     "zero3": Scheme("ZeRO3Strategy", {"bucket_mb": 0.001}),
+    "zero2_auto": Scheme("ZeRO2Strategy", {"bucket_mb": "auto"}),
     "zero3_prefetch": Scheme("ZeRO3Strategy", {"bucket_mb": 0.001, "prefetch": 2}),
     "zero3_checkpointing": Scheme("ZeRO3Strategy", {"activation_checkpointing": "full"}),
     "zero3_host_activations": Scheme("ZeRO3Strategy", {"activation_offload": True}),

@@ -84,8 +84,8 @@ def test_a_class_that_passes_options_on_has_its_parents_too() -> None:
     assert (made.extra, made._options.bucket_mb) == (2, 3.0)
     with pytest.raises(ConfigError, match=r"has no option 'bucket_mbs'.* mean 'bucket_mb'"):
         OfUser(bucket_mbs=1)
-    with pytest.raises(ConfigError, match="OfUser: bucket_mb must be a finite number"):
-        OfUser(bucket_mb="1")
+    with pytest.raises(ConfigError, match="OfUser: bucket_mb must be a finite number or 'auto'"):
+        OfUser(bucket_mb=[1])
     assert list(inspect.signature(OfUser).parameters) == ["extra", "others"]
 
 

@@ -172,3 +172,6 @@ def test_what_the_line_looks_like() -> None:
         "zero3 on 4 ranks (nccl, started by torchrun): 1,048,576 parameters; each rank will hold "
         "4.00 MiB: parameters 1.00 MiB, gradients 1.00 MiB, optimizer state 2.00 MiB"
     )
+    buckets = "buckets of 16 MB (measured: 0.12 ms, 1.9 GB/s)"
+    line = announcement("zero3 on 4 ranks", "nccl", 1, [held], ["what is kept"], buckets)
+    assert line.endswith(f"2.00 MiB; not counted: what is kept; {buckets}")

@@ -1,0 +1,71 @@
+"""The size of buckets that suits a link: where it is chosen, nothing is measured.
+
+    seconds of a bucket     Python's work + start of operations + size x seconds per MB
+                            ───────────────────────────────────
+                            at most 1/20 of the transfer, so that more joining gains little
+
+    1 MB   2 MB   4 MB   8 MB   16 MB   32 MB   64 MB
+    a slim link, which splits more <──   ──> a slow start of each operation, which joins more
+
+What the first bucket of a backward waits for, and the last one takes alone, grows with the size: so
+the smallest size is taken that is large enough, and none so large that a model has fewer than three
+buckets. torch's DDP and DeepSpeed have one constant for all links (25 MB, 5e8 elements).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+BucketMB: TypeAlias = float | Literal["auto"] | None
+"""Size up to which blocks are joined, in MB; "auto" measures the link; None is the default."""
+
+LADDER = (1, 2, 4, 8, 16, 32, 64)
+"""The sizes in MB that "auto" chooses from."""
+FIXED_SHARE = 0.05
+"""What a unit costs at any size is at most this share of what its elements take."""
+HOST_SECONDS = 3e-4
+"""What Python does for a unit, beside what is measured (`tests.benchmarks.host_overhead`)."""
+LEAST_BUCKETS = 3
+"""Buckets that a model keeps, one of which travels while another computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFigures:
+    """What a unit's operations take between data-parallel ranks, on the slowest of them.
+
+    Attributes:
+        fixed_seconds: Seconds at any size: those of a few elements.
+        seconds_per_mb: Seconds of each further MB of parameters, in the formats that travel.
+    """
+
+    fixed_seconds: float
+    seconds_per_mb: float
+
+    def seconds(self, mb: float) -> float:
+        """Return the seconds that a bucket of so many MB takes."""
+        return self.fixed_seconds + mb * self.seconds_per_mb
+
+    def __str__(self) -> str:
+        megabytes = 2**20 / self.seconds_per_mb / 1e6
+        speed = f"{megabytes:.2g} MB/s" if megabytes < 100 else f"{megabytes / 1e3:.2g} GB/s"
+        return f"{1e3 * self.fixed_seconds:.2g} ms, {speed}"
+
+
+def default_mb(stage: int) -> float:
+    """Return the size of buckets in MB where none is given.
+
+    Under stage 3 a smaller one took less memory and no more time (`make bench`).
+    """
+    return 12.5 if stage == 3 else 25.0
+
+
+def size_for(link: LinkFigures, model_mb: float) -> int:
+    """Return the size of buckets in MB, one of `LADDER`.
+
+    Args:
+        link: What has been measured.
+        model_mb: Size of this rank's parameters.
+    """
+    fixed = HOST_SECONDS + link.fixed_seconds
+    enough = (mb for mb in LADDER if fixed <= FIXED_SHARE * mb * link.seconds_per_mb)
+    room = (mb for mb in LADDER if LEAST_BUCKETS * mb <= model_mb)
+    return min(next(enough, LADDER[-1]), max(room, default=LADDER[0]))
