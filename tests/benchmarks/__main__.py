@@ -7,6 +7,7 @@ python -m tests.benchmarks --profile zero2 ddp local       where zero2's step go
 python -m tests.benchmarks --against main                  has this checkout become slower?
 python -m tests.benchmarks --device cuda --model wide      on all GPUs of this machine
 python -m tests.benchmarks --ranks 4 --only zero2 zero2_shm
+python -m tests.benchmarks --only zero2 zero2_shm zero2_mpi       # mpirun starts the ranks
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,6 +46,7 @@ from tests.benchmarks.report import (
     write_json,
 )
 from tests.benchmarks.timing import REFERENCE, time_contenders
+from tests.mpirun import MPIRUN
 
 
 def main() -> None:
@@ -54,6 +57,8 @@ def main() -> None:
     if arguments.against is not None:
         sys.exit(compare(arguments, console))
     ranks = ranks_on(arguments.device, arguments.ranks)
+    if any(CONTENDERS[name].needs_mpi for name in arguments.only or arguments.profile or ()):
+        ranks = replace(ranks, under_mpi=has_mpirun())
     if arguments.profile:
         profile = ranks.run(profile_contenders, arguments.model, arguments.profile, *sizes)
         print_profile(console, profile)
@@ -98,6 +103,13 @@ def ranks_on(device_type: str, size: int) -> Ranks:
     if not torch.cuda.is_available():
         sys.exit(f"Nothing was measured: torch {torch.__version__} sees no CUDA device.")
     return Ranks(torch.cuda.device_count(), device_type)
+
+
+def has_mpirun() -> bool:
+    """Return True; end the program where there is no mpirun."""
+    if not Path(MPIRUN).exists():
+        sys.exit("Nothing was measured: there is no mpirun. Install lightning-shard[mpi].")
+    return True
 
 
 def run(ranks: Ranks, arguments: argparse.Namespace, console: Console) -> Results:

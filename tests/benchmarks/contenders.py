@@ -177,9 +177,10 @@ class Sharded(Contender):
         super().__init__(model)
 
     def shard(self, model: nn.Module) -> torch.optim.Optimizer:
-        group = dist.new_group(backend=self.backend) if self.backend else dist.group.WORLD
+        backend = get_backend(self.backend or dist.get_backend())
+        group = dist.new_group(backend=backend.c10d_name) if self.backend else dist.group.WORLD
         assert group is not None
-        collectives = get_backend(self.backend or dist.get_backend()).collectives(group)
+        collectives = backend.collectives(group)
         groups = DataGroups.of(collectives)
         options, reducing = self.options, groups.duplicate()
         if options.bucket_mb == "auto":

@@ -12,6 +12,7 @@
 | `local_shard`            | the same, and 1/N of the parameters is updated: the floor of 1-3 |
 | `shard_ddp`, `zero1-3`   | ours, stages 0 to 3                                              |
 | the same with `_shm`     | ours on shared memory                                            |
+| the same with `_mpi`     | ours over MPI: mpirun starts the ranks then, also for the others |
 | the same with `_auto`    | ours with `bucket_mb="auto"`                                     |
 | `fit_ddp`                | Lightning's `ddp`, in a Trainer's fit                            |
 | `fit_shard_ddp` etc.     | ours, in a Trainer's fit                                         |
@@ -53,6 +54,7 @@ class Entry:
         in_default_run: Whether it runs where none are named.
         same_losses: Whether its losses must be torch DDP's.
         devices: Types of devices that it runs on.
+        needs_mpi: Whether its ranks must be started by mpirun.
     """
 
     make: Callable[[nn.Module], Contender]
@@ -60,6 +62,7 @@ class Entry:
     in_default_run: bool = True
     same_losses: bool = True
     devices: Sequence[str] = ("cpu", "cuda")
+    needs_mpi: bool = False
 
 
 CONTENDERS: dict[str, Entry] = {
@@ -112,6 +115,16 @@ CONTENDERS: dict[str, Entry] = {
             make=partial(Sharded, options=EngineOptions(stage=stage, bucket_mb="auto")),
             label=f"{name}, bucket_mb='auto'",
             in_default_run=False,
+        )
+        for stage, name in enumerate(("shard_ddp", "zero1", "zero2", "zero3"))
+    },
+    **{
+        f"{name}_mpi": Entry(
+            make=partial(Sharded, options=EngineOptions(stage=stage), backend="mpi"),
+            label=f"{name} over MPI",
+            in_default_run=False,
+            devices=("cpu",),
+            needs_mpi=True,
         )
         for stage, name in enumerate(("shard_ddp", "zero1", "zero2", "zero3"))
     },

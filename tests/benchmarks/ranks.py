@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from lightning_shard.settings import prefer_loopback_for_gloo
+from tests.mpirun import run_mpi
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -27,6 +28,7 @@ Result = TypeVar("Result")
 NUM_RANKS = 2
 DEVICES = ("cpu", "cuda")
 TIMEOUT = timedelta(minutes=5)
+MPI_SECONDS = 3600.0
 
 
 @contextmanager
@@ -51,10 +53,12 @@ class Ranks:
     Attributes:
         size: Number of ranks.
         device_type: "cpu" for ranks over Gloo, "cuda" for ranks of a GPU each over NCCL.
+        under_mpi: Whether mpirun starts them, so that they reach each other over MPI, too.
     """
 
     size: int = NUM_RANKS
     device_type: str = "cpu"
+    under_mpi: bool = False
 
     @property
     def backend(self) -> str:
@@ -82,12 +86,34 @@ class Ranks:
             torch.multiprocessing.ProcessRaisedException: A rank raised; holds its traceback.
         """
         store = make_store(0, is_master=True)
+        if self.under_mpi:
+            return self._run_under_mpi(store.port, fn, args, kwargs)
         with tempfile.TemporaryDirectory() as folder, environment({"OMP_NUM_THREADS": "1"}):
             result_path = Path(folder) / "result.pickle"
             rank_args = (self, store.port, result_path, fn, args, kwargs)
             spawn(_run_rank, rank_args, nprocs=self.size)  # type: ignore[no-untyped-call]
             result: Result = pickle.loads(result_path.read_bytes())
         return result
+
+    def _run_under_mpi(
+        self,
+        port: int,
+        fn: Callable[..., Result],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> Result:
+        with environment({"OMP_NUM_THREADS": "1"}):
+            results: list[Result] = run_mpi(
+                _run_mpi_rank,
+                self.size,
+                timeout_seconds=MPI_SECONDS,
+                ranks=self,
+                port=port,
+                fn=fn,
+                args=args,
+                kwargs=kwargs,
+            )
+        return results[0]
 
 
 def on_ranks(
@@ -128,6 +154,32 @@ def _run_rank(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> None:
+    result = _called(rank, ranks, port, fn, args, kwargs)
+    if rank == 0:
+        result_path.write_bytes(pickle.dumps(result))
+
+
+def _run_mpi_rank(
+    ranks: Ranks,
+    port: int,
+    fn: Callable[..., Result],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Result:
+    from mpi4py import MPI
+
+    return _called(MPI.COMM_WORLD.Get_rank(), ranks, port, fn, args, kwargs)
+
+
+def _called(
+    rank: int,
+    ranks: Ranks,
+    port: int,
+    fn: Callable[..., Result],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Result:
+    """Join the other ranks, and call `fn`."""
     torch.set_num_threads(1)
     prefer_loopback_for_gloo()
     store = make_store(port, is_master=False)
@@ -140,5 +192,4 @@ def _run_rank(
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    if rank == 0:
-        result_path.write_bytes(pickle.dumps(result))
+    return result

@@ -24,6 +24,7 @@ def run_benchmark(*arguments: str) -> str:
 @pytest.mark.timeout(240)
 def test_every_contender_is_timed_and_the_losses_agree(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
+    names = [name for name, entry in CONTENDERS.items() if not entry.needs_mpi]
     output = run_benchmark(
         "--rounds=1",
         "--steps=1",
@@ -31,13 +32,24 @@ def test_every_contender_is_timed_and_the_losses_agree(tmp_path: Path) -> None:
         f"--json={path}",
         f"--plot={tmp_path / 'plot.png'}",
         "--only",
-        *CONTENDERS,
+        *names,
     )
     assert (tmp_path / "plot.png").stat().st_size > 0
     results = json.loads(path.read_text())
-    assert results["contenders"].keys() == CONTENDERS.keys()
+    assert list(results["contenders"]) == names
     assert len(results["targets"]) == 6
     assert "Losses agree with torch DDP's." in output
+
+
+@pytest.mark.slow
+@pytest.mark.benchmark
+@pytest.mark.mpi
+@pytest.mark.timeout(240)
+def test_ranks_over_mpi_are_timed_beside_others() -> None:
+    names = ("shard_ddp_mpi", "zero3_mpi", "zero3", "zero3_shm")
+    output = run_benchmark("--rounds=1", "--steps=1", "--no-memory", "--only", *names)
+    assert "Losses agree with torch DDP's." in output
+    assert "zero3 over MPI" in output
 
 
 @pytest.mark.slow
