@@ -14,6 +14,7 @@
 | the same with `_shm`     | ours on shared memory                                            |
 | the same with `_mpi`     | ours over MPI: mpirun starts the ranks then, also for the others |
 | the same with `_auto`    | ours with `bucket_mb="auto"`                                     |
+| `deepspeed1` to `3`      | DeepSpeed's stages, where it is installed                        |
 | `fit_ddp`                | Lightning's `ddp`, in a Trainer's fit                            |
 | `fit_shard_ddp` etc.     | ours, in a Trainer's fit                                         |
 """
@@ -39,6 +40,7 @@ from tests.benchmarks.contenders import (
     TorchFSDP2,
     TorchZeroRedundancy,
 )
+from tests.benchmarks.deepspeed_zero import DeepSpeedZeRO, is_installed
 from tests.benchmarks.fitted import Fitted
 
 _QUIET: dict[str, Any] = {"announce": False}
@@ -127,6 +129,13 @@ CONTENDERS: dict[str, Entry] = {
             needs_mpi=True,
         )
         for stage, name in enumerate(("shard_ddp", "zero1", "zero2", "zero3"))
+    },
+    **{
+        f"deepspeed{stage}": Entry(
+            make=partial(DeepSpeedZeRO, stage=stage), label=f"DeepSpeed, ZeRO stage {stage}"
+        )
+        for stage in (1, 2, 3)
+        if is_installed()
     },
     "zero3_checkpointed": Entry(
         make=lambda model: CheckpointedSharded(model, options=EngineOptions(stage=3)),
