@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.c10d_transfers import C10dTransfers
+from lightning_shard.backends.common_buffer import CommonBuffer
 from lightning_shard.backends.object_transfers import broadcast_object, gather_objects
 from lightning_shard.backends.pending import OperationContext, Pending, Span, StartedTransfer
 from lightning_shard.backends.rank_order import ReduceOpName, check_op
@@ -107,6 +108,26 @@ class Collectives(C10dTransfers):
             Shape (numel,).
         """
         return like.new_empty(numel, dtype=dtype, device=device)
+
+    def share(self, values: torch.Tensor, start: int, stop: int) -> CommonBuffer | None:
+        """Return a buffer that exists once for all ranks of the group; each rank must call.
+
+        Args:
+            values: Shape (F,), the first content, of which this rank's part is taken.
+            start: First element of the part that this rank will update.
+            stop: End of that part.
+
+        Returns:
+            None where the ranks have no memory in common.
+
+        Raises:
+            BackendUnavailableError: The host has no memory for it.
+        """
+        return None
+
+    def start(self, operation: str, begin: Callable[[], StartedTransfer]) -> Pending:
+        """Begin an operation that a backend has besides, watched and timed as the others."""
+        return self._start(operation, begin, True)
 
     def dtype_on_the_wire(self, dtype: torch.dtype, into: torch.dtype | None) -> torch.dtype:
         """Return the format in which an average of values of `dtype` travels.

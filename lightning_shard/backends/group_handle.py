@@ -32,6 +32,8 @@ class GroupHandle(_c10d.ProcessGroupBase):
     """
 
     backend_name: ClassVar[str]
+    shares_host: bool = False
+    """Whether all its ranks are on one host, and may have buffers in common."""
 
     def __init__(self, name: str, global_ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(rank, len(global_ranks))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.common_buffer import begin_update
 from lightning_shard.data_parallel.adoption import Adoption
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.arrival_hooks import ArrivalHooks
@@ -71,6 +72,7 @@ class DataParallelEngine:
         adoption: Takes over what user code assigns.
         edits: Averages the gradients that user code has made or edited.
         owners: Who updates the parameters that an optimizer needs full.
+        has_common: Whether any parameters exist once per host.
         copier: Copies to and from host memory, and counts them; None without offload.
         seeing_shards: Makes the context in which the engine works: each step and backward, and what
             takes over values, which a hook that sees full weights may have begun.
@@ -110,6 +112,7 @@ class DataParallelEngine:
         self._positions = placed(
             (one, gradients.flat) for one, gradients in enumerate(self.gradients)
         )
+        self.has_common = any(flat.common is not None for flat in self.flats)
         self._homes = placed((flat, flat) for flat in self.flats)
         self._buffer_numbers = {id(param): one for param, (one, _) in self._positions.items()}
         ahead = options.units_ahead
@@ -331,6 +334,14 @@ class DataParallelEngine:
     def _touched(self, params: Iterable[nn.Parameter]) -> list[FlatParameters]:
         touched = set(map(self._buffer_numbers.get, map(id, params)))
         return [one.flat for number, one in enumerate(self.gradients) if number in touched]
+
+    def begin_update(self, params: Iterable[nn.Parameter]) -> None:
+        """Before `params` are updated, let this rank write its part of what ranks have in common.
+
+        Each rank must call.
+        """
+        touched = self._touched(params) if self.has_common else ()
+        begin_update(flat.common for flat in touched if flat.common is not None)
 
     def publish(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params`, bring all ranks' full parameters up to date."""

@@ -8,6 +8,7 @@ A parameter can show itself in two ways, and `param.data` is pointed at one or t
 
     stage 0, 1, 2     full   [ rank 0 | rank 1 | rank 2 ]     shard = this rank's part of it
     stage 3           full   storage freed when not in use    shard = memory of its own
+    once per host     full   one copy, edits are each rank's  shard = this rank's part of it
     low precision     full   in the compute format            shard = memory of its own (master)
     offload           shard as without, in the compute format; the optimizer's is `host`, and the
                       shard itself where the device keeps none
@@ -20,7 +21,6 @@ before anything reads the buffers, that value is taken over.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,11 @@ from lightning_shard.data_parallel.assigned import (
 from lightning_shard.data_parallel.blanks import overwrite
 from lightning_shard.data_parallel.content import sum_of_bits
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.first_values import first_values
 from lightning_shard.data_parallel.flat_memory import FlatMemory
 from lightning_shard.data_parallel.flat_views import full_views, shard_views
 from lightning_shard.data_parallel.offload.copier import HostCopier
-from lightning_shard.data_parallel.offload.host_shard import HostShard, Uploaded
+from lightning_shard.data_parallel.offload.host_shard import Uploaded
 from lightning_shard.data_parallel.sharded_parameter import (
     ParameterHome,
     as_they_are,
@@ -48,7 +49,7 @@ from lightning_shard.data_parallel.sharded_parameter import (
 )
 from lightning_shard.data_parallel.stand_ins import StandIns
 from lightning_shard.data_parallel.unrecorded import unrecorded
-from lightning_shard.data_parallel.values_at_start import ValuesAtStart, give_memory, put_values
+from lightning_shard.data_parallel.values_at_start import ValuesAtStart, give_memory
 from lightning_shard.layout.flat import build_layout
 from lightning_shard.layout.owned import OwnedLayout, build_owned_layout
 
@@ -78,6 +79,8 @@ class FlatParameters:
         memory: Makes flat buffers where the ranks reach them best.
         stand_ins: What stands in `.grad` for averages that lie in shards.
         host: The optimizer's shard in host memory; None without offload.
+        common: The full parameters where they exist once per host, of which `shard` is a part under
+            every stage; None where each rank has its own.
         master_dtype: Format of the shard that the optimizer updates.
         master_views: View of each parameter's elements in that shard.
         has_master: Whether `shard` has another format than `full`.
@@ -102,7 +105,7 @@ class FlatParameters:
         self.stage = stage
         self.groups, self.memory = groups, FlatMemory(groups.shard)
         self.master_dtype = master_dtype = self.params[0].dtype
-        self.host: HostShard | None = None
+        self._is_here = True  # of parameters in common, which have memory at all times
         self.is_away = copier is not None and not keeps_shard
         self.has_master = master_dtype != compute_dtype and (copier is None or self.is_away)
         self.is_split = is_split
@@ -115,7 +118,17 @@ class FlatParameters:
             if owners
             else build_layout(shapes, num_shards=num_shards, align=align)
         )
-        self.full, self.shard = self._fill(compute_dtype, copier, start)
+        self.full, self.shard, self.host, self.common = first_values(
+            self.params,
+            self.layout,
+            groups,
+            stage=stage,
+            compute_dtype=compute_dtype,
+            shard_index=self.shard_index,
+            copier=copier,
+            keeps_shard=keeps_shard,
+            start=start,
+        )
         self.full_views = full_views(self.full, self.layout)
         for param, view in zip(self.params, self.full_views, strict=True):
             if param.is_meta:
@@ -146,29 +159,9 @@ class FlatParameters:
     @property
     def is_unsharded(self) -> bool:
         """Whether `full` has memory; its content is valid once the gather has been waited for."""
+        if self.common is not None:
+            return self._is_here
         return self.full.untyped_storage().nbytes() > 0
-
-    @unrecorded
-    def _fill(
-        self, compute: torch.dtype, copier: HostCopier | None, start: ValuesAtStart | None
-    ) -> tuple[Tensor, Tensor]:
-        device = self.params[0].device if start is None else start.device
-        like = self.params[0]  # which may be a tensor without elements
-        stays = not self.reshards and compute == self.master_dtype
-        make = partial(self.memory.zeros, like) if stays else like.new_zeros
-        staging = make(self.layout.full_numel, dtype=self.master_dtype, device=device)
-        if self.groups.dp.rank == 0:  # the others' are not read
-            put_values(self.params, full_views(staging, self.layout), start)
-        self.groups.dp.broadcast(staging, src=0).wait()
-        own = self.own_part(staging)
-        full = staging.to(compute) if stays or self.reshards else self.memory.copy(staging, compute)
-        if copier is None:
-            return full, self.memory.copy(own) if self.has_master or self.reshards else own
-        self.host, own_part = HostShard(own, copier), self.own_part(full)
-        if self.is_away:
-            return full, self.host.tensor
-        self.host.know(own_part)
-        return full, own_part.clone() if self.reshards else own_part
 
     def _view_shards(self) -> None:
         self.local_views = self.master_views = self.shard_views(self.shard)
@@ -324,7 +317,9 @@ class FlatParameters:
             self.shard = self.host.tensor if self.is_away else self.shard
         else:
             if is_part or shows_full:
-                self.full = self.memory.copy(self.full)
+                self.full = (
+                    self.memory.copy(self.full) if self.common is None else self.common.leave()
+                )
                 self.full_views = full_views(self.full, self.layout)
             if is_part:
                 self.shard = self.own_part(self.full)
@@ -394,6 +389,9 @@ class FlatParameters:
         """Start bringing the full parameters together from the shards; each rank must call."""
         if self.reshards:
             self.see_assigned()
+        if self.common is not None:
+            self._is_here = True
+            return self.common.gather()
         if not self.is_unsharded:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         own = self.own_part(self.full)
@@ -466,6 +464,9 @@ class FlatParameters:
         """Point the parameters at their shards and give the full memory back."""
         self.present_local()
         self.present_shards(sharded=True)
+        if self.common is not None:
+            self._is_here = False
+            return
         if not self.full.untyped_storage().resizable():  # user code has an array of numpy's on it
             self.full = torch.empty_like(self.full)
             self.full_views = full_views(self.full, self.layout)

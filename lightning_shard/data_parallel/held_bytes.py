@@ -42,8 +42,9 @@ def expected(engine: DataParallelEngine) -> HeldBytes:
     for flat in engine.flats:
         master = flat.shard.numel() * flat.master_dtype.itemsize
         is_apart = (flat.has_master or flat.reshards) and not flat.is_away
-        params += 0 if flat.reshards else flat.full.numel() * flat.full.itemsize
-        params += flat.shard.numel() * flat.shard.itemsize if is_apart else 0
+        is_whole = not flat.reshards and flat.common is None
+        params += flat.full.numel() * flat.full.itemsize if is_whole else 0
+        params += flat.shard.numel() * flat.shard.itemsize if is_apart or flat.common else 0
         is_trained = any(param.requires_grad for param in flat.params)
         if is_trained and flat.stage < 2:  # micro-batches add up there
             gradients += flat.full.numel() * flat.master_dtype.itemsize
@@ -75,9 +76,11 @@ def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldByt
     offloaded = [flat.host.tensor for flat in engine.flats if flat.host is not None]
     offloaded += [t for one in engine.gradients for t in one.buffer.host_buffers()]
     return HeldBytes(
-        parameters=storage_bytes(
+        parameters=sum(flat.shard.nbytes for flat in engine.flats if flat.common is not None)
+        + storage_bytes(
             t
             for flat in engine.flats
+            if flat.common is None
             for t in ((flat.full,) if flat.is_away else (flat.full, flat.shard))
         ),
         gradients=storage_bytes(t for one in engine.gradients for t in one.buffers()),

@@ -91,7 +91,9 @@ def kinds_of(
         gathered_matrices: Bytes that this rank gathers for an update.
     """
     counted = held(engine, optimizers)
-    gathered = storage_bytes(flat.full for flat in engine.flats if flat.reshards)
+    gathered = storage_bytes(
+        flat.full for flat in engine.flats if flat.reshards and flat.common is None
+    )
     on_their_way = storage_bytes(
         one.buffer.full
         for one in engine.gradients

@@ -156,6 +156,7 @@ class ShardedOptimizer:
         self._replaced.check()  # what a closure's hooks have done
         self.engine.view.enter()
         self._in_view = True
+        self.engine.begin_update(self.params)
         self._edited_state.take_in()
         self._on_host.take()
         self._frozen_adam.take()

@@ -67,6 +67,7 @@ class DebugGroup(GroupHandle):
         ranks = ranks or tuple(range(options.group_size))
         super().__init__(options.group_id, ranks, options.group_rank)
         self._inner, self._backend, self._devices = inner, name, devices
+        self.shares_host = getattr(inner, "shares_host", False)
         self._bulletin = Bulletin(
             options.store,
             ranks,
@@ -97,6 +98,7 @@ class DebugGroup(GroupHandle):
     alltoall = _compared("alltoall")
     all_to_all_single = _compared("all_to_all_single")
     alltoall_base = _compared("alltoall_base")
+    gather_common = _compared("gather_common")
     barrier = _compared("barrier")
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

@@ -8,9 +8,11 @@ from typing_extensions import override
 
 from lightning_shard.backends.c10d_transfers import copy_unless_same
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.common_buffer import CommonBuffer
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.python_group import PythonGroup
 from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName
+from lightning_shard.backends.shm.common import share
 from lightning_shard.backends.shm.heap import own_heap
 
 _OPS = C10D_OPS | {"avg": dist.ReduceOp.AVG}  # a sum in float32 for halves, rounded once
@@ -30,6 +32,12 @@ class ShmCollectives(Collectives):
         if (device or like.device).type != "cpu" or not _has_memory(like):
             return super().new_empty(like, numel, dtype, device)
         return own_heap().empty(numel, dtype or like.dtype)
+
+    @override
+    def share(self, values: torch.Tensor, start: int, stop: int) -> CommonBuffer | None:
+        can = self._group.shares_host and self.size > 1 and values.numel() > 0
+        is_here = values.device.type == "cpu" and _has_memory(values)
+        return share(self, values, start, stop) if can and is_here else None
 
     @property
     @override

@@ -12,6 +12,7 @@ blocks that stay in the cache; halves are summed in float32.
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -221,6 +222,24 @@ def _all_to_all(room: Room, mail: Mail, call: Call) -> Steps:
     return None
 
 
+def _gather_common(room: Room, mail: Mail, call: Call) -> Steps:
+    """Bring a common buffer up to date; a second round where some rank has edits to give."""
+    buffer, flag = call.results[0], call.inputs[0]
+    first = room.reserve(2)
+    flag.fill_(int(buffer.look()))
+    offer = partial(room.offer, [flag], [flag])
+    offered = yield from _posting(room, first, call, offer, flag.nbytes)
+    if any(bool(_only(room, first, rank, flag)) for rank in range(room.size)):
+        if flag:
+            buffer.give_edits()
+        room.has_read(first)
+        room.post(first + 1, call, offered)
+        yield _turn(room, first + 1)
+    buffer.see()
+    room.has_read(first + 1)
+    return None
+
+
 def _barrier(room: Room, mail: Mail, call: Call) -> Steps:
     number, offered = yield from _round(room, call, [])
     yield from _ending(room, number, offered)
@@ -338,6 +357,7 @@ OPERATIONS: dict[str, Callable[[Room, Mail, Call], Steps]] = {
     "all_to_all_single": _all_to_all,
     "barrier": _barrier,
     "monitored_barrier": _barrier,
+    "gather_common": _gather_common,
     "send": _send,
     "recv": _recv,
 }

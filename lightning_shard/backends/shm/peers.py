@@ -46,19 +46,8 @@ class PeerHeap:
         if process == os.getpid():  # one mapping, so that addresses compare
             self.memory, self.doorbell = own_heap().memory, own_heap().doorbell
             return
-        place = f"/proc/{process}/fd/{fd}"
+        opened = open_file(process, fd, inode)
         try:
-            opened = os.open(place, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise _gone(process) from error
-        except OSError as error:
-            raise ConfigError(
-                f"shm: got no access to {place}, the memory of a rank on this host: {error}. "
-                f"Start all ranks as one user in one container, or pass backend='gloo'."
-            ) from error
-        try:
-            if os.fstat(opened).st_ino != inode:
-                raise _gone(process)
             self.memory = mmap.mmap(opened, size)
         finally:
             os.close(opened)
@@ -90,6 +79,34 @@ class PeerHeap:
 
 
 _mapped: WeakValueDictionary[tuple[int, int], PeerHeap] = WeakValueDictionary()
+
+
+def open_file(process: int, fd: int, inode: int) -> int:
+    """Open a file that a process of this host has open; return its number here.
+
+    Args:
+        process: The process's id.
+        fd: Number of the open file in that process.
+        inode: Number of the file itself.
+
+    Raises:
+        RankFailedError: The process is gone.
+        ConfigError: The process is another user's, or cannot be seen from here.
+    """
+    place = f"/proc/{process}/fd/{fd}"
+    try:
+        opened = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise _gone(process) from error
+    except OSError as error:
+        raise ConfigError(
+            f"shm: got no access to {place}, the memory of a rank on this host: {error}. "
+            f"Start all ranks as one user in one container, or pass backend='gloo'."
+        ) from error
+    if os.fstat(opened).st_ino != inode:
+        os.close(opened)
+        raise _gone(process)
+    return opened
 
 
 def _gone(process: int) -> RankFailedError:

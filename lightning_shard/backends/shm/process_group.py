@@ -39,6 +39,7 @@ class ShmGroup(PythonGroup):
     """
 
     backend_name: ClassVar[str] = BACKEND_NAME
+    shares_host = True
 
     def __init__(
         self,

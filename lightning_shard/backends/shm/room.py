@@ -50,6 +50,7 @@ _OPERATION_NAMES = (
     "all_to_all_single",
     "barrier",
     "monitored_barrier",
+    "gather_common",
 )
 _ALIGN_BYTES = 64
 

@@ -98,6 +98,11 @@ class AsyncEngine(DataParallelEngine):
             yield
 
     @override
+    def begin_update(self, params: Iterable[nn.Parameter]) -> None:
+        if not self.is_alone:
+            super().begin_update(params)
+
+    @override
     @contextmanager
     def step(self) -> Iterator[None]:
         if not (self.is_alone and self.model.training and torch.is_grad_enabled()):
