@@ -25,7 +25,7 @@ class SharedFile(CommonBuffer):
     """The common buffer of a group on shared memory.
 
     Args:
-        ranks: The group.
+        ranks: The group whose ranks have it.
         memory: The mapped file.
         dtype: Format of the elements.
         start: First element of this rank's part.
@@ -63,6 +63,7 @@ class SharedFile(CommonBuffer):
     @override
     def gather(self) -> Pending:
         group: Any = self.group
+        self._ranks.traffic.count("all_gather", 0, self._own.itemsize)  # nothing is sent
         return self._ranks.start(
             "all_gather", lambda: StartedTransfer(works=[group.gather_common(self)])
         )
@@ -108,7 +109,7 @@ def share(ranks: Collectives, values: Tensor, start: int, stop: int) -> SharedFi
     """Return a common buffer with the values of a tensor; each rank of the group must call.
 
     Args:
-        ranks: The group, on one host.
+        ranks: The group, whose ranks are on one host.
         values: Shape (F,); this rank's part of it is taken.
         start: First element of this rank's part.
         stop: End of this rank's part.
@@ -136,7 +137,7 @@ def share(ranks: Collectives, values: Tensor, start: int, stop: int) -> SharedFi
     _, first, problem = told[0]
     if first is None:
         raise BackendUnavailableError(
-            f"The backend 'shm' got no {size} bytes of shared memory for parameters: {problem}. It "
+            f"The backend 'shm' got no {size} bytes of shared memory: {problem}. It "
             f"has {own_heap().used_bytes} bytes in this process. Give the job more memory, use "
             f"fewer ranks on this host, or pass backend='gloo'."
         )

@@ -52,7 +52,9 @@ class CopyOnWrite:
     def has_edits(self, start: int, stop: int) -> bool:
         """Whether this process has pages of its own among these bytes."""
         first, end = start // PAGE_BYTES, pages(stop)
-        return bool(_is_own(self._address // PAGE_BYTES + first, end - first).any())
+        return start < stop and bool(
+            _is_own(self._address // PAGE_BYTES + first, end - first).any()
+        )
 
     def open(self, start: int, stop: int) -> None:
         """Let writes of the pages of these bytes go to the file; edits of theirs are lost."""
@@ -77,7 +79,7 @@ class CopyOnWrite:
     def _map_again(self, start: int, stop: int, flags: int) -> None:
         first = start // PAGE_BYTES * PAGE_BYTES
         size = pages(stop) * PAGE_BYTES - first
-        if size > 0:
+        if start < stop:
             _map(self._address + first, size, flags | _FIXED, self._file, first)
 
 

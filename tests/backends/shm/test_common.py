@@ -1,0 +1,164 @@
+"""Ranks have a buffer in common: each sees its own edits, and what all have given."""
+
+import errno
+import os
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.common_buffer import CommonBuffer, begin_update
+from lightning_shard.backends.shm import common, copy_on_write
+from lightning_shard.errors import BackendUnavailableError
+from tests.backends.shm.test_process_group import join
+from tests.processes import run_processes
+
+NUMEL, SPLIT = 5000, 1900  # a page has elements of both ranks
+
+
+def shared(ranks: Collectives) -> tuple[CommonBuffer, slice]:
+    part = slice(0, SPLIT) if ranks.rank == 0 else slice(SPLIT, NUMEL)
+    made = ranks.share(torch.arange(NUMEL, dtype=torch.float32), part.start, part.stop)
+    assert made is not None
+    return made, part
+
+
+def content(buffer: CommonBuffer) -> list[Tensor]:
+    """What each part is filled with."""
+    return [buffer.tensor[:SPLIT].unique().tolist(), buffer.tensor[SPLIT:].unique().tolist()]
+
+
+def edit(*, debug: bool = False) -> dict[str, Any]:
+    ranks = join(debug=debug)
+    buffer, part = shared(ranks)
+    seen: dict[str, Any] = {"first": torch.equal(buffer.tensor, torch.arange(float(NUMEL)))}
+    buffer.tensor.fill_(10 + ranks.rank)
+    ranks.barrier()
+    seen["edited"] = content(buffer)
+    buffer.gather().wait()
+    seen["gathered"] = content(buffer)
+    begin_update([buffer])
+    buffer.tensor[part] = 20 + ranks.rank
+    buffer.gather().wait()
+    seen["updated"] = content(buffer)
+    if ranks.rank == 1:
+        buffer.tensor.fill_(30)
+    buffer.gather().wait()
+    seen["edited by one"] = content(buffer)
+    return seen
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_each_rank_sees_its_edits_until_all_gather(debug: bool) -> None:
+    first, second = run_processes(edit, 2, debug=debug)
+    assert first.pop("edited") == [[10], [10]]
+    assert second.pop("edited") == [[11], [11]]
+    assert first == second
+    assert first == {
+        "first": True,
+        "gathered": [[10], [11]],
+        "updated": [[20], [21]],
+        "edited by one": [[20], [30]],
+    }
+
+
+def leave() -> dict[str, Any]:
+    ranks = join()
+    buffer, part = shared(ranks)
+    buffer.tensor.fill_(1)
+    buffer.gather().wait()
+    left = buffer.tensor
+    if ranks.rank == 0:
+        buffer.leave()
+    for number in (2, 3):
+        begin_update([buffer])
+        buffer.tensor[part] = number
+        buffer.gather().wait()
+    return {"left": left.unique().tolist(), "content": content(buffer)}
+
+
+def test_memory_that_a_rank_has_left_stays_and_the_rank_goes_on() -> None:
+    first, second = run_processes(leave, 2)
+    assert first == {"left": [1], "content": [[3], [3]]}
+    assert second == {"left": [3], "content": [[3], [3]]}
+
+
+def update_beside_a_reader() -> list[bool]:
+    """Rank 1 reads for a while before each update, which rank 0 begins at once."""
+    ranks = join()
+    buffer, part = shared(ranks)
+    buffer.tensor.fill_(0)
+    buffer.gather().wait()
+    was_still = []
+    for number in range(20):
+        if ranks.rank == 1:
+            was_still.append(all(bool((buffer.tensor == number).all()) for _ in range(50)))
+        begin_update([buffer])
+        buffer.tensor[part] = number + 1
+        buffer.gather().wait()
+    return was_still
+
+
+def test_nobody_writes_while_a_peer_may_still_read() -> None:
+    assert run_processes(update_beside_a_reader, 2)[1] == [True] * 20
+
+
+def many_in_flight() -> bool:
+    ranks = join()
+    buffers = [shared(ranks)[0] for _ in range(5)]
+    for number, buffer in enumerate(buffers):
+        if ranks.rank == number % 2:
+            buffer.tensor.fill_(number)
+    handles = [buffer.gather() for buffer in buffers]
+    for handle in handles if ranks.rank else reversed(handles):
+        handle.wait()
+    own = [content(buffer)[number % 2] for number, buffer in enumerate(buffers)]
+    return own == [[float(number)] for number in range(5)]
+
+
+def test_several_are_waited_for_in_any_order() -> None:
+    assert run_processes(many_in_flight, 2) == [True, True]
+
+
+def without_memory() -> str:
+    ranks = join()
+    with patch.object(common, "_make", side_effect=OSError(errno.ENOMEM, "no memory")):
+        try:
+            shared(ranks)
+        except BackendUnavailableError as error:
+            return str(error)
+    return ""
+
+
+def test_every_rank_is_told_that_the_host_has_no_memory() -> None:
+    for told in run_processes(without_memory, 2):
+        assert "got no 20480 bytes of shared memory" in told
+        assert "pass backend='gloo'" in told
+
+
+def where_one_cannot() -> bool:
+    ranks = join()
+    if ranks.rank == 1:
+        copy_on_write.works_here.cache_clear()
+        with patch.object(copy_on_write, "_page_map", side_effect=PermissionError):
+            return ranks.share(torch.zeros(NUMEL), SPLIT, NUMEL) is None
+    return ranks.share(torch.zeros(NUMEL), 0, SPLIT) is None
+
+
+def test_nothing_is_shared_where_one_rank_cannot() -> None:
+    assert run_processes(where_one_cannot, 2) == [True, True]
+
+
+def open_files() -> int:
+    ranks = join()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        shared(ranks)
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+def test_files_are_closed_with_their_buffers() -> None:
+    assert max(run_processes(open_files, 2)) <= 1
