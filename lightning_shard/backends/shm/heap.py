@@ -105,10 +105,10 @@ class Heap:
 
     def _take(self, size: int) -> Block:
         with self._lock:
-            for index, block in enumerate(self._idle):
-                if block.size == size:
-                    self.used_bytes += size
-                    return self._idle.pop(index)
+            block = self._cut_idle(size)
+            if block is not None:
+                self.used_bytes += size
+                return block
             block = self._cut_hole(size)
             try:
                 self._take_pages(block)
@@ -122,6 +122,17 @@ class Heap:
                 ) from error
             self.used_bytes += size
             return block
+
+    def _cut_idle(self, size: int) -> Block | None:
+        """Return a part of the smallest idle range that is large enough; its pages are there."""
+        fitting = [block for block in self._idle if block.size >= size]
+        if not fitting:
+            return None
+        found = min(fitting, key=lambda block: block.size)
+        self._idle.remove(found)
+        if found.size > size:
+            self._idle.insert(0, Block(found.offset + size, found.size - size))
+        return Block(found.offset, size)
 
     def _take_pages(self, block: Block) -> None:
         """Have the system give the memory now: later it would end this process for want of it."""
@@ -145,11 +156,23 @@ class Heap:
             return  # a forked child's copy of a tensor: the memory is the parent's
         with self._lock:
             self.used_bytes -= block.size
-            self._idle.append(block)
-            while self.idle_bytes > IDLE_LIMIT_BYTES:
+            self._idle.append(self._merged_with_idle(block))
+            while (excess := self.idle_bytes - IDLE_LIMIT_BYTES) > 0:
                 oldest = self._idle.pop(0)
-                _punch_hole(self.fd, oldest)
-                self._fill_hole(oldest)
+                kept = max(oldest.size - excess, 0)
+                freed = Block(oldest.offset + kept, oldest.size - kept)
+                _punch_hole(self.fd, freed)
+                self._fill_hole(freed)
+                if kept:
+                    self._idle.insert(0, Block(oldest.offset, kept))
+
+    def _merged_with_idle(self, block: Block) -> Block:
+        """Return a range with the idle ones that it touches, which are idle no longer."""
+        for other in list(self._idle):
+            if other.offset in (block.offset + block.size, block.offset - other.size):
+                self._idle.remove(other)
+                block = Block(min(block.offset, other.offset), block.size + other.size)
+        return block
 
     def _fill_hole(self, block: Block) -> None:
         """Let a range be a hole again, one with the holes that it touches."""

@@ -116,3 +116,46 @@ def test_a_forked_child_gives_nothing_back(heap: Heap) -> None:
             os._exit(0)
         os.waitpid(child, 0)
         assert tensors[0].tolist() == [7.0] * 1000
+
+
+def test_idle_memory_serves_smaller_tensors_and_larger_ones_once_it_touches(heap: Heap) -> None:
+    tensors = [heap.empty(8 * MEGABYTES, torch.uint8) for _ in range(2)]
+    address = tensors[0].data_ptr()
+    tensors.clear()
+    gc.collect()
+    assert heap.idle_bytes == 16 * MEGABYTES
+    whole = heap.empty(16 * MEGABYTES, torch.uint8)
+    assert whole.data_ptr() == address
+    del whole
+    gc.collect()
+    halves = [heap.empty(4 * MEGABYTES, torch.uint8) for _ in range(4)]
+    assert heap.idle_bytes == 0
+    places = sorted(one.data_ptr() for one in halves)
+    assert places == [address + n * 4 * MEGABYTES for n in range(4)]
+
+
+def test_only_what_is_beyond_the_limit_goes_back(heap: Heap) -> None:
+    tensors = [heap.empty(30 * MEGABYTES, torch.uint8) for _ in range(3)]
+    tensors.clear()
+    gc.collect()
+    assert heap.idle_bytes == heaps.IDLE_LIMIT_BYTES
+    assert taken_bytes(heap) <= heaps.IDLE_LIMIT_BYTES + 2 * MEGABYTES
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_tensors_never_overlap_whatever_was_given_back(orders: list[tuple[bool, int]]) -> None:
+    made = Heap(1 << 30)
+    kept: list[torch.Tensor] = []
+    with patch.object(heaps, "IDLE_LIMIT_BYTES", 24 * PAGE_BYTES):
+        for takes, size in orders:
+            if takes or not kept:
+                kept.append(made.empty(size * PAGE_BYTES, torch.uint8).fill_(len(kept)))
+            else:
+                kept.pop(size % len(kept))
+            spans = sorted((one.data_ptr(), one.numel()) for one in kept)
+            assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
+            used = sum(one.numel() for one in kept)
+            assert made.used_bytes == used
+            assert made.idle_bytes <= 24 * PAGE_BYTES
+    os.close(made.fd)
