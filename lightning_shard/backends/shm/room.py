@@ -93,7 +93,7 @@ class Room:
         self.own = self.boards[rank]
         self._others = [board for board in self.boards if board is not self.own]
         self._next = 0
-        self._copies: list[tuple[int, Tensor]] = []  # by the round in which they are read
+        self._copies: list[tuple[int, Tensor]] = []  # each with a round that reads it
 
     # --- rounds ---------------------------------------------------------------------------------
 
@@ -111,8 +111,7 @@ class Room:
     def may_post(self, number: int, num_bytes: int) -> bool:
         """Whether there is room for an offer of so many bytes of copies."""
         read = self.read_by_all
-        if self._copies and self._copies[0][0] < read:
-            self._copies = [one for one in self._copies if one[0] >= read]
+        self._copies = [one for one in self._copies if one[0] >= read]
         if number >= read + NUM_ROUNDS:
             return False
         staged = sum(copy.nbytes for _, copy in self._copies)

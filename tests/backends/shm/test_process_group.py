@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_shard.backends.call_site import find_call_site
+from lightning_shard.backends.calls import Call
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.shm import heap, room
@@ -347,6 +349,19 @@ def test_a_full_folder_of_shared_memory_is_not_needed_and_nothing_is_left_there(
         check=False,
     )
     assert run.stdout.split("\n")[0] == "[2.0, 2.0] ['filler']", run.stderr
+
+
+def test_copies_that_all_have_read_go_whatever_was_posted_before_them() -> None:
+    alone = room.Room(heap.own_heap(), dist.HashStore(), 0, 1)
+    offers = [torch.ones(1 << 19) for _ in range(2)]
+    before = heap.own_heap().used_bytes
+    for number, tensor in zip((4, 2), offers, strict=True):
+        call = Call("barrier", 0, [tensor], [], (), find_call_site(), [])
+        alone.post(number, call, alone.offer([tensor], [tensor]))
+    assert heap.own_heap().used_bytes >= before + (4 << 20)
+    alone.own.read = 3
+    assert alone.may_post(5, 0)
+    assert heap.own_heap().used_bytes < before + (4 << 20)
 
 
 def test_no_more_is_staged_than_the_limit() -> None:
