@@ -72,7 +72,6 @@ class DataParallelEngine:
         adoption: Takes over what user code assigns.
         edits: Averages the gradients that user code has made or edited.
         owners: Who updates the parameters that an optimizer needs full.
-        has_common: Whether any parameters exist once per host.
         copier: Copies to and from host memory, and counts them; None without offload.
         seeing_shards: Makes the context in which the engine works: each step and backward, and what
             takes over values, which a hook that sees full weights may have begun.
@@ -112,13 +111,9 @@ class DataParallelEngine:
         self._positions = placed(
             (one, gradients.flat) for one, gradients in enumerate(self.gradients)
         )
-        self.has_common = any(flat.common is not None for flat in self.flats)
         self._homes = placed((flat, flat) for flat in self.flats)
         self._buffer_numbers = {id(param): one for param, (one, _) in self._positions.items()}
-        ahead = options.units_ahead
-        self._unsharder = (
-            Unsharder(model, self.units, self._close, ahead) if options.stage == 3 else None
-        )
+        self._unsharder = self._made_unsharder() if options.stage == 3 else None
         having = [(flat, reducing_of(flat, reducing, self.split).dp) for flat in self.flats]
         self._weights = EqualWeights(having, reducing.dp, self.device)
         self.edits = HandEdits(self.gradients, self.device, self.collectives)
@@ -147,6 +142,9 @@ class DataParallelEngine:
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
 
+    def _made_unsharder(self) -> Unsharder:
+        return Unsharder(self.model, self.units, self._close, self.options.units_ahead)
+
     def _gradient_shards(self) -> GradientShards:
         return GradientShards(
             self.gradients,
@@ -163,6 +161,11 @@ class DataParallelEngine:
         presents = self.options.stage > (2 if self.split.groups else 0)
         units = self.units if presents else ()
         return look_full(units, self.shards, self._unsharder, self.split)
+
+    @property
+    def has_common(self) -> bool:
+        """Whether any parameters exist once per host."""
+        return any(flat.common is not None for flat in self.flats)
 
     @property
     def is_first(self) -> bool:

@@ -72,10 +72,8 @@ def prove(
         dropout: Whether dropout is left on. With it ranks differ from one device.
         join: Makes one device's batch of the ranks' batches, in their order.
         shrink: Number of blocks to which lists of repeated blocks are shortened; None for all.
-        narrow: Number by which widths are divided, where a configuration of the model says them;
-            None for none.
-        trainer_options: Those options of the Trainer that change what is trained:
-            `accumulate_grad_batches`, `gradient_clip_val`, `callbacks` and the like.
+        narrow: Number by which widths that a configuration says are divided; None for none.
+        trainer_options: Those of the Trainer's that change what is trained: `callbacks` and others.
 
     Returns:
         The verdict; errors of the strategy and of the module are in it.
