@@ -26,8 +26,12 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
-# Lightning warns, on a host that has SLURM, of what these ranks do on purpose.
-WARNING_FILTERS = ("error", "ignore:The `srun` command is available")
+# Lightning warns, on a host that has SLURM or a GPU, of what these ranks do on purpose.
+WARNING_FILTERS = (
+    "error",
+    "ignore:The `srun` command is available",
+    "ignore:GPU available but not used",
+)
 WARNINGS_ARE_ERRORS = tuple(f"-W{one}" for one in WARNING_FILTERS)
 
 

@@ -1,7 +1,8 @@
 """The tensors that stand in `.grad` of one flat buffer's parameters for averages in shards.
 
-A parameter has one for each shape and format in which it shows itself; they share a note. User code
-may keep them: one that nobody has kept stands for the next gradient, too.
+A parameter has one for each shape and format in which it shows itself, and for each device: under
+offload its shard is the host's. They share a note. User code may keep them: one that nobody has
+kept stands for the next gradient, too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, Gr
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.tensor_properties import OWN_GRAD, SET_OWN_GRAD
 
+_Form = tuple[torch.Size, torch.dtype, torch.device]
 _OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
 
 
@@ -31,7 +33,7 @@ class StandIns:
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self._params = params
         self.notes = [GradientNote(name) for name in names]
-        self._made: list[dict[tuple[torch.Size, torch.dtype], AveragedGradient]]
+        self._made: list[dict[_Form, AveragedGradient]]
         self._made = [{} for _ in names]
 
     def note(self, index: int) -> GradientNote:
@@ -43,7 +45,7 @@ class StandIns:
         """Let stand-ins be the `.grad` of parameters whose gradients have been reduced."""
         for index in indices:
             param, made = self._params[index], self._made[index]
-            form = param.shape, param.dtype
+            form = param.shape, param.dtype, param.device
             stand_in = made.get(form)
             if stand_in is None:
                 stand_in = made[form] = AveragedGradient(param, self.notes[index])

@@ -96,7 +96,7 @@ def clip_grad_norm(
             scaled.
 
     Source:
-        `torch.nn.utils.clip_grad_norm_`, whose 1e-6 is kept.
+        `torch.nn.utils.clip_grad_norm_`, by whose own second half the gradients are scaled.
     """
     with engine.optimizer_view():
         norm = global_grad_norm(params, engine, norm_type)
@@ -106,9 +106,7 @@ def clip_grad_norm(
                 f"expected a finite one to clip by. Skip the step, or pass "
                 f"error_if_nonfinite=False."
             )
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for grad in (param.grad for param in params if param.grad is not None):
-            grad.mul_(scale.to(grad.device))
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
 

@@ -87,7 +87,13 @@ class EditedState:
             self._waiting = [param for param in self._waiting if param not in known]
         for param in ready:
             if param not in self._optimizer.state:
-                self._optimizer.state[param] = _ElsewhereState(param, self._optimizer.state)
+                self._let_read_nothing(param)
+
+    def _let_read_nothing(self, param: nn.Parameter) -> None:
+        """Let hooks read state without elements, which lies where the rank's other state does."""
+        device = param.device if self._engine.copier is None else torch.device("cpu")
+        nothing = torch.empty(0, dtype=param.dtype, device=device)
+        self._optimizer.state[param] = _ElsewhereState(nothing, self._optimizer.state)
 
     def _is_elsewhere(self, param: nn.Parameter) -> bool:
         engine = self._engine
@@ -107,7 +113,7 @@ class EditedState:
                 for key, value in entries.items():
                     entries[key] = self._own(key, value, param)
                 if not is_kept(param, self._engine):
-                    self._optimizer.state[param] = _ElsewhereState(param, self._optimizer.state)
+                    self._let_read_nothing(param)
         self._seen = self._entries()
 
     def _own(self, key: str, value: Any, param: nn.Parameter) -> Any:
@@ -160,9 +166,9 @@ class _ElsewhereState(dict[str, Any]):
     A count, such as the number of steps, is the one that the rank's other parameters have.
     """
 
-    def __init__(self, param: nn.Parameter, states: Mapping[Any, Any]) -> None:
+    def __init__(self, nothing: Tensor, states: Mapping[Any, Any]) -> None:
         super().__init__()
-        self._like, self._states = param, states
+        self._nothing, self._states = nothing, states
 
     def __missing__(self, key: str) -> Any:
         here = (one for one in self._states.values() if isinstance(one, dict))
@@ -171,7 +177,7 @@ class _ElsewhereState(dict[str, Any]):
             return value.clone()
         if value is not None and not isinstance(value, Tensor):
             return value
-        return torch.empty(0, dtype=self._like.dtype, device=self._like.device)
+        return self._nothing.clone()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

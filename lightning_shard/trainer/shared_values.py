@@ -70,7 +70,8 @@ class SharedValues:
         index = self._indices.get(encoded)
         numbers = _joined(packed, device)
         message = torch.zeros(1 + self._capacity, dtype=torch.float64, device=device)
-        message[0] = _UNKNOWN if index is None else index
+        # `message[0] = number` would copy the number from pageable memory, and wait
+        message[:1].fill_(_UNKNOWN if index is None else index)
         if index is not None:
             message[1 : 1 + len(numbers)] = numbers
         self._group.broadcast(message, self._source).wait()

@@ -11,7 +11,10 @@ point is from it, as a share of the largest cost: a cost that grows faster than 
     builtins       calls from Python of what is written in C, tensor operations included
     microseconds   processor time of the main thread, so that waiting for peers does not count
 
-Two Gloo processes of one thread; rank 0's figures.
+Two Gloo processes of one thread; rank 0's figures. With `--device cuda` one rank on each GPU: the
+microseconds are those until the host has asked for all of a step, which the GPU, with next to
+nothing to compute, does not delay; calls are those of forward and the update, as autograd calls
+hooks on a thread of its own.
 """
 
 import argparse
@@ -25,7 +28,6 @@ from statistics import median
 from types import FrameType
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ from tests.benchmarks.contenders import (
     TorchFSDP2,
 )
 from tests.benchmarks.model import Batch
-from tests.benchmarks.ranks import on_ranks
+from tests.benchmarks.ranks import DEVICES, Ranks, finish, own_device
 from tests.benchmarks.report import make_console
 
 PARAM_NUMEL = 8
@@ -90,9 +92,9 @@ class IdleModel(nn.Module):
         return (x * scale).sum()
 
 
-def idle_batch() -> Batch:
-    """Make the inputs of `IdleModel`."""
-    return torch.ones(PARAM_NUMEL), torch.ones(())
+def idle_batch(device: torch.device | None = None) -> Batch:
+    """Make the inputs of `IdleModel`, on the CPU by default."""
+    return torch.ones(PARAM_NUMEL, device=device), torch.ones((), device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,17 +195,19 @@ def measure(rank: int, names: Sequence[str], num_steps: int) -> dict[str, dict[S
 
 
 def _cost(name: str, size: Size, num_steps: int) -> Cost:
-    contender = MAKERS[name](IdleModel(size))
-    batch = idle_batch()
+    device = own_device()
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    contender = MAKERS[name](IdleModel(size).to(device))
+    batch = idle_batch(device)
     for _ in range(NUM_WARMUP_STEPS):
         contender.step(batch)
     counted = count_calls(lambda: contender.step(batch))
     seconds = []
     for _ in range(num_steps):
-        dist.barrier()
-        begin = time.thread_time()
+        finish()
+        begin = clock()
         contender.step(batch)
-        seconds.append(time.thread_time() - begin)
+        seconds.append(clock() - begin)
     return Cost(calls=counted.calls, builtins=counted.builtins, microseconds=1e6 * median(seconds))
 
 
@@ -258,11 +262,13 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=MAKERS, default=list(MAKERS), metavar="NAME")
+    add("--device", choices=DEVICES, default="cpu", help="two CPU ranks, or a rank on each GPU")
     add("--steps", type=int, default=40, help="timed steps of each size")
     add("--json", type=Path, metavar="PATH", help="also write every figure here")
     arguments = parser.parse_args()
     names = [name for name in MAKERS if name in {REFERENCE, *arguments.only}]
-    costs = on_ranks(measure, names, arguments.steps)
+    ranks = Ranks() if arguments.device == "cpu" else Ranks(torch.cuda.device_count(), "cuda")
+    costs = ranks.run(measure, names, arguments.steps)
     print_fits(make_console(), fits(costs))
     if arguments.json is not None:
         write_json(arguments.json, costs)

@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
 ]
-EXACT = {"rtol": 1e-9, "atol": 1e-12}
 CLOSE = {"32-true": {}, "bf16-mixed": {"rtol": 2e-2, "atol": 2e-3}}
 CLOSE["16-mixed"] = CLOSE["bf16-mixed"]
 CASES = [
@@ -28,6 +27,13 @@ CASES = [
     for name, scheme in SCHEMES.items()
     for size in scheme.sizes()
 ]
+
+
+def check(found: Run, name: str, size: int) -> None:
+    """Compare what GPUs have made with what CPU ranks make."""
+    rtol = SCHEMES[name].tolerance
+    expected = train_scheme(name, size, "in_process")
+    assert_parity(found, expected, num_steps=NUM_STEPS, rtol=rtol, atol=1e-3 * rtol)
 
 
 @cache
@@ -38,8 +44,7 @@ def runs_of(name: str, size: int) -> list[Run]:
 
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_gpus_train_as_cpu_ranks_do(name: str, size: int) -> None:
-    expected = train_scheme(name, size, "in_process")
-    assert_parity(runs_of(name, size)[0], expected, num_steps=NUM_STEPS, **EXACT)
+    check(runs_of(name, size)[0], name, size)
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
@@ -47,6 +52,14 @@ def test_gpus_end_with_the_same_bits(name: str, size: int) -> None:
     first, *others = runs_of(name, size)
     for other in others:
         assert_bitwise_equal(other, first)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [(name, size) for name, scheme in SCHEMES.items() for size in scheme.sizes() if size in (2, 4)],
+)
+def test_ranks_that_share_a_gpu_train_as_cpu_ranks_do(name: str, size: int) -> None:
+    check(train_scheme(name, size, "in_process", "gpu"), name, size)
 
 
 @cache
@@ -63,3 +76,18 @@ def test_two_gpus_train_as_one_does(strategy: str, precision: str) -> None:
     arguments |= {"accelerator": "gpu", "fresh": True, "timeout_seconds": 240}
     first, _ = run_processes(train_precisely, 2, **arguments)
     assert_parity(first, on_one_gpu(precision), num_steps=NUM_STEPS, **CLOSE[precision])
+
+
+@pytest.mark.parametrize(("strategy", "precision"), list(product(STRATEGIES, CLOSE)))
+def test_ranks_that_share_a_gpu_train_as_one_does(strategy: str, precision: str) -> None:
+    arguments = {"precision": precision, "num_ranks": 2, "accelerator": "gpu"}
+    (run,) = run_processes(
+        train_precisely,
+        1,
+        fresh=True,
+        timeout_seconds=240,
+        strategy=strategy,
+        shares=True,
+        **arguments,
+    )
+    assert_parity(run, on_one_gpu(precision), num_steps=NUM_STEPS, **CLOSE[precision])

@@ -2,14 +2,18 @@
 
 Its tensors are torch's fake ones: they know shape, format, device, strides and which storage they
 share. Autograd runs their backward on a thread of the device, as on a GPU and unlike on the CPU.
+
+With GPU_LIKE_DEVICE=cuda it is CUDA's device, whose tensors are fake, too: autograd asks CUDA for
+its thread, so that there must be a GPU, but nothing is computed on it.
 """
 
+import os
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
 
-NAME = "gpulike"
+NAME = os.environ.get("GPU_LIKE_DEVICE", "gpulike")
 
 
 class DeviceModule:
@@ -57,7 +61,8 @@ class DeviceModule:
 
 def register() -> torch.device:
     """Tell torch of the device, for as long as this process lives; return it."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, DeviceModule())
+    if NAME != "cuda":
+        backend_registration._setup_privateuseone_for_python_backend(NAME, DeviceModule())
     return torch.device(NAME, 0)
 
 

@@ -174,7 +174,7 @@ def fit(name: str, precision: str, rank: int = 0) -> Seen:
         warnings.simplefilter("ignore")
         with torch.device(NAME, 0):
             model = Watched(watch, seen, case.has_unused)
-        trainer = _trainer(
+        trainer = trainer_of(
             case,
             "fake",
             accelerator=GpuLikeAccelerator(),
@@ -200,11 +200,14 @@ def fit(name: str, precision: str, rank: int = 0) -> Seen:
     return seen
 
 
-def _trainer(case: Case, backend: str, **options: Any) -> pl.Trainer:
+def trainer_of(case: Case, backend: str, **options: Any) -> pl.Trainer:
+    """Return a Trainer that fits in a case's way; ranks of this process share one device."""
     make = getattr(lightning_shard, case.strategy)
+    are_in_process = backend == "in_process"
+    ends = {"num_ranks": case.num_ranks} if are_in_process else _ends(case)
     return pl.Trainer(
-        strategy=make(backend=backend, announce=False, **_ends(case), **case.options),
-        devices=case.num_ranks,
+        strategy=make(backend=backend, announce=False, **ends, **case.options),
+        devices=1 if are_in_process else case.num_ranks,
         max_epochs=1,
         accumulate_grad_batches=case.accumulates,
         gradient_clip_val=1.0,
@@ -227,7 +230,7 @@ def _recorded(case: Case, precision: str) -> dict[int, Told]:
     """Fit on CPU ranks, and return what each was told by the others."""
     with recording() as told, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = _trainer(case, "in_process", accelerator="cpu", precision=precision)
+        trainer = trainer_of(case, "in_process", accelerator="cpu", precision=precision)
         trainer.fit(ExampleGPT(num_layers=2), Batches("cpu"))
     return told
 
@@ -241,7 +244,7 @@ def _precision(precision: str) -> list[MixedPrecision]:
 
 def prepare() -> None:
     """Tell torch of the device, once in a process."""
-    register()
-    register_autocast()
+    if register().type != "cuda":
+        register_autocast()
     activations.PLAIN_CLASSES.add(FakeTensor)  # those of the device
     activations.HostActivations.in_flight_bytes = 10_000  # less than a block's

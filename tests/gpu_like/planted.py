@@ -49,6 +49,7 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
     "pageable copy": lambda x: torch.ones(4).to(NAME, non_blocking=True),
     "blocking copy": lambda x: _pinned().to(NAME),
     "copy into": lambda x: x.copy_(torch.ones(4)),
+    "a number at one element": lambda x: x.__setitem__(0, 1.0),
     "in a hook of backward": _in_backward,
 }
 NO_WAITS: dict[str, Callable[[Tensor], Any]] = {
@@ -56,6 +57,7 @@ NO_WAITS: dict[str, Callable[[Tensor], Any]] = {
     "a number of the host's": lambda x: x * torch.tensor(2.0),
     "pinned copy": lambda x: _pinned().to(NAME, non_blocking=True),
     "made there": lambda x: torch.full((4,), 2.0, device=NAME) + x,
+    "a number at some elements": lambda x: x.__setitem__(slice(2), 1.0),
     "where": lambda x: torch.where(x > 0, x, 0.0),
     "backward": lambda x: (nn.Parameter(torch.ones(4, device=NAME)) * x).sum().backward(),
 }

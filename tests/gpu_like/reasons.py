@@ -1,7 +1,7 @@
 """The waits that steps have, each with its reason and how often; all others are failures."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 Found = tuple[str, str, str, int]
@@ -103,26 +103,33 @@ REASONS = (
 )
 
 
-def reason_for(wait: Found) -> Reason | None:
-    """Return why a wait is there; None where nobody knows."""
+def reason_for(wait: Found, reasons: Iterable[Reason] = REASONS) -> Reason | None:
+    """Return why a wait is there; None where nobody knows.
+
+    Args:
+        wait: With "" for what it is for where that is not seen.
+        reasons: Those that there are.
+    """
     what, place, upstream, _ = wait
     innermost = place.split(" < ")[0]
     file, _, rest = innermost.partition(":")
     function = rest.partition(" ")[2]
-    for reason in REASONS:
-        is_it = reason.place == f"{file} {function}" and reason.what == what
+    for reason in reasons:
+        is_it = reason.place == f"{file} {function}" and what in ("", reason.what)
         if is_it and upstream.startswith(reason.upstream):
             return reason
     return None
 
 
-def unexplained(waits: Iterable[Found], num_steps: int) -> list[Found]:
+def unexplained(
+    waits: Iterable[Found], num_steps: int, reasons: Sequence[Reason] = REASONS
+) -> list[Found]:
     """Return the waits that nobody knows the reason of, or that come more often than it says."""
     waits, times = list(waits), Counter[Reason | None]()
     for wait in waits:
-        times[reason_for(wait)] += wait[-1]
+        times[reason_for(wait, reasons)] += wait[-1]
     return [
         wait
         for wait in waits
-        if (reason := reason_for(wait)) is None or times[reason] > reason.most * num_steps
+        if (reason := reason_for(wait, reasons)) is None or times[reason] > reason.most * num_steps
     ]

@@ -25,6 +25,7 @@ WAITS_FOR = {
     "pageable copy": "copy from the host (pageable)",
     "blocking copy": "copy from the host (pinned, but blocking)",
     "copy into": "copy from the host (pageable)",
+    "a number at one element": "copy from the host (pageable)",
 }
 
 

@@ -3,7 +3,7 @@
     item, bool, float, tolist     the host waits for the value
     nonzero, unique, x[mask]      it waits for the shape of the result
     .cpu(), copies to the host    it waits for the copy, unless it is non_blocking
-    copies from pageable memory   it waits until they have been staged
+    copies from pageable memory   it waits until they have been staged; x[0] = 1.0 is one
     event or stream synchronize   it waits
     operations on two devices     fail, but for a number on the CPU
     pin_memory, is_pinned         are answered: a build for CPUs has no pinned memory
@@ -40,11 +40,13 @@ from tests.gpu_like.tracking import Tracker
 _aten = torch.ops.aten
 _REPOSITORY = Path(__file__).parents[2]
 _PACKAGE = f"{_REPOSITORY}/lightning_shard/"
+_WATCHERS = ("tests/gpu_like/", "tests/gpu/")
+_BETWEEN = ("_ops.py", "eval_frame.py", "_compile.py", "warnings.py")  # of who asks and who watches
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 # Whole numbers, such as indices, may select on a GPU from the host's memory: it is copied first.
 _PLAIN_DISPATCH = (torch._C._disabled_torch_dispatch_impl, FakeTensor.__torch_dispatch__)
 # A tensor of shape () on the host is a number to these, as to all that works by elements.
-_TAKES_NUMBERS: tuple[Any, ...] = ()
+_TAKES_NUMBERS: tuple[Any, ...] = (_aten.fill_.Tensor,)
 _LEAVES_CONTENTS = ("c10d", "_c10d_functional")
 
 
@@ -89,6 +91,7 @@ class Watch(TorchDispatchMode):
         self._generator, cast(Any, torch).Generator = torch.Generator, _Generator
         self._apply, cast(Any, nn.Module)._apply = nn.Module._apply, _apply
         self._to, cast(Any, Tensor).to = Tensor.to, self._moved()
+        self._setitem, cast(Any, Tensor).__setitem__ = Tensor.__setitem__, self._put_at()
         self.tracker.__enter__()
         super().__enter__()
         return self
@@ -96,6 +99,7 @@ class Watch(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.tracker.__exit__(*error)
+        cast(Any, Tensor).__setitem__ = self._setitem
         cast(Any, Tensor).to = self._to
         cast(Any, nn.Module)._apply = self._apply
         cast(Any, torch).Generator = self._generator
@@ -123,7 +127,7 @@ class Watch(TorchDispatchMode):
     def note_wait(self, what: str) -> None:
         """Note that the host waits for something else than all that is queued."""
         if self._is_counting:
-            self.found[Wait(what, *_where())] += 1
+            self.found[Wait(what, *where())] += 1
 
     def __torch_dispatch__(
         self,
@@ -178,6 +182,17 @@ class Watch(TorchDispatchMode):
             return cast("list[Any]", self.contents.read(tensor).tolist())
 
         return tolist
+
+    def _put_at(self) -> Callable[..., None]:
+        """Return `Tensor.__setitem__`, which puts a number at one element by a pageable copy."""
+
+        def put(tensor: Tensor, index: Any, value: Any) -> None:
+            is_number = isinstance(value, (bool, int, float, complex))
+            if is_number and is_here(tensor) and tensor[index].ndim == 0:
+                self.note("copy from the host (pageable)")
+            self._setitem(tensor, index, value)
+
+        return put
 
     def _moved(self) -> Callable[..., Tensor]:
         """Return `Tensor.to`, by which the package copies host memory that seems to be here.
@@ -338,16 +353,16 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-def _where() -> tuple[str, str]:
+def where() -> tuple[str, str]:
     """Return the lines of the package that led here, innermost first, and that of another one."""
     own, upstream = [], ""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if path.is_relative_to(_REPOSITORY) and ".venv" not in path.parts:
             name = str(path.relative_to(_REPOSITORY))
-            if not name.startswith("tests/gpu_like/"):
+            if not name.startswith(_WATCHERS):
                 own.append(f"{name}:{frame.lineno} {frame.name}")
-        elif not own and path.name not in ("_ops.py", "eval_frame.py", "_compile.py"):
+        elif not own and path.name not in _BETWEEN:
             upstream = upstream or f"{path.parent.name}/{path.name}:{frame.lineno} {frame.name}"
     return " < ".join(own[:4]), upstream
 

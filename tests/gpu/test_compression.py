@@ -1,0 +1,33 @@
+"""A GPU packs gradients into the same bytes as the CPU, and unpacks the same values of them."""
+
+import pytest
+import torch
+
+from lightning_shard.data_parallel.compression.codec import Codec
+from lightning_shard.data_parallel.compression.compressor import Turn
+from lightning_shard.data_parallel.compression.one_bit import OneBit
+from lightning_shard.data_parallel.compression.rounding import BF16, FP16, Int8
+from lightning_shard.data_parallel.compression.top_k import TopK
+
+pytestmark = pytest.mark.gpu
+CODECS = {
+    "fp16": FP16(),
+    "bf16": BF16(),
+    "int8": Int8(rounding="nearest"),
+    "topk": TopK(ratio=0.01),
+    "onebit": OneBit(),
+}
+TURN = Turn(step=5, seed=1, num_summed=1)
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 300_001])
+@pytest.mark.parametrize("name", CODECS)
+def test_a_gpu_sends_the_bytes_of_the_cpu(name: str, numel: int) -> None:
+    codec: Codec = CODECS[name]
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    expected = codec.encode(values, TURN)
+    found = codec.encode(values.cuda(), TURN)
+    assert [one.device.type for one in found] == ["cuda"] * len(expected)
+    torch.testing.assert_close([one.cpu() for one in found], list(expected), rtol=1e-6, atol=0)
+    decoded = codec.decode(found, numel)
+    torch.testing.assert_close(decoded.cpu(), codec.decode(expected, numel), rtol=1e-6, atol=0)
