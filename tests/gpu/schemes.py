@@ -1,6 +1,6 @@
 """Every strategy on a small GPT in float64, where another device explains no difference above 1e-9.
 
-Lossy schemes round in float32, and a router of experts computes in it: `rtol` says so.
+Some compute in float32 on the way, a router of experts say; of lossy ones a GPU may send others.
 
 What ranks of one process on the CPU make of it is compared with a single device in
 `tests/strategies`: GPUs are compared with those ranks, so that lossy schemes have a reference, too.
@@ -22,6 +22,13 @@ SIZES = (1, 2, 3, 4, 8)
 NUM_STEPS = 5
 
 
+Tolerance = tuple[float, float]
+"""Relative, and absolute for weights near zero."""
+EXACT: Tolerance = (1e-9, 1e-12)
+IN_FLOAT32: Tolerance = (1e-5, 1e-6)
+LOSSY: Tolerance = (1e-2, 1e-3)  # seen with int8, whose random numbers are others on a GPU: 2e-3
+
+
 @dataclass(frozen=True)
 class Scheme:
     """One strategy.
@@ -31,14 +38,14 @@ class Scheme:
         options: Its options.
         model: Name of the model, see `tests.strategies.models`.
         divisor: What the number of ranks is a multiple of.
-        tolerance: By how much losses, norms and weights of two devices may differ.
+        tolerance: By how much two devices may differ: losses and norms relatively, and weights.
     """
 
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
     model: str = "gpt"
     divisor: int = 1
-    tolerance: float = 1e-9
+    tolerance: Tolerance = EXACT
 
     def sizes(self) -> list[int]:
         """Return the numbers of ranks that it is tried on."""
@@ -48,8 +55,13 @@ class Scheme:
 _SPLIT: dict[str, Any] = {"tensor_parallel_size": 2, "plan": PLANS["gpt"]}
 _STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 _HYBRID = "HybridParallelStrategy"
-# A GPU draws other numbers for int8's rounding; of equally great values topk may take others.
-_COMPRESSORS = {"fp16": 1e-5, "int8": 1e-3, "topk": 1e-3, "powersgd": 1e-5, "onebit": 1e-5}
+_COMPRESSORS = {
+    "fp16": IN_FLOAT32,
+    "int8": LOSSY,
+    "topk": LOSSY,  # of values that are equally great a GPU may take others
+    "powersgd": IN_FLOAT32,
+    "onebit": IN_FLOAT32,
+}
 
 SCHEMES = {
     "shard_ddp": Scheme("DDPStrategy"),
@@ -73,7 +85,7 @@ SCHEMES = {
     "pipeline_parallel": Scheme("PipelineParallelStrategy", _STAGES, "gpt_8", divisor=2),
     "hybrid_parallel": Scheme(_HYBRID, {**_STAGES, **_SPLIT, "zero_stage": 2}, "gpt_8", divisor=4),
     "expert_parallel": Scheme(
-        _HYBRID, {"expert_parallel_size": 2}, "mixtral", divisor=2, tolerance=1e-5
+        _HYBRID, {"expert_parallel_size": 2}, "mixtral", divisor=2, tolerance=IN_FLOAT32
     ),
     "hybrid_sharding": Scheme(_HYBRID, {"data_parallel_size": (2, 2), "zero_stage": 3}, divisor=4),
     "local_sgd": Scheme("LocalSGDStrategy", {"sync_every": 2}),

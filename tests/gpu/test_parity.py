@@ -31,9 +31,9 @@ CASES = [
 
 def check(found: Run, name: str, size: int) -> None:
     """Compare what GPUs have made with what CPU ranks make."""
-    rtol = SCHEMES[name].tolerance
+    rtol, atol = SCHEMES[name].tolerance
     expected = train_scheme(name, size, "in_process")
-    assert_parity(found, expected, num_steps=NUM_STEPS, rtol=rtol, atol=1e-3 * rtol)
+    assert_parity(found, expected, num_steps=NUM_STEPS, rtol=rtol, atol=atol)
 
 
 @cache
