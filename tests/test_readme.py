@@ -14,7 +14,11 @@ def test_it_fits_on_a_few_screens() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["batch size is per data-parallel rank", "Python 3.11 or 3.12", "Several GPUs have not met this code"],
+    [
+        "batch size is per data-parallel rank",
+        "Python 3.11 or 3.12",
+        "Several GPUs have not met this code",
+    ],
 )
 def test_the_first_screen_says(said: str) -> None:
     assert said in "\n".join(text_of("README.md").splitlines()[:FIRST_SCREEN])

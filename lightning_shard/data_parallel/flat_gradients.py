@@ -364,6 +364,11 @@ class FlatGradients:
             isinstance(self._pending[0], Pending) and self._pending[0].is_ready()
         )
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `finish_reduce` returns at once, and starts nothing."""
+        return self.is_reduced_by_all and not self._copies_differ
+
     @unrecorded
     def finish_reduce(self) -> None:
         """Wait for the average and add it to the local gradients."""

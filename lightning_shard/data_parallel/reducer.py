@@ -117,6 +117,8 @@ class Reducer:
         if not self.has_arrived:
             self.has_arrived = True
             self._begin_arrivals()
+        if gradients.buffer.full is None:  # which gets the memory that is free by then
+            self._finish_ready()
         if gradients.arrivals.gathers:
             gradients.arrivals.waiting.append(index)
             gradients.accept_waiting()
@@ -172,6 +174,11 @@ class Reducer:
         gradients.is_synchronised = self._synchronize
         gradients.begin_reduce()
         self._in_flight.append(gradients)
+
+    def _finish_ready(self) -> None:
+        """Finish reductions that have ended, so that their memory is free, or used again."""
+        while self._in_flight and self._in_flight[0].is_reduced:
+            self._in_flight.popleft().finish_reduce()
 
     def _may_finish(self, gradients: FlatGradients) -> bool:
         """Whether to wait for a reduction in the middle of a backward.

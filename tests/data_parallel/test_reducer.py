@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.testing import run_ranks
 
@@ -134,3 +135,27 @@ def test_zeroed_averages_kept_their_memory_while_backward_took_more(
 
     # the last one's gradient has come: its average takes the memory soon
     assert run_ranks(fn, 1) == [[not zeroed, not zeroed, True]]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_reduction_had_ended_and_kept_its_memory_while_the_next_bucket_took_more(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fn(rank: int) -> int:
+        engine = make_engine(Branches(), stage)
+        most, allocate = 0, GradientBuffer.allocate
+
+        def allocate_and_count(buffer: GradientBuffer) -> Tensor:
+            nonlocal most
+            full = allocate(buffer)
+            buffers = [one.buffer for one in engine.gradients]
+            if buffer in buffers:
+                held = [one for one in buffers if one.full is not None or one._sent is not None]
+                most = max(most, len(held))
+            return full
+
+        monkeypatch.setattr(GradientBuffer, "allocate", allocate_and_count)
+        backward(engine, [0, 1, 2])
+        return most
+
+    assert run_ranks(fn, 1) == [1]  # a rank alone waits for nobody
