@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.common_buffer import begin_update
+from lightning_shard.backends.freed_memory import keep_freed_memory
 from lightning_shard.data_parallel.adoption import Adoption
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.arrival_hooks import ArrivalHooks
@@ -141,6 +142,7 @@ class DataParallelEngine:
         self.seeing_shards: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
+        keep_freed_memory(self.device)
 
     def _made_unsharder(self) -> Unsharder:
         return Unsharder(self.model, self.units, self._close, self.options.units_ahead)

@@ -1,0 +1,38 @@
+"""What a CPU rank frees stays with its process, for the next step.
+
+    glibc by itself    gives back what is freed at the end of its heap, and blocks of their own
+    the next step      faults it in again, 4 KB at a time: 29 MB of a step of 3.4 million parameters
+
+Under torch DDP gradients lie at the end of the heap from step to step, and hold all of it. Here
+they move into flat buffers, so that the end of a backward frees everything. A peak is no higher for
+what stays, as the next step needs it again. Whoever sets glibc's variables keeps their values.
+"""
+
+import ctypes
+import os
+from functools import cache
+
+import torch
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_NEVER = 2**31 - 1  # bytes, an int's most: the end of the heap may be as long
+_LARGEST_BLOCK = 32 << 20  # the most that glibc takes: larger ones are always mapped by themselves
+_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Let a process whose rank computes on the CPU keep what it frees, up to 2 GiB of it."""
+    if device.type == "cpu":
+        _keep()
+
+
+@cache
+def _keep() -> bool:
+    """Set glibc's thresholds once in a process; return whether they were set."""
+    chosen = os.environ.get("GLIBC_TUNABLES", "")
+    if any(name in os.environ for name in _VARIABLES) or "glibc.malloc" in chosen:
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not where the C library is another
+    if mallopt is None:
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _NEVER))

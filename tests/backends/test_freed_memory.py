@@ -1,0 +1,52 @@
+"""A CPU rank keeps what it frees, so that the next step faults nothing in again."""
+
+import os
+import resource
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from lightning_shard.backends import freed_memory
+from lightning_shard.backends.freed_memory import keep_freed_memory
+from tests.processes import run_processes
+
+CPU = torch.device("cpu")
+
+
+def fill_and_free() -> None:
+    """Fill 16 MB in blocks like a small layer's gradients, and 16 MB in one like a bucket."""
+    blocks = [torch.ones(16384) for _ in range(256)]
+    blocks.append(torch.ones(4 << 20))
+
+
+def faults_of_a_step(keeps: bool) -> int:
+    """Return the pages that are faulted in once the same memory was used and freed before."""
+    if keeps:
+        keep_freed_memory(CPU)
+    for _ in range(3):
+        fill_and_free()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    fill_and_free()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.parametrize(("keeps", "least", "most"), [(False, 2000, 10_000), (True, 0, 100)])
+def test_a_step_faulted_in_what_the_last_one_had_freed(keeps: bool, least: int, most: int) -> None:
+    (found,) = run_processes(faults_of_a_step, 1, keeps=keeps)
+    assert least <= found <= most
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_TRIM_THRESHOLD_", "65536"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=65536")],
+)
+def test_who_sets_glibcs_variables_keeps_their_values(name: str, value: str) -> None:
+    with patch.dict(os.environ, {name: value}):
+        assert not freed_memory._keep.__wrapped__()
+
+
+def test_a_gpu_changes_nothing_on_the_host() -> None:
+    with patch.object(freed_memory, "_keep") as keep:
+        keep_freed_memory(torch.device("cuda", 0))
+    keep.assert_not_called()
