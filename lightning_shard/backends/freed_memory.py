@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
-_NEVER = 2**31 - 1  # bytes, an int's most: the end of the heap may be as long
+_LONGEST_END = 2**31 - 1  # bytes at the end of the heap: the most that mallopt's int says
 _LARGEST_BLOCK = 32 << 20  # the most that glibc takes: larger ones are always mapped by themselves
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
@@ -35,4 +35,4 @@ def _keep() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not where the C library is another
     if mallopt is None:
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _NEVER))
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _LONGEST_END))

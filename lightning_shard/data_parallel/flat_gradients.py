@@ -359,15 +359,11 @@ class FlatGradients:
 
     @property
     def is_reduced_by_all(self) -> bool:
-        """Whether `finish_reduce` returns at once."""
-        return self._pending is None or (
-            isinstance(self._pending[0], Pending) and self._pending[0].is_ready()
-        )
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether `finish_reduce` returns at once, and starts nothing."""
-        return self.is_reduced_by_all and not self._copies_differ
+        """Whether `finish_reduce` returns at once: no half of a reduction is left to begin."""
+        if self._pending is None:
+            return True
+        pending, _ = self._pending
+        return isinstance(pending, Pending) and not self._copies_differ and pending.is_ready()
 
     @unrecorded
     def finish_reduce(self) -> None:

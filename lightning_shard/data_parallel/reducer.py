@@ -177,7 +177,7 @@ class Reducer:
 
     def _finish_ready(self) -> None:
         """Finish reductions that have ended, so that their memory is free, or used again."""
-        while self._in_flight and self._in_flight[0].is_reduced:
+        while self._in_flight and self._in_flight[0].is_reduced_by_all:
             self._in_flight.popleft().finish_reduce()
 
     def _may_finish(self, gradients: FlatGradients) -> bool:

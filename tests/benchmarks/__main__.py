@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from tests.benchmarks.against import (
@@ -35,7 +34,7 @@ from tests.benchmarks.memory import Footprint, measure_footprint, unavailable_re
 from tests.benchmarks.model import MODELS
 from tests.benchmarks.overlap import hidden_shares
 from tests.benchmarks.profiling import profile_contenders
-from tests.benchmarks.ranks import DEVICES, NUM_RANKS, Ranks
+from tests.benchmarks.ranks import DEVICES, NUM_RANKS, Ranks, ranks_on
 from tests.benchmarks.report import (
     Results,
     make_console,
@@ -94,15 +93,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--against", metavar="REF", help="a commit or a folder: compare its package with this one")
     add("--profile", nargs="+", choices=names, metavar="NAME", help="no benchmark: profile these")
     return parser.parse_args()
-
-
-def ranks_on(device_type: str, size: int) -> Ranks:
-    """Return CPU ranks, or one for each GPU; end the program where there is no GPU."""
-    if device_type == "cpu":
-        return Ranks(size)
-    if not torch.cuda.is_available():
-        sys.exit(f"Nothing was measured: torch {torch.__version__} sees no CUDA device.")
-    return Ranks(torch.cuda.device_count(), device_type)
 
 
 def has_mpirun() -> bool:

@@ -41,7 +41,7 @@ from tests.benchmarks.contenders import (
     TorchFSDP2,
 )
 from tests.benchmarks.model import Batch
-from tests.benchmarks.ranks import DEVICES, Ranks, finish, own_device
+from tests.benchmarks.ranks import DEVICES, NUM_RANKS, finish, own_device, ranks_on
 from tests.benchmarks.report import make_console
 
 PARAM_NUMEL = 8
@@ -267,8 +267,7 @@ def main() -> None:
     add("--json", type=Path, metavar="PATH", help="also write every figure here")
     arguments = parser.parse_args()
     names = [name for name in MAKERS if name in {REFERENCE, *arguments.only}]
-    ranks = Ranks() if arguments.device == "cpu" else Ranks(torch.cuda.device_count(), "cuda")
-    costs = ranks.run(measure, names, arguments.steps)
+    costs = ranks_on(arguments.device, NUM_RANKS).run(measure, names, arguments.steps)
     print_fits(make_console(), fits(costs))
     if arguments.json is not None:
         write_json(arguments.json, costs)

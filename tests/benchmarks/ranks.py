@@ -7,6 +7,7 @@ and the caller sees its traceback.
 
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -114,6 +115,15 @@ class Ranks:
                 kwargs=kwargs,
             )
         return results[0]
+
+
+def ranks_on(device_type: str, size: int) -> Ranks:
+    """Return CPU ranks, or one for each GPU; end the program where there is no GPU."""
+    if device_type == "cpu":
+        return Ranks(size)
+    if not torch.cuda.is_available():
+        sys.exit(f"Nothing was measured: torch {torch.__version__} sees no CUDA device.")
+    return Ranks(torch.cuda.device_count(), device_type)
 
 
 def on_ranks(

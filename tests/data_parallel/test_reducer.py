@@ -11,6 +11,7 @@ from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.testing import run_ranks
+from tests.data_parallel.copies import in_copies
 
 
 class Branches(nn.Module):
@@ -159,3 +160,24 @@ def test_a_reduction_had_ended_and_kept_its_memory_while_the_next_bucket_took_mo
         return most
 
     assert run_ranks(fn, 1) == [1]  # a rank alone waits for nobody
+
+
+def test_a_reduction_whose_second_half_is_not_begun_was_taken_for_ended() -> None:
+    def fn(rank: int) -> list[bool]:
+        groups = in_copies(2)
+        engine = DataParallelEngine(Branches(), groups, EngineOptions(stage=2, bucket_mb=1e-9))
+        last = engine.gradients[-1]
+        with engine.step():
+            loss = engine.model(torch.ones(1, 2), [0, 1, 2]).sum()
+        seen: list[bool] = []
+
+        def after_its_reduction_has_begun(_: Tensor) -> None:
+            dist.barrier()  # by which every rank has sent its first half
+            seen.append(last.is_reduced_by_all)
+
+        engine.model.branches[1].weight.register_hook(after_its_reduction_has_begun)
+        with engine.backward():
+            loss.backward()
+        return [*seen, last.is_reduced_by_all]
+
+    assert run_ranks(fn, 4) == [[False, True]] * 4
