@@ -192,6 +192,14 @@ class GradientBuffer:
         self.states.all_arrive(indices)
 
     @property
+    def is_unused(self) -> bool:
+        """Whether no parameter has a gradient, on any rank as far as is known here."""
+        states = self.states
+        if states.any_known or states.any_reduced or states.any_local:
+            return False
+        return all(grad is None for grad in map(OWN_GRAD, self.flat.params))
+
+    @property
     def must_set_aside(self) -> bool:
         """Whether averages lie in a part of `full` that new gradients overwrite."""
         return self.sets_aside and self.states.any_reduced

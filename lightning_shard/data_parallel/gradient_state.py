@@ -75,6 +75,11 @@ class GradientStates:
         return self.is_reduced == self._all
 
     @property
+    def all_averaged(self) -> bool:
+        """Whether the optimizer sees an average of every gradient."""
+        return self.is_reduced == self._all and self.is_valid == self._all
+
+    @property
     def all_used(self) -> bool:
         """Whether this rank has used every parameter."""
         return self.is_used == self._all

@@ -21,7 +21,7 @@ from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients
 from lightning_shard.data_parallel.hand_edits import HandEdits
-from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.reducer import Reducer, always
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.unsharding import Unsharder
 
@@ -59,7 +59,7 @@ class OptimizerView:
         self._absent = absent
         self._depth = 0
         self._lends = False  # entered, and shows stand-ins for as long as the depth is 0
-        self._outer: list[list[Tensor | None]] = []
+        self._outer: list[tuple[FlatGradients, list[Tensor | None]]] = []
         self._offloaded = [g.flat for g in self._gradients if g.flat.host is not None]
         self._marks: list[int] = []  # of those, while the view is lent
         self.on_interrupted: Callable[[], None] | None = None
@@ -81,18 +81,17 @@ class OptimizerView:
             leave()
 
     @as_they_are
-    def enter(self) -> None:
+    def enter(self, shows: Callable[[], bool] = always) -> None:
         """Show shards; each rank must call.
+
+        Args:
+            shows: Asked once gradients have been averaged, whether parameters are to show theirs.
 
         Raises:
             ConfigError: User code has put what cannot be averaged into `.grad`; nothing is shown.
         """
         if self._depth == 0 and not self._lends:
-            self._reducer.reduce_owed()
-            if self._edits is not None:
-                self._edits.average()
-            for gradients in self._gradients:
-                gradients.own.check()
+            self._average()
         self._depth += 1
         if self._depth > 1:
             return
@@ -101,19 +100,34 @@ class OptimizerView:
             return
         if self._absent is not None:
             self._absent.hide()
-        if not self.differs:
-            return
+        if self.differs:
+            self._take_in_edits()
+            if shows():
+                self._outer = [(one, self._show_shards(one)) for one in self._gradients]
+
+    def _average(self) -> None:
+        """Average what is a rank's own yet."""
+        self._reducer.reduce_owed()
+        if self._edits is not None:
+            self._edits.average()
+        for gradients in self._gradients:
+            gradients.own.check()
+
+    def _take_in_edits(self) -> None:
+        """Let every shard have what user code has made of parameters."""
         if self._unsharder is not None:
             self._unsharder.reshard_all()
             self._unsharder.is_updating = True
-        self._outer = [self._show_shards(gradients) for gradients in self._gradients]
+        for gradients in self._gradients:
+            gradients.flat.present_shards(sharded=False)
+            if self._unsharder is None:
+                gradients.flat.take_in_edits()
+            else:
+                gradients.flat.see_assigned()
 
     def _show_shards(self, gradients: FlatGradients) -> list[Tensor | None]:
-        gradients.flat.present_shards(sharded=False)
         params = gradients.flat.params
         outer = [param.grad for param in params]
-        if self._unsharder is None:
-            gradients.flat.take_in_edits()
         for param in params:
             param.grad = None
         gradients.flat.present_master()
@@ -204,9 +218,9 @@ class OptimizerView:
             self._weights.know()
 
     def _leave_shards(self) -> None:
-        if not self._outer:
+        if not self.differs:
             return
-        for gradients, outer in zip(self._gradients, self._outer, strict=True):
+        for gradients, outer in self._outer:
             kept = gradients.buffer.take_back(outer)
             for param in gradients.flat.params:
                 param.grad = None
@@ -215,6 +229,7 @@ class OptimizerView:
             elif gradients.flat.host is not None:
                 gradients.flat.present_local()
             gradients.buffer.restore(kept)
+        for gradients in self._gradients:
             gradients.flat.present_shards(sharded=self._unsharder is not None)
         self._outer = []
         if self._unsharder is not None:

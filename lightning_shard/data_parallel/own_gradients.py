@@ -170,12 +170,8 @@ class OwnGradients:
         Raises:
             ConfigError: User code has put a gradient of its own there.
         """
-        self._buffer.observe_all()
-        views = self._buffer.views_or_none
-        grads = map(OWN_GRAD, self._flat.params)
-        for index, (grad, view) in enumerate(zip(grads, views, strict=True)):
-            if not (grad is None or grad is view or isinstance(grad, AveragedGradient)):
-                raise self._set_by_hand(index)
+        for index in self._buffer.observe_all():
+            raise self._set_by_hand(index)
 
     def _set_by_hand(self, index: int) -> ConfigError:
         return ConfigError(

@@ -1,4 +1,4 @@
-"""All private names of torch that engine, pipelines, split layers and the dry run use.
+"""All private names of torch that engine, optimizers, pipelines, split layers and the dry run use.
 
 `tests/data_parallel/test_torch_private.py` fails when upstream changes them.
 """
@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as DropoutLayer
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
@@ -62,6 +63,7 @@ __all__ = [
     "saving_hook",
     "sees_subclasses",
     "set_compiled_call",
+    "step_hooks_between",
     "storage_key",
     "storage_uses",
     "unobserved",
@@ -80,6 +82,7 @@ INITIALISERS = ("reset_parameters", "_reset_parameters")  # of torch's layers, b
 _BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
 F = TypeVar("F", bound=Callable[..., Any])
+Hook = Callable[..., Any]
 
 # whether `torch.func.grad`, `vmap` or another transform runs now
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -129,6 +132,19 @@ class Untraced:
     @untraced
     def __exit__(self, *error: Any) -> bool | None:
         return self._context.__exit__(*error)
+
+
+def step_hooks_between(optimizer: Optimizer, first: Hook, last: Hook) -> list[Hook]:
+    """Return the hooks that an optimizer's step calls after `first` and before `last`.
+
+    Args:
+        optimizer: The optimizer that has the hooks.
+        first: One of its hooks before a step.
+        last: One of its hooks after a step.
+    """
+    before = [*optimizer._optimizer_step_pre_hooks.values()]
+    after = [*optimizer._optimizer_step_post_hooks.values()]
+    return before[before.index(first) + 1 :] + after[: after.index(last)]
 
 
 def is_traced() -> bool:

@@ -22,11 +22,13 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.optimizer_state import shard_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import has_parts
+from lightning_shard.data_parallel.torch_private import step_hooks_between
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
 from lightning_shard.optim.edited_state import EditedState
 from lightning_shard.optim.elementwise import why_not_separate
 from lightning_shard.optim.failing_steps import FailingSteps
+from lightning_shard.optim.flat_step import FlatStep
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
 from lightning_shard.optim.later_steps import LaterSteps
@@ -59,12 +61,14 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.engine = engine
         self._in_view = False
+        self._is_flat = False  # the step that runs is made on few pieces
         self._num_steps = 0  # torch hooks a base class's step, too, where that class is in use
         self._frozen_adam = FrozenAdam(optimizer, engine)
         self._owned = OwnedParameters(optimizer, engine)
         self._on_host = StepOnHost(optimizer, engine)
         shard_state(optimizer, engine)
         self._edited_state = EditedState(optimizer, engine)
+        self._flat = FlatStep(optimizer, engine, self._edited_state)
         self._failing = FailingSteps(optimizer, self._end_failed, self._end_later)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -94,6 +98,7 @@ class ShardedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._failing.detach()
+        self._flat.detach()
         self._edited_state.detach()
         self._replaced.detach()
         self._owned.detach()
@@ -147,6 +152,7 @@ class ShardedOptimizer:
     def _end_later(self) -> None:
         """Leave that view when the model is used again; no communication."""
         self._num_steps = 0
+        self._flat.put_back()
         if self._in_view:
             self.engine.view.on_interrupted = self._end_failed
 
@@ -154,16 +160,27 @@ class ShardedOptimizer:
         if self._in_view:
             return
         self._replaced.check()  # what a closure's hooks have done
-        self.engine.view.enter()
+        self._edited_state.take_in()
+        self._is_flat = False
+        self.engine.view.enter(self._shows_shards)
         self._in_view = True
         self.engine.begin_update(self.params)
-        self._edited_state.take_in()
+        if self._is_flat:
+            self._flat.take()
+            return
         self._on_host.take()
         self._frozen_adam.take()
         self._owned.take()
 
+    def _shows_shards(self) -> bool:
+        """Whether somebody looks at each parameter while the optimizer steps."""
+        watching = step_hooks_between(self.optimizer, self._before_step, self._after_step)
+        self._is_flat = not watching and self._flat.is_possible()
+        return not self._is_flat
+
     def _leave(self) -> None:
         self._in_view = False
+        self._flat.put_back()
         self._owned.send_out()
         self._owned.put_back()
         self._frozen_adam.put_back()

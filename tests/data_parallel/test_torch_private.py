@@ -31,6 +31,7 @@ from lightning_shard.data_parallel.torch_private import (
     pass_for_parameter,
     queue_after_backward,
     saving_hook,
+    step_hooks_between,
     storage_key,
     storage_uses,
     without_function_modes,
@@ -50,6 +51,19 @@ def test_exchange_contents() -> None:
     del graph
     exchange_contents(param, nn.Parameter(torch.ones(2)))
     assert param.tolist() == [1, 1]
+
+
+def test_step_hooks_between() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    called: list[str] = []
+    hooks = {name: (lambda *_, name=name: called.append(name)) for name in "abcdef"}
+    for name in "abc":
+        optimizer.register_step_pre_hook(hooks[name])
+    for name in "def":
+        optimizer.register_step_post_hook(hooks[name])
+    optimizer.step()
+    assert called == [*"abcdef"]
+    assert step_hooks_between(optimizer, hooks["b"], hooks["e"]) == [hooks["c"], hooks["d"]]
 
 
 def test_has_gradient_hooks() -> None:

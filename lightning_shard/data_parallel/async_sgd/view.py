@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
-from lightning_shard.data_parallel.reducer import Reducer
+from lightning_shard.data_parallel.reducer import Reducer, always
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ShardOptimizerView(OptimizerView):
         return [param for flat in self.flats for param in flat.params]
 
     @override
-    def enter(self) -> None:
+    def enter(self, shows: Callable[[], bool] = always) -> None:
         update, self._update = self._update or self._own_update(), None
         self._full_grads = [param.grad for param in self.params]
         self._show(None for _ in self.params)

@@ -1,0 +1,321 @@
+"""Steps on pieces leave what steps on each parameter by itself leave, whatever happens between."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.checkpoint.optimizer_state import full_state_dict
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.testing import run_ranks
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "ASGD": lambda p: optim.ASGD(p, lr=0.1),
+    "Adadelta": lambda p: optim.Adadelta(p),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    "Adam": lambda p: optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: optim.AdamW(p, lr=0.1, fused=True),
+    "Adamax": lambda p: optim.Adamax(p, lr=0.1),
+    "NAdam": lambda p: optim.NAdam(p, lr=0.1, foreach=True),
+    "RAdam": lambda p: optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "Rprop": lambda p: optim.Rprop(p, lr=0.1),
+    "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD without state": lambda p: optim.SGD(p, lr=0.1),
+}
+
+
+COUNTS = ("step", "eta", "mu", "mu_product")
+
+
+class Branches(nn.Module):
+    """Two ways to the output, of which a forward may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Linear(3, 5)
+        self.ways = nn.ModuleList(nn.Linear(5, 7) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, ways: list[int]) -> Tensor:
+        hidden = torch.tanh(self.common(x))
+        outs = torch.stack([self.ways[way](hidden) for way in ways])
+        return (self.scale * outs.sum(0)).square().mean()
+
+
+def made(name: str, num_groups: int) -> tuple[Branches, Optimizer]:
+    torch.manual_seed(0)
+    model = Branches()
+    named = [*model.named_parameters()]
+    groups = [{"params": [param for _, param in named]}]
+    if num_groups == 2:
+        decay = [param for name, param in named if name.endswith("weight")]
+        others = [param for name, param in named if not name.endswith("weight")]
+        groups = [{"params": others}, {"params": decay, "lr": 0.05}]
+    return model, OPTIMIZERS[name](groups)
+
+
+class Run:
+    """A run of a single device, or of an engine's ranks.
+
+    Args:
+        name: The optimizer's.
+        num_groups: Number of param groups.
+        stage: None for a single device.
+    """
+
+    def __init__(self, name: str, num_groups: int, stage: int | None) -> None:
+        self.model, self.optimizer = made(name, num_groups)
+        self.names = {param: name for name, param in self.model.named_parameters()}
+        self.shapes = {param: param.shape for param in self.names}
+        self.engine: DataParallelEngine | None = None
+        self.seen: list[int] = []
+        if stage is not None:
+            assert dist.group.WORLD is not None
+            ranks = get_backend("in_process").collectives(dist.group.WORLD)
+            self.engine = DataParallelEngine(self.model, ranks, EngineOptions(stage=stage))
+            self.sharded = ShardedOptimizer(self.optimizer, self.engine)
+            watch(self.optimizer, self.seen)
+
+    def step(self, ways: list[int]) -> None:
+        """Train on one batch."""
+        x = torch.linspace(-1, 1, 12).view(4, 3) + 0.1
+        self.optimizer.zero_grad()
+        if self.engine is None:
+            self.model(x, ways).backward()
+        else:
+            with self.engine.step():
+                loss = self.model(x, ways)
+            with self.engine.backward():
+                loss.backward()
+        self.optimizer.step()
+
+    def full(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the state of the optimizer and of the model as a single device has them."""
+        if self.engine is None:
+            return self.optimizer.state_dict(), dict(self.model.state_dict())
+        state = full_state_dict(self.optimizer, self.engine)
+        self.engine.detach(restore=True)
+        return state, dict(self.model.state_dict())
+
+
+def watch(optimizer: Any, seen: list[int]) -> None:
+    """Let `seen` have of each step how many tensors the optimizer updates."""
+    init_group = optimizer._init_group
+
+    def spy(group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        seen.append(sum(param.grad is not None for param in group["params"]))
+        return init_group(group, *args, **kwargs)
+
+    optimizer._init_group = spy
+
+
+def every_way(run: Run) -> None:
+    run.step([0, 1])
+
+
+def one_way(run: Run) -> None:
+    run.step([1])
+
+
+def lower_rate(run: Run) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] *= 0.9
+
+
+def edit_in_place(run: Run) -> None:
+    for entries in run.optimizer.state.values():
+        for key, value in entries.items():
+            if key not in COUNTS:
+                value.mul_(0.5)
+
+
+def edit_a_count(run: Run) -> None:
+    param = run.model.common.weight
+    if "step" in run.optimizer.state.get(param, {}):
+        run.optimizer.state[param]["step"].add_(3.0)
+
+
+def exchange(run: Run) -> None:
+    for param in run.names:
+        for key, value in run.optimizer.state.get(param, {}).items():
+            if value.ndim and run.shapes[param]:
+                run.optimizer.state[param][key] = torch.full(run.shapes[param], 0.25)
+
+
+def load(run: Run) -> None:
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+
+def thaw_and_freeze(run: Run) -> None:
+    bias = run.model.common.bias
+    bias.requires_grad = not bias.requires_grad
+
+
+EVENTS = (
+    every_way,
+    every_way,
+    every_way,
+    one_way,
+    lower_rate,
+    edit_in_place,
+    edit_a_count,
+    exchange,
+    load,
+    thaw_and_freeze,
+)
+
+
+def walk(run: Run, seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(20):
+        chance.choice(EVENTS)(run)
+    every_way(run)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_may_happen_between_steps_changes_nothing(name: str, stage: int) -> None:
+    seed = sum(map(ord, name)) + stage
+    num_groups = 1 + seed % 2
+    alone = Run(name, num_groups, None)
+    walk(alone, seed)
+    state, weights = alone.full()
+
+    def fn(rank: int) -> Any:
+        run = Run(name, num_groups, stage)
+        walk(run, seed)
+        return run.full()
+
+    (got_state, got), *_ = (one for one in run_ranks(fn, 2) if one is not None)
+    torch.testing.assert_close(got, weights, rtol=1e-4, atol=1e-6)
+    assert got_state["state"].keys() == state["state"].keys()
+    for index, entries in state["state"].items():
+        torch.testing.assert_close(got_state["state"][index], entries, rtol=1e-4, atol=1e-6)
+
+
+def ranks_of(fn: Callable[[Run], Any], name: str = "AdamW", stage: int = 2) -> list[Any]:
+    """Call a function on two ranks with a run of each."""
+    found = run_ranks(lambda rank: fn(Run(name, 1, stage)), 2)
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_updated_every_shard_by_itself(stage: int) -> None:
+    def fn(run: Run) -> tuple[list[int], int]:
+        every_way(run)
+        every_way(run)
+        assert run.engine is not None
+        return run.seen, len(run.engine.gradients)
+
+    for seen, num_buffers in ranks_of(fn, stage=stage):
+        assert seen == [num_buffers] * 2
+        assert num_buffers < len(list(Branches().parameters())) / 2
+
+
+def test_a_hook_that_runs_inside_a_step_sees_each_parameter() -> None:
+    def fn(run: Run) -> list[bool]:
+        every_way(run)
+        seen: list[bool] = []
+
+        def look(optimizer: Optimizer, *_: Any) -> None:
+            (group,) = optimizer.param_groups
+            grads = [param.grad for param in group["params"]]
+            seen.append(any(grad is not None and grad.ndim == 1 for grad in grads))
+            seen.extend(param in run.names for param in group["params"])
+
+        run.optimizer.register_step_pre_hook(look)
+        every_way(run)
+        return seen
+
+    assert all(map(all, ranks_of(fn)))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_step_that_is_cut_short_left_the_groups_without_their_parameters(error: Any) -> None:
+    def fn(run: Run) -> tuple[bool, list[int]]:
+        optimizer: Any = run.optimizer
+        init_group = optimizer._init_group
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        every_way(run)
+        optimizer._init_group = fail
+        with pytest.raises(error):
+            every_way(run)
+        listed = [param for group in optimizer.param_groups for param in group["params"]]
+        known = [*optimizer.state_dict()["state"]]
+        optimizer._init_group = init_group
+        every_way(run)
+        return listed == [*run.names], known
+
+    for are_listed, known in ranks_of(fn):
+        assert are_listed
+        assert set(known) <= set(range(len(list(Branches().parameters()))))
+
+
+def test_a_backward_through_updated_parameters_went_unnoticed() -> None:
+    def fn(run: Run) -> str:
+        assert run.engine is not None
+        every_way(run)
+        with run.engine.step():
+            loss = run.model(torch.ones(4, 3), [0, 1])
+        with run.engine.backward():
+            loss.backward(retain_graph=True)
+        run.optimizer.step()
+        with pytest.raises(RuntimeError) as found, run.engine.backward():
+            loss.backward()
+        return str(found.value)
+
+    for message in ranks_of(fn):
+        assert "modified by an inplace operation" in message
+
+
+def test_state_is_held_once_after_it_was_loaded() -> None:
+    def fn(run: Run) -> tuple[int, int]:
+        every_way(run)
+        load(run)
+        every_way(run)
+        values = [value for one in run.optimizer.state.values() for value in one.values()]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in values}
+        assert run.engine is not None
+        shards = sum(one.flat.shard.nbytes for one in run.engine.gradients)
+        return sum(one.nbytes() for one in storages.values()), 2 * shards + 4 * len(values)
+
+    for held, most in ranks_of(fn):
+        assert held <= most
+
+
+def test_counts_that_a_hook_has_made_unequal_count_on_by_themselves() -> None:
+    def fn(run: Run) -> tuple[list[float], list[int]]:
+        every_way(run)
+        counts = [one["step"] for one in run.optimizer.state.values() if "step" in one]
+        for index, count in enumerate(counts):
+            count.fill_(float(index))
+        every_way(run)
+        return [*map(float, counts)], run.seen
+
+    for counts, seen in ranks_of(fn):
+        assert counts == [index + 1.0 for index in range(len(counts))]
+        assert seen[1] >= seen[0]
+
+
+def test_an_eps_of_zero_made_padding_a_number_that_is_none() -> None:
+    OPTIMIZERS["AdamW without eps"] = lambda p: optim.AdamW(p, lr=0.1, eps=0.0)
+
+    def fn(run: Run) -> bool:
+        every_way(run)
+        assert run.engine is not None
+        return all(bool(one.flat.shard.isfinite().all()) for one in run.engine.gradients)
+
+    assert all(ranks_of(fn, name="AdamW without eps"))
