@@ -4,8 +4,11 @@
     the next step      faults it in again, 4 KB at a time: 29 MB of a step of 3.4 million parameters
 
 Under torch DDP gradients lie at the end of the heap from step to step, and hold all of it. Here
-they move into flat buffers, so that the end of a backward frees everything. A peak is no higher for
-what stays, as the next step needs it again. Whoever sets glibc's variables keeps their values.
+they move into flat buffers, so that the end of a backward frees everything. Between steps a rank
+then holds what a step needs: under stages 1 to 3 the benchmark's GPT 404 to 429 MB, at peaks of 398
+to 429, and with glibc by itself 374 to 436, at peaks of 404 to 470. Of 3.4 million parameters in
+small layers it is 165 to 194 MB beside 139 to 158, at peaks of 158 to 179. Whoever sets glibc's
+variables keeps their values.
 """
 
 import ctypes

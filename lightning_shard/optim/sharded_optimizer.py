@@ -4,13 +4,14 @@
       ├─ closure()                     forward, backward, clipping: full parameters; the loss
       │                                that the optimizer gets is the mean over the ranks
       ├─ enter the optimizer view      param.data, param.grad -> local shards; full matrices
-      │                                on their owners, where the optimizer needs them
-      ├─ the optimizer's own update    its groups, options and state are untouched
+      │                                on their owners, where the optimizer needs them; or
+      │                                groups -> a few long pieces of the rank's shards
+      ├─ the optimizer's own update    its options and state are untouched
       └─ leave the view, publish       shards -> everybody's full parameters; also where the
                                        update raises
 
-Schedulers, callbacks and the user keep the object that they hold; its groups keep listing the
-module's own parameters. State that the optimizer creates is in shards because it sees shards.
+Schedulers, callbacks and the user keep the object that they hold; between steps its groups list
+the module's own parameters. State that the optimizer creates is in shards because it sees shards.
 """
 
 from collections.abc import Callable
