@@ -37,14 +37,10 @@ class EditedState:
     Args:
         optimizer: The user's optimizer, whose own state is cut already.
         engine: The engine that holds its parameters.
-
-    Attributes:
-        num_exchanges: How often entries of the state were found to be others than a step has left.
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._engine = optimizer, engine
-        self.num_exchanges = 0
         self._is_cut = engine.options.stage > 0 or bool(engine.split.groups)
         self._seen: list[int] = []
         self._num_params, self._waiting = -1, list[nn.Parameter]()  # those that lie elsewhere
@@ -111,7 +107,6 @@ class EditedState:
         """Cut what user code has put in since the last step; each rank must call."""
         if not self._is_cut or self._entries() == self._seen:
             return
-        self.num_exchanges += 1
         for param in params_of(self._optimizer):
             entries = self._optimizer.state.get(param)
             if isinstance(entries, dict):

@@ -4,27 +4,28 @@
     group["params"]      [          piece         ]    while the optimizer steps
 
 So a step costs the host nothing for each parameter: neither in the optimizer, nor in what shows
-parameters as shards. The updates are those of the parameters by themselves, since a trial before
-the fit has found the optimizer element-wise. It has to be one of torch's own.
+parameters as shards. The updates are those of the parameters by themselves, since the optimizer is
+one of torch's element-wise ones, exactly. Each parameter by itself is updated
 
-Made for each parameter by itself are steps for which not all of a buffer's parameters have
-gradients, and those under offload, compression, or a model that is split over ranks in other ways,
-too.
+- under offload or compression, and where the model is split over ranks in other ways, too, or an
+  optimizer needs some parameters full;
+- where some parameters of a buffer have a gradient, and others none;
+- where their entries in the optimizer's state differ in kind, or in the number of steps;
+- where hooks look at parameters within the step, or one of the options does (`_needs_each`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
-from lightning_shard.optim.edited_state import EditedState
 from lightning_shard.optim.piece import Piece
 
 _KINDS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "ASGD", "RMSprop", "Rprop")
@@ -37,21 +38,16 @@ class FlatStep:
     Args:
         optimizer: The user's optimizer.
         engine: The engine that holds its parameters.
-        edited_state: Knows how often entries of its state have been exchanged.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, engine: DataParallelEngine, edited_state: EditedState
-    ) -> None:
-        self._optimizer, self._engine, self._edited_state = optimizer, engine, edited_state
+    def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+        self._optimizer = optimizer
         self._buffers = [one for one in engine.gradients if one.flat.has_local_form]
-        self._could = type(optimizer) in _ELEMENTWISE and _has_shards_only(engine)
-        self._listed: list[list[nn.Parameter]] = []  # by group, when the pieces were made
-        self._masters: list[Tensor] = []  # by buffer, likewise
+        self._suits = type(optimizer) in _ELEMENTWISE and _has_shards_only(engine)
+        self._known_lists: list[list[nn.Parameter]] = []  # by group, of which the pieces are
         self._pieces: list[Piece] = []
-        self._lent: list[Piece] = []
-        self._lists: list[list[nn.Parameter]] = []  # the groups' own, while these have pieces
-        self._num_exchanges = -1  # of entries when the state was adopted; -1: it is not
+        self._stepping: list[Piece] = []
+        self._own_lists: list[list[nn.Parameter]] = []  # by group, while these have pieces
         # a step may be interrupted, and what there is may be saved then
         self._handle = optimizer.register_state_dict_pre_hook(lambda _: self.put_back())
 
@@ -59,59 +55,58 @@ class FlatStep:
         """Give the optimizer its parameters back."""
         self._handle.remove()
         self.put_back()
-        self._masters, self._listed, self._pieces = [], [], []
 
     @torch.no_grad()
-    def is_possible(self) -> bool:
-        """Whether the step that begins can be made on pieces, once gradients are averaged."""
-        possible = self._could and self._may_now() and self._know_state()
-        if not possible:
-            self._num_exchanges = -1  # the optimizer is about to make entries by itself
-        return possible
-
-    def _may_now(self) -> bool:
-        if any(map(_needs_each, self._optimizer.param_groups)):
+    def prepare(self) -> bool:
+        """Prepare a step on pieces, once gradients are averaged; return whether it can be made."""
+        groups = self._optimizer.param_groups
+        if not self._suits or any(_needs_each(one, self._buffers) for one in groups):
             return False
-        return all(_is_ready(one) or one.buffer.is_unused for one in self._buffers)
+        if not all(_is_ready(one) or one.buffer.is_unused for one in self._buffers):
+            return False
+        self._cut_anew()
+        self._stepping = [piece for piece in self._pieces if _is_ready(piece.gradients)]
+        can_step = all(piece.join(self._optimizer.state) for piece in self._stepping)
+        if not can_step:
+            self._rest()
+        return can_step
 
-    def _know_state(self) -> bool:
-        self._know_pieces()
-        if self._num_exchanges != self._edited_state.num_exchanges:
-            if not all(piece.adopt(self._optimizer.state) for piece in self._pieces):
-                return False
-            self._num_exchanges = self._edited_state.num_exchanges
-        return all(piece.agrees() for piece in self._pieces)
-
-    def _know_pieces(self) -> None:
-        """Make the pieces anew where groups or buffers are not those that they are of."""
-        masters = [one.flat.master for one in self._buffers]
-        listed = [group["params"] for group in self._optimizer.param_groups]
-        is_known = len(listed) == len(self._listed) and all(map(_are_same, listed, self._listed))
-        if is_known and _are_same(masters, self._masters):
+    def _cut_anew(self) -> None:
+        """Make the pieces anew where the groups have other parameters than they are of."""
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        if len(lists) == len(self._known_lists) and all(map(_are_same, lists, self._known_lists)):
             return
-        self._masters, self._listed = masters, [[*params] for params in listed]
-        group_of = {param: number for number, own in enumerate(self._listed) for param in own}
+        self._known_lists = [[*params] for params in lists]
+        group_of = {param: number for number, own in enumerate(lists) for param in own}
         self._pieces = [piece for one in self._buffers for piece in _cut(one, group_of)]
-        self._num_exchanges = -1
 
     def take(self) -> None:
-        """Give the groups pieces in place of their parameters; it must be possible."""
-        self._lent = [piece for piece in self._pieces if _is_ready(piece.gradients)]
+        """Give the groups pieces in place of their parameters, once `prepare` has said so."""
         for number, group in enumerate(self._optimizer.param_groups):
-            self._lists.append(group["params"])
-            group["params"] = [piece.param for piece in self._lent if piece.group == number]
-        for piece in self._lent:
-            piece.lend(self._optimizer.state)
+            self._own_lists.append(group["params"])
+            group["params"] = [
+                piece.lend(self._optimizer.state)
+                for piece in self._stepping
+                if piece.group == number
+            ]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Give the groups their parameters back, which have what the optimizer has made."""
-        for group, params in zip(self._optimizer.param_groups, self._lists, strict=False):
+        if not self._own_lists:
+            return
+        groups = self._optimizer.param_groups
+        for group, params in zip(groups, self._own_lists, strict=False):  # all, unless interrupted
             group["params"] = params
-        for piece in self._lent:
+        for piece in self._stepping:
             piece.take_back(self._optimizer.state)
-        increment_version([*chain.from_iterable(piece.params for piece in self._lent)])
-        self._lists, self._lent = [], []
+        increment_version([*chain.from_iterable(piece.params for piece in self._stepping)])
+        self._rest()
+
+    def _rest(self) -> None:
+        for piece in self._stepping:
+            piece.rest()
+        self._own_lists, self._stepping = [], []
 
 
 def _has_shards_only(engine: DataParallelEngine) -> bool:
@@ -129,12 +124,14 @@ def _is_ready(gradients: FlatGradients) -> bool:
     return local.dtype == master.dtype and local.shape == master.shape
 
 
-def _needs_each(group: Mapping[str, Any]) -> bool:
-    """Whether padding would not stay zero, or a step is recorded for each parameter."""
-    return group.get("eps") == 0.0 or bool(group.get("differentiable"))
+def _needs_each(group: Mapping[str, Any], buffers: Sequence[FlatGradients]) -> bool:
+    """Whether padding would not stay zero, 0 / (0 + eps), or steps are recorded in a graph."""
+    formats = {one.flat.master_dtype for one in buffers}
+    vanishes = any(not torch.tensor(group.get("eps", 1.0)).to(kind) for kind in formats)
+    return vanishes or bool(group.get("differentiable"))
 
 
-def _are_same(ones: Any, others: Any) -> bool:
+def _are_same(ones: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
     return len(ones) == len(others) and all(map(is_, ones, others))
 
 

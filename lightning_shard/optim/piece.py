@@ -2,25 +2,27 @@
 
     shards of a buffer     [ w1 | b1 | w2 | b2 ]
     entries of the piece   exp_avg [ m1 | .. | m2 | .. ]     step: one number
-    state[w1]              exp_avg: the view of m1           step: a view of one of four numbers
+    state[w1]              exp_avg: m1 in that memory        step: one of four numbers, all equal
 
-The optimizer has the entries while it steps on the piece. Everybody else finds the views, and may
-edit them; counts are looked at again where somebody has.
+While it steps the optimizer has the piece and its entries. Everybody else has the parameters' own
+tensors, which lie in the piece's memory, and may edit or exchange them: nothing is remembered that
+a step does not check. Between steps the piece holds no memory.
+
+Padding between the shards is zero, as are its gradients, and stays so.
 """
 
 from collections.abc import Mapping, Sequence
-from operator import is_
+from itertools import chain, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
-from lightning_shard.data_parallel.tensor_properties import VERSION
+from lightning_shard.data_parallel.tensor_properties import VERSION, addresses_of
 from lightning_shard.layout.flat import ShardSlice
 
 _States = dict[Any, Any]  # by parameter its entries, as `optimizer.state`
-_UNREAD, _DIFFERENT = -1, -2  # in place of the version at which counts were found to be equal
+_Columns = dict[str, list[Any]]  # by key the entries of the parameters
 
 
 class Piece:
@@ -33,7 +35,8 @@ class Piece:
             without elements.
 
     Attributes:
-        param: The shards as one parameter, shape (E,), with the padding between them.
+        param: The shards as one parameter, shape (E,), with the padding between them; None between
+            steps.
         params: The parameters whose shards these are.
     """
 
@@ -41,129 +44,153 @@ class Piece:
         self, gradients: FlatGradients, group: int, slices: Mapping[int, ShardSlice]
     ) -> None:
         self.gradients, self.group = gradients, group
+        self.param: nn.Parameter | None = None
         self.params = [gradients.flat.params[index] for index in slices]
         start = min(one.shard_offset for one in slices.values())
         self._bounds = slice(start, max(one.shard_stop for one in slices.values()))
         self._parts = [
             slice(one.shard_offset - start, one.shard_stop - start) for one in slices.values()
         ]
-        self.param = nn.Parameter(gradients.flat.master[self._bounds], requires_grad=False)
-        self._entries: dict[str, Tensor] = {}
-        self._views: dict[str, list[Tensor]] = {}  # of the parameters
-        self._counts: dict[str, Tensor] = {}  # entries that are numbers, one for each parameter
-        self._versions: dict[str, int] = {}  # of those, when they were equal
-        self._fits = True
+        self._marks: list[int] = []  # of entries that lie in memories of the piece
+        self._versions: dict[str, int] = {}  # of counts on a GPU, when they were equal
+        self._memories: dict[str, Tensor] = {}  # during a step
+        self._entries: dict[str, Tensor] = {}  # likewise
 
-    def adopt(self, states: _States) -> bool:
-        """Let the parameters' entries be views of the piece's, where they are not yet.
+    @property
+    def _size(self) -> int:
+        return self._bounds.stop - self._bounds.start
+
+    def join(self, states: _States) -> bool:
+        """Let the parameters' entries lie in memories of the piece, for the step that begins.
 
         Args:
             states: The optimizer's state.
 
         Returns:
-            Whether they are now; not where some parameters have entries that others have not, or
-            of another kind.
+            Whether one entry can stand for all parameters'. Not where some have others, or of
+            another kind, or counts that differ; on a GPU neither where others than pieces have
+            counted on since, as a step is not to wait for what they have come to.
         """
         own = [states.get(param) or {} for param in self.params]
         if any(one.keys() != own[0].keys() for one in own):
             return False
-        for key in self._entries.keys() - own[0].keys():
-            self._forget(key)
-        return all(self._join(key, own) for key in own[0])
+        columns = {key: [one[key] for one in own] for key in own[0]}
+        if not self._lie_together(columns):
+            return False
+        self._memories = {key: self._memory(values) for key, values in columns.items()}
+        self._entries = {
+            key: memory if columns[key][0].ndim else memory[0].clone()
+            for key, memory in self._memories.items()
+        }
+        return all(self._are_equal(key, columns[key]) for key in self._counts)
 
-    def _join(self, key: str, own: Sequence[dict[str, Any]]) -> bool:
-        values = [one[key] for one in own]
-        if all(map(is_, values, self._views.get(key, [None]))):
-            return True
-        if not all(map(_are_alike, values, [values[0]] * len(values))):
+    def _lie_together(self, columns: _Columns) -> bool:
+        values = [*chain.from_iterable(columns.values())]
+        if any(kind is not Tensor for kind in map(type, values)):
             return False
-        self._forget(key)
-        if values[0].ndim == 0:
-            self._hold(key, values[0].clone(), torch.stack(values), own)
-        elif all(map(_fits, values, self._parts)):
-            joined = values[0].new_zeros(self.param.shape)
-            torch._foreach_copy_([joined[part] for part in self._parts], values)
-            self._hold(key, joined, joined, own)
-        else:
-            return False
+        if self._marks != _marks(values):
+            self._marks, self._versions = [], {}
+            if not all(map(self._are_alike, columns.values())) or self._overlap(values):
+                return False
+            for same in columns.values():
+                self._gather(same)
+            self._marks = _marks(values)
         return True
 
-    def _hold(self, key: str, entry: Tensor, memory: Tensor, own: Sequence[dict[str, Any]]) -> None:
-        """Keep an entry, and show each parameter its part of a memory."""
-        parts: Sequence[Any] = self._parts if entry.ndim else range(len(self.params))
-        self._entries[key], self._views[key] = entry, [memory[part] for part in parts]
-        if not entry.ndim:
-            self._counts[key], self._versions[key] = memory, _UNREAD
-        for entries, view in zip(own, self._views[key], strict=True):
-            entries[key] = view
-
-    def _forget(self, key: str) -> None:
-        kept: Sequence[dict[str, Any]]
-        kept = (self._entries, self._views, self._counts, self._versions)
-        for one in kept:
-            one.pop(key, None)
-
-    def agrees(self) -> bool:
-        """Whether the parameters' counts are equal, so that one can stand for all.
-
-        On a GPU they are read once: a step is not to wait for it.
-        """
-        return self._fits and all(map(self._is_one, self._counts))
-
-    def _is_one(self, key: str) -> bool:
-        counts, version = self._counts[key], self._versions[key]
-        if VERSION(counts) == version:
-            return True
-        if counts.device.type != "cpu" and version != _UNREAD:
+    def _are_alike(self, values: Sequence[Tensor]) -> bool:
+        first = values[0]
+        if any(one.dtype != first.dtype or one.device != first.device for one in values):
             return False
-        first, *others = counts.tolist()
-        is_one = others.count(first) == len(others)
-        self._versions[key] = VERSION(counts) if is_one else _DIFFERENT
-        self._entries[key].fill_(first)
-        return is_one
+        if first.ndim == 0:
+            return all(one.ndim == 0 for one in values)
+        lengths = [(part.stop - part.start,) for part in self._parts]
+        return [one.shape for one in values] == lengths and all(map(Tensor.is_contiguous, values))
 
-    def lend(self, states: _States) -> None:
-        """Let the optimizer step on the piece, whose gradient and entries it finds."""
+    def _overlap(self, values: Sequence[Tensor]) -> bool:
+        """Whether some entries are, or see, each other's memory, or the shards'."""
+        spans = sorted(
+            (one.data_ptr(), one.data_ptr() + one.nbytes)
+            for one in (*values, self.gradients.flat.master[self._bounds])
+        )
+        return any(stop > start for (_, stop), (start, _) in pairwise(spans))
+
+    def _gather(self, values: Sequence[Tensor]) -> None:
+        """Let tensors show parts of one new memory, with their values; they stay who they are."""
+        first = values[0]
+        memory = first.new_zeros(self._size if first.ndim else len(values))
+        for value, part in zip(values, self._parts_of(memory, first.ndim), strict=True):
+            value.data = part.copy_(value)
+
+    def _parts_of(self, memory: Tensor, ndim: int) -> list[Tensor]:
+        """Return each parameter's part of a memory of elements (ndim 1) or of counts (0)."""
+        places: Sequence[Any] = self._parts if ndim else range(len(self.params))
+        return [memory[place] for place in places]
+
+    def _memory(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the memory in which entries lie together, shape (E,), or (P,) of counts."""
+        size = self._size if values[0].ndim else len(values)
+        return values[0].as_strided((size,), (1,))
+
+    @property
+    def _counts(self) -> list[str]:
+        return [key for key, entry in self._entries.items() if not entry.ndim]
+
+    def _are_equal(self, key: str, values: Sequence[Tensor]) -> bool:
+        counts = self._memories[key]
+        if counts.device.type != "cpu" and key in self._versions:
+            return self._versions[key] == sum(map(VERSION, values))
+        first, *others = counts.tolist()
+        return others.count(first) == len(others)
+
+    def lend(self, states: _States) -> nn.Parameter:
+        """Return the piece for the optimizer to step on, which finds its gradient and entries."""
         local = self.gradients.buffer.local
         assert local is not None
+        master = self.gradients.flat.master[self._bounds]
+        self.param = nn.Parameter(master, requires_grad=False)
         self.param.grad = local[self._bounds]
         if self._entries:
             states[self.param] = {**self._entries}
+        return self.param
 
     def take_back(self, states: _States) -> None:
         """Show the parameters what the optimizer has made of the entries."""
-        self.param.grad = None
-        for key, value in states.pop(self.param, {}).items():
-            if key in self._entries:
-                self._update(key, value)
-            elif isinstance(value, Tensor) and value.shape in ((), self.param.shape):
-                own = [states[param] for param in self.params]
-                memory = value if value.ndim else value.repeat(len(own))
-                self._hold(key, value, memory, own)
-                self._note_counts(key)
-            else:  # nothing of torch's is: the next step is made for each parameter
-                self._fits = False
-                for param in self.params:
-                    states[param][key] = value
+        left = states.pop(self.param, {})
+        own = [states[param] for param in self.params] if left else []
+        for key, value in left.items():
+            memory = self._memories.get(key)
+            if memory is None:
+                self._show(key, value, own)
+            elif value is not memory:
+                memory.copy_(value)  # one count into all
+        self._note(own, left)
+        self.rest()
 
-    def _update(self, key: str, value: Tensor) -> None:
-        entry = self._entries[key]
-        if value is not entry:
-            entry.copy_(value)
-        if key in self._counts:
-            self._counts[key].copy_(entry)
-            self._note_counts(key)
+    def rest(self) -> None:
+        """Hold nothing any more."""
+        self.param, self._memories, self._entries = None, {}, {}
 
-    def _note_counts(self, key: str) -> None:
-        if key in self._counts:
-            self._versions[key] = VERSION(self._counts[key])
+    def _show(self, key: str, value: Any, own: Sequence[dict[str, Any]]) -> None:
+        """Let the parameters have their parts of a new entry."""
+        parts: Sequence[Any] = [value] * len(own)
+        if isinstance(value, Tensor) and value.shape == (self._size,):
+            parts = self._parts_of(value, 1)
+        elif isinstance(value, Tensor) and value.ndim == 0:
+            parts = self._parts_of(value.repeat(len(own)), 0)
+        for entries, part in zip(own, parts, strict=True):
+            entries[key] = part
+
+    def _note(self, own: Sequence[dict[str, Any]], left: Mapping[str, Any]) -> None:
+        """Note where new entries lie and, on a GPU, the versions of counts."""
+        if not all(isinstance(value, Tensor) for value in left.values()):
+            return
+        if left.keys() != self._memories.keys():
+            self._marks = _marks([entries[key] for key in left for entries in own])
+        for key, value in left.items():
+            if value.ndim == 0 and value.device.type != "cpu":
+                self._versions[key] = sum(VERSION(entries[key]) for entries in own)
 
 
-def _are_alike(value: Any, other: Any) -> bool:
-    if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
-        return False
-    return (value.dtype, value.device, value.ndim) == (other.dtype, other.device, other.ndim)
-
-
-def _fits(value: Tensor, part: slice) -> bool:
-    return value.shape == (part.stop - part.start,)
+def _marks(values: Sequence[Tensor]) -> list[int]:
+    """Return what tells tensors, and where they lie, from others."""
+    return [*map(id, values), *addresses_of(values)]

@@ -69,7 +69,7 @@ class ShardedOptimizer:
         self._on_host = StepOnHost(optimizer, engine)
         shard_state(optimizer, engine)
         self._edited_state = EditedState(optimizer, engine)
-        self._flat = FlatStep(optimizer, engine, self._edited_state)
+        self._flat = FlatStep(optimizer, engine)
         self._failing = FailingSteps(optimizer, self._end_failed, self._end_later)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -174,9 +174,9 @@ class ShardedOptimizer:
         self._owned.take()
 
     def _shows_shards(self) -> bool:
-        """Whether somebody looks at each parameter while the optimizer steps."""
+        """Decide how the step is made; return whether each parameter is to show its shard."""
         watching = step_hooks_between(self.optimizer, self._before_step, self._after_step)
-        self._is_flat = not watching and self._flat.is_possible()
+        self._is_flat = not watching and self._flat.prepare()
         return not self._is_flat
 
     def _leave(self) -> None:

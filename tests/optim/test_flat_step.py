@@ -1,7 +1,9 @@
 """Steps on pieces leave what steps on each parameter by itself leave, whatever happens between."""
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -310,12 +312,97 @@ def test_counts_that_a_hook_has_made_unequal_count_on_by_themselves() -> None:
         assert seen[1] >= seen[0]
 
 
-def test_an_eps_of_zero_made_padding_a_number_that_is_none() -> None:
-    OPTIMIZERS["AdamW without eps"] = lambda p: optim.AdamW(p, lr=0.1, eps=0.0)
+def every_way_watched(run: Run) -> None:
+    handle = run.optimizer.register_step_pre_hook(lambda *_: None)
+    every_way(run)
+    handle.remove()
 
+
+def set_data_of_entries(run: Run) -> None:
+    for entries in run.optimizer.state.values():
+        for key, value in entries.items():
+            if key not in COUNTS:
+                value.data = value.data * 0.5
+
+
+def edit_past_versions(run: Run) -> None:
+    for entries in run.optimizer.state.values():
+        if "step" in entries:
+            entries["step"].data.add_(7.0)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize(
+    "events",
+    [
+        (lambda run: run.optimizer.step(), every_way_watched, every_way),
+        (every_way, set_data_of_entries, every_way, every_way),
+        (every_way, edit_past_versions, every_way),
+        (one_way, every_way_watched, every_way, one_way, every_way),
+    ],
+    ids=["watched step", "data of entries", "counts past versions", "branches"],
+)
+def test_state_that_others_have_made_or_moved_was_lost(
+    events: tuple[Callable[[Run], Any], ...], name: str, stage: int
+) -> None:
+    alone = Run(name, 1, None)
+    for event in events:
+        event(alone)
+    state, weights = alone.full()
+
+    def fn(rank: int) -> Any:
+        run = Run(name, 1, stage)
+        for event in events:
+            event(run)
+        return run.full()
+
+    (got_state, got), *_ = (one for one in run_ranks(fn, 2) if one is not None)
+    torch.testing.assert_close(got, weights, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got_state["state"], state["state"], rtol=1e-4, atol=1e-6)
+
+
+def test_an_edit_through_a_tensor_that_a_hook_has_kept_was_ignored() -> None:
+    def fn(run: Run) -> float:
+        weights = [param for param, name in run.names.items() if name.endswith("weight")]
+        kept = [run.optimizer.state[weight]["sum"] for weight in weights]
+        every_way(run)
+        every_way(run)
+        for one in kept:
+            one.zero_()
+        return sum(float(run.optimizer.state[weight]["sum"].sum()) for weight in weights)
+
+    assert ranks_of(fn, name="Adagrad") == [0.0, 0.0]
+
+
+def test_state_that_user_code_has_given_up_stayed_in_memory() -> None:
     def fn(run: Run) -> bool:
         every_way(run)
-        assert run.engine is not None
-        return all(bool(one.flat.shard.isfinite().all()) for one in run.engine.gradients)
+        every_way(run)
+        (value, *_) = run.optimizer.state[run.model.common.weight].values() or [torch.empty(0)]
+        gone = weakref.ref(value.untyped_storage())
+        del value
+        run.optimizer.state.clear()
+        gc.collect()
+        return gone() is None
 
-    assert all(ranks_of(fn, name="AdamW without eps"))
+    assert all(ranks_of(fn))
+
+
+@pytest.mark.parametrize(("eps", "dtype"), [(0.0, torch.float32), (1e-8, torch.float16)])
+def test_padding_became_not_a_number(eps: float, dtype: torch.dtype) -> None:
+    def fn(rank: int) -> bool:
+        layer = nn.Linear(3, 5).to(dtype)
+        assert dist.group.WORLD is not None
+        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        engine = DataParallelEngine(layer, ranks, EngineOptions(stage=1))
+        optimizer = optim.AdamW(layer.parameters(), lr=0.1, eps=eps)
+        ShardedOptimizer(optimizer, engine)
+        with engine.step():
+            loss = layer(torch.ones(2, 3, dtype=dtype)).sum()
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        return all(bool(one.flat.full.isfinite().all()) for one in engine.gradients)
+
+    assert run_ranks(fn, 2) == [True, True]
