@@ -72,7 +72,7 @@ class Piece:
             counted on since, as a step is not to wait for what they have come to.
         """
         own = [states.get(param) or {} for param in self.params]
-        if any(one.keys() != own[0].keys() for one in own):
+        if [*map(dict.keys, own)].count(own[0].keys()) < len(own):
             return False
         columns = {key: [one[key] for one in own] for key in own[0]}
         if not self._lie_together(columns):
@@ -86,7 +86,7 @@ class Piece:
 
     def _lie_together(self, columns: _Columns) -> bool:
         values = [*chain.from_iterable(columns.values())]
-        if any(kind is not Tensor for kind in map(type, values)):
+        if {*map(type, values)} - {Tensor}:
             return False
         if self._marks != _marks(values):
             self._marks, self._versions = [], {}
