@@ -126,10 +126,12 @@ def test_a_fit_that_leaves_shards_takes_at_most_a_unit_at_its_end(
 ) -> None:
     unit, slack = 4 * 2**20, 8 * 2**20  # 64 MiB of parameters, 128 of Adam's state
     buffers = disk_file.NUM_BUFFERS * disk_file.BUFFER_BYTES + arriving.ARRIVING_BYTES
-    for at_end, in_save in run_processes(bytes_above, 2, folder=tmp_path, left=True, kind=kind):
+    for at_end, in_save in run_processes(
+        bytes_above, 2, fresh=True, folder=tmp_path, left=True, kind=kind
+    ):
         assert at_end < unit + slack
         assert in_save < unit + buffers + slack
-    gathered = run_processes(bytes_above, 2, folder=tmp_path, left=False, kind="full")
+    gathered = run_processes(bytes_above, 2, fresh=True, folder=tmp_path, left=False, kind="full")
     assert min(at_end for at_end, _ in gathered) > 8 * unit
 
 
