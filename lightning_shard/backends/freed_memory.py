@@ -19,7 +19,9 @@ import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LONGEST_END = 2**31 - 1  # bytes at the end of the heap: the most that mallopt's int says
-_LARGEST_BLOCK = 32 << 20  # the most that glibc takes: larger ones are always mapped by themselves
+LARGEST_BLOCK_BYTES = (
+    32 << 20
+)  # the most that glibc takes: larger ones are always mapped by themselves
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
@@ -38,4 +40,6 @@ def _keep() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not where the C library is another
     if mallopt is None:
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_TRIM_THRESHOLD, _LONGEST_END))
+    return bool(
+        mallopt(_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES) and mallopt(_TRIM_THRESHOLD, _LONGEST_END)
+    )

@@ -1,24 +1,32 @@
-"""A pool of receive buffers, which later operations use again.
+"""A pool of large receive buffers, which later operations use again.
 
 A fresh buffer costs its page faults: a 64 MB reduce-scatter between two Gloo ranks took 49 ms with
-a new buffer for each call and 20 ms with a kept one (torch 2.13). A training step asks for the same
-few sizes again and again, so idle buffers are kept, up to a limit.
+a new buffer for each call and 20 ms with a kept one (torch 2.13). What the C library keeps when it
+is freed (`freed_memory.py`) goes back to it, so that gradients and activations use it as well, and
+nothing is held between steps. Idle buffers above that are kept here, up to a limit.
 """
 
 import torch
 
-# Two 25 MB buckets in flight on many ranks, or one 64 MB operation.
-IDLE_LIMIT_BYTES = 64 << 20
+from lightning_shard.backends.freed_memory import LARGEST_BLOCK_BYTES
+
+IDLE_LIMIT_BYTES = 64 << 20  # one operation of the collectives' benchmark
 
 
 class ScratchPool:
     """Idle host buffers, each lent to one operation at a time.
 
     Args:
+        smallest_bytes: Buffers of no more are freed at once.
         idle_limit_bytes: Idle buffers beyond this sum are freed, the smallest first.
     """
 
-    def __init__(self, idle_limit_bytes: int = IDLE_LIMIT_BYTES) -> None:
+    def __init__(
+        self,
+        smallest_bytes: int = LARGEST_BLOCK_BYTES,
+        idle_limit_bytes: int = IDLE_LIMIT_BYTES,
+    ) -> None:
+        self._smallest_bytes = smallest_bytes
         self._idle: list[torch.Tensor] = []  # (bytes,) each, in order of size
         self._idle_limit_bytes = idle_limit_bytes
 
@@ -35,8 +43,8 @@ class ScratchPool:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Keep `buffer` for later, or free it when the pool is full."""
-        if buffer.numel() > self._idle_limit_bytes:
+        """Keep `buffer` for later, or free it when it is small or the pool is full."""
+        if not self._smallest_bytes < buffer.numel() <= self._idle_limit_bytes:
             return
         self._idle.append(buffer)
         self._idle.sort(key=torch.Tensor.numel)
