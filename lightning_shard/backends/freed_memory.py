@@ -5,8 +5,8 @@
 
 Under torch DDP gradients lie at the end of the heap from step to step, and hold all of it. Here
 they move into flat buffers, so that the end of a backward frees everything. Between steps a rank
-then holds what a step needs: under stages 1 to 3 the benchmark's GPT 404 to 429 MB, at peaks of 398
-to 429, and with glibc by itself 374 to 436, at peaks of 404 to 470. Of 3.4 million parameters in
+then holds what a step needs: under stages 1 to 3 the benchmark's GPT 400 to 440 MB, at peaks of as
+many, and with glibc by itself 370 to 450, at peaks of 400 to 480. Of 3.4 million parameters in
 small layers it is 165 to 194 MB beside 139 to 158, at peaks of 158 to 179. Whoever sets glibc's
 variables keeps their values.
 """
@@ -19,9 +19,7 @@ import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LONGEST_END = 2**31 - 1  # bytes at the end of the heap: the most that mallopt's int says
-LARGEST_BLOCK_BYTES = (
-    32 << 20
-)  # the most that glibc takes: larger ones are always mapped by themselves
+LARGEST_BLOCK_BYTES = 32 << 20  # the most that glibc takes; larger ones are mapped each time
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
@@ -40,6 +38,5 @@ def _keep() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not where the C library is another
     if mallopt is None:
         return False
-    return bool(
-        mallopt(_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES) and mallopt(_TRIM_THRESHOLD, _LONGEST_END)
-    )
+    keeps_blocks = mallopt(_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES)
+    return bool(keeps_blocks and mallopt(_TRIM_THRESHOLD, _LONGEST_END))
