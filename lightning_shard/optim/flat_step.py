@@ -11,6 +11,7 @@ one of torch's element-wise ones, exactly. Each parameter by itself is updated
   optimizer needs some parameters full;
 - where some parameters of a buffer have a gradient, and others none;
 - where their entries in the optimizer's state differ in kind, or in the number of steps;
+- where groups alternate in a buffer, so that pieces would be many and short;
 - where hooks look at parameters within the step, or one of the options does (`_needs_each`).
 """
 
@@ -29,6 +30,9 @@ from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.optim.piece import Piece
 
 _KINDS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "ASGD", "RMSprop", "Rprop")
+# What they cost the host: of 805 parameters in two groups that alternate 205 pieces took 15 ms, the
+# parameters by themselves 12, and 5 pieces, in one group, 7.
+_PARAMS_A_PIECE, _FEW_PIECES = 8, 16
 _ELEMENTWISE = {getattr(torch.optim, name) for name in (*_KINDS, "Adagrad", "Adadelta")}
 
 
@@ -59,17 +63,23 @@ class FlatStep:
     @torch.no_grad()
     def prepare(self) -> bool:
         """Prepare a step on pieces, once gradients are averaged; return whether it can be made."""
-        groups = self._optimizer.param_groups
-        if not self._suits or any(_needs_each(one, self._buffers) for one in groups):
+        if not self._suits or not self._are_few():
+            return False
+        if any(_needs_each(one, self._buffers) for one in self._optimizer.param_groups):
             return False
         if not all(_is_ready(one) or one.buffer.is_unused for one in self._buffers):
             return False
-        self._cut_anew()
         self._stepping = [piece for piece in self._pieces if _is_ready(piece.gradients)]
         can_step = all(piece.join(self._optimizer.state) for piece in self._stepping)
         if not can_step:
             self._rest()
         return can_step
+
+    def _are_few(self) -> bool:
+        """Whether pieces cost less than their parameters do."""
+        self._cut_anew()
+        num_params = sum(len(piece.params) for piece in self._pieces)
+        return len(self._pieces) <= max(_FEW_PIECES, num_params // _PARAMS_A_PIECE)
 
     def _cut_anew(self) -> None:
         """Make the pieces anew where the groups have other parameters than they are of."""

@@ -164,7 +164,6 @@ class Piece:
             elif value is not memory:
                 memory.copy_(value)  # one count into all
         self._note(own, left)
-        self.rest()
 
     def rest(self) -> None:
         """Hold nothing any more."""

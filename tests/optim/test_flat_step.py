@@ -283,19 +283,23 @@ def test_a_backward_through_updated_parameters_went_unnoticed() -> None:
         assert "modified by an inplace operation" in message
 
 
-def test_state_is_held_once_after_it_was_loaded() -> None:
-    def fn(run: Run) -> tuple[int, int]:
-        every_way(run)
-        load(run)
-        every_way(run)
-        values = [value for one in run.optimizer.state.values() for value in one.values()]
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in values}
-        assert run.engine is not None
-        shards = sum(one.flat.shard.nbytes for one in run.engine.gradients)
-        return sum(one.nbytes() for one in storages.values()), 2 * shards + 4 * len(values)
+def averages_of(run: Run) -> list[Tensor]:
+    return [one["exp_avg"] for one in run.optimizer.state.values() if "exp_avg" in one]
 
-    for held, most in ranks_of(fn):
-        assert held <= most
+
+def test_state_lay_apart_after_it_was_loaded() -> None:
+    def fn(run: Run) -> list[int]:
+        every_way(run)
+        for entries in run.optimizer.state.values():
+            entries.update({key: value.clone() for key, value in entries.items()})
+        nums = []
+        for _ in range(2):
+            nums.append(len({one.untyped_storage().data_ptr() for one in averages_of(run)}))
+            every_way(run)
+        return nums
+
+    for apart, together in ranks_of(fn):
+        assert together < apart
 
 
 def test_counts_that_a_hook_has_made_unequal_count_on_by_themselves() -> None:
@@ -379,27 +383,76 @@ def test_state_that_user_code_has_given_up_stayed_in_memory() -> None:
     def fn(run: Run) -> bool:
         every_way(run)
         every_way(run)
-        (value, *_) = run.optimizer.state[run.model.common.weight].values() or [torch.empty(0)]
-        gone = weakref.ref(value.untyped_storage())
-        del value
+        storage = averages_of(run)[0].untyped_storage()
+        known = [weakref.ref(storage)]
+        del storage
+        gc.collect()
+        was_there = known[0]() is not None
         run.optimizer.state.clear()
         gc.collect()
-        return gone() is None
+        return was_there and known[0]() is None
 
     assert all(ranks_of(fn))
+
+
+class Many(nn.Module):
+    """More parameters than few pieces, which two groups may have in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(60)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize(("alternate", "by_itself"), [(False, False), (True, True)])
+def test_groups_that_alternate_cost_more_on_many_short_pieces(
+    alternate: bool, by_itself: bool
+) -> None:
+    def fn(rank: int) -> bool:
+        model = Many()
+        named = [*model.named_parameters()]
+        keys = [name.endswith("bias") if alternate else False for name, _ in named]
+        groups = [
+            {"params": [param for key, (_, param) in zip(keys, named, strict=True) if key is one]}
+            for one in sorted(set(keys))
+        ]
+        assert dist.group.WORLD is not None
+        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        engine = DataParallelEngine(model, ranks, EngineOptions(stage=1))
+        optimizer: Any = optim.SGD(groups, lr=0.1)
+        ShardedOptimizer(optimizer, engine)
+        seen: list[bool] = []
+        init_group = optimizer._init_group
+
+        def spy(group: dict[str, Any], *args: Any) -> Any:
+            seen.extend(param in own for param in group["params"])
+            return init_group(group, *args)
+
+        own, optimizer._init_group = {param for _, param in named}, spy
+        with engine.step():
+            loss = model(torch.ones(1, 2))
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        assert len(set(seen)) == 1
+        return seen[0]
+
+    assert run_ranks(fn, 2) == [by_itself] * 2
 
 
 @pytest.mark.parametrize(("eps", "dtype"), [(0.0, torch.float32), (1e-8, torch.float16)])
 def test_padding_became_not_a_number(eps: float, dtype: torch.dtype) -> None:
     def fn(rank: int) -> bool:
-        layer = nn.Linear(3, 5).to(dtype)
+        layer = nn.Sequential(nn.Linear(1, 5), nn.Linear(5, 1)).to(dtype)
         assert dist.group.WORLD is not None
         ranks = get_backend("in_process").collectives(dist.group.WORLD)
         engine = DataParallelEngine(layer, ranks, EngineOptions(stage=1))
         optimizer = optim.AdamW(layer.parameters(), lr=0.1, eps=eps)
         ShardedOptimizer(optimizer, engine)
         with engine.step():
-            loss = layer(torch.ones(2, 3, dtype=dtype)).sum()
+            loss = layer(torch.ones(2, 1, dtype=dtype)).sum()
         with engine.backward():
             loss.backward()
         optimizer.step()
