@@ -109,6 +109,22 @@ class Collectives(C10dTransfers):
         """
         return like.new_empty(numel, dtype=dtype, device=device)
 
+    def set_aside(self, flat: torch.Tensor, let_go: Callable[[], None]) -> bool:
+        """Keep a buffer of `new_empty`, which its owner does not use now, until memory is needed.
+
+        Args:
+            flat: The buffer.
+            let_go: A method that drops the owner's references to it, if others need its memory; it
+                is called no more once its object is gone.
+
+        Returns:
+            Whether it is kept; otherwise it takes memory for as long as there are references.
+        """
+        return False
+
+    def take_up(self, flat: torch.Tensor) -> None:
+        """Use a buffer again that was set aside."""
+
     def share(self, values: torch.Tensor, start: int, stop: int) -> CommonBuffer | None:
         """Return a buffer that exists once for all ranks of the group; each rank must call.
 

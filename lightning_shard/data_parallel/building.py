@@ -53,7 +53,10 @@ def build_units(
         is_here=split.is_here,
         undivided=() if shared is None else shared.lists,
     )
-    return [_build_unit(spec, groups, options, split, owners, copier) for spec in specs]
+    units = [_build_unit(spec, groups, options, split, owners, copier) for spec in specs]
+    for unit in units:
+        unit.stays = unit.is_root or exist_once(units)
+    return units
 
 
 def _build_unit(
@@ -96,6 +99,15 @@ def _build_unit(
     return unit
 
 
+def exist_once(units: Iterable[Unit]) -> bool:
+    """Whether all parameters exist once per host."""
+    return all(
+        flat.common is not None or not flat.layout.full_numel
+        for unit in units
+        for flat in unit.flats
+    )
+
+
 def _is_trained(named: Sequence[tuple[str, nn.Parameter]]) -> bool:
     return any(param.requires_grad for _, param in named)
 
@@ -112,12 +124,13 @@ def build_gradients(
         split: How the model is split over other ranks.
     """
     flats = [flat for unit in units for flat in unit.flats]
+    unshards_in_backward = options.stage == 3 and not exist_once(units)
     return [
         FlatGradients(
             flat,
             reducing_of(flat, reducing, split),
             options.dtypes.reduce,
-            waits_for_end=unit.is_root and options.stage == 3,
+            waits_for_end=unit.is_root and unshards_in_backward,
             exchange=_exchange(flat, flats.index(flat), reducing, options, split),
         )
         for unit in units

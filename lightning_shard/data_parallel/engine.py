@@ -260,7 +260,7 @@ class DataParallelEngine:
         """
         self.hook_trainable()  # what the step itself has unfrozen
         if self._unsharder is not None:
-            self._unsharder.unshard_root_units()
+            self._unsharder.unshard_staying()
         with (
             self.seeing_shards(),
             self.around_backward(),

@@ -3,6 +3,8 @@
 On shared memory peers read parameters and gradients in place; elsewhere this is ordinary memory.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,3 +32,11 @@ class FlatMemory:
     def copy(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a copy of a buffer, in another format if one is given."""
         return self.like(flat, dtype or flat.dtype).copy_(flat)
+
+    def set_aside(self, flat: Tensor, let_go: Callable[[], None]) -> bool:
+        """Let others have a buffer's memory until `take_up`; see `Collectives.set_aside`."""
+        return self._ranks.set_aside(flat, let_go)
+
+    def take_up(self, flat: Tensor) -> None:
+        """Use a buffer again that was set aside."""
+        self._ranks.take_up(flat)

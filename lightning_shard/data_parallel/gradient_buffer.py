@@ -10,7 +10,7 @@ Where each rank keeps the full average, the view of `full` is the parameter's `.
 as the full gradient does. The buffer learns what user code has done to `.grad` when it looks there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import compress
 from operator import and_, is_
 from sys import getrefcount
@@ -22,6 +22,8 @@ from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.flat_views import full_views
 from lightning_shard.data_parallel.gradient_state import GradientStates
+from lightning_shard.data_parallel.kept_averages import KeptAverages, moved_along
+from lightning_shard.data_parallel.kept_views import KeptViews
 from lightning_shard.data_parallel.offload.host_gradients import HostGradients
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.tensor_properties import OWN_GRAD, SET_OWN_GRAD, addresses_of
@@ -66,9 +68,11 @@ class GradientBuffer:
         self.sets_aside = self.accumulates and not self.is_plain
         self._stash: Tensor | None = None
         self._sent: tuple[Tensor, list[Tensor]] | None = None
-        self._spare: tuple[Tensor, list[Tensor]] | None = None  # without memory, for the next
+        self._spare = KeptViews(flat.memory)  # `full` until the next backward
+        self._spare_local = KeptViews(flat.memory)
         self._addresses: list[int] = []  # of the views
         self._own_uses = 0  # of the memory of `full`, by us
+        self._kept = KeptAverages()
 
     @unrecorded
     def allocate(self) -> Tensor:
@@ -76,9 +80,9 @@ class GradientBuffer:
         if self.full is not None:
             return self.full
         kind = self.flat.master_dtype if self.accumulates else self.flat.full.dtype
-        if self._spare is not None:
-            (self.full, self.views), self._spare = self._spare, None
-            self.full.untyped_storage().resize_(self.full.nbytes)
+        kept = self._spare.take()
+        if kept is not None:
+            self.full, self.views = kept
         else:
             self.full = self.flat.memory.like(self.flat.full, kind)
             self.views = full_views(self.full, self.flat.layout)
@@ -90,6 +94,8 @@ class GradientBuffer:
             self.local_views = self.flat.shard_views(self.local)
         self._addresses = addresses_of(self.views)
         self._own_uses = storage_uses(self.full)
+        if self.accumulates:
+            self._kept.begin(self.full)
         return self.full
 
     @property
@@ -115,7 +121,11 @@ class GradientBuffer:
         A view of `.grad`, what `.grad.detach()` or `.numpy()` gave and the like would show the next
         gradients.
         """
-        if not self.shows_sums or self.full is None:
+        if self.full is None:
+            return
+        if not self.shows_sums:
+            grads = enumerate(map(OWN_GRAD, self.flat.params))
+            self._part_from_kept({i for i, grad in grads if isinstance(grad, AveragedGradient)})
             return
         shown = zip(self.flat.params, self.views, strict=True)
         if any(param.grad is view for param, view in shown):
@@ -123,6 +133,33 @@ class GradientBuffer:
         if storage_uses(self.full) > self._own_uses:
             self.local, self.local_views = None, []
             self.give_up_full()
+
+    def look_who_keeps(self) -> None:
+        """Once an optimizer has seen the averages, learn whether it has kept any."""
+        if self.host is not None and self.is_on_host:
+            self.host.look_who_keeps()
+        elif self.local is not None:
+            self._kept.look(self.local, self.local_views)
+
+    def _part_from_kept(self, stay: Collection[int]) -> None:
+        """Go on in new memory where others have kept averages that new ones would overwrite.
+
+        Args:
+            stay: Parameters to whose averages new ones are added.
+        """
+        if self.local is None or not self._kept.are_there or len(stay) == len(self.states):
+            return
+        if self.accumulates:
+            assert self.full is not None
+            self.full = self.flat.memory.copy(self.full)
+            self.views = full_views(self.full, self.flat.layout)
+            self.local = self.flat.own_part(self.full)
+            self._addresses = addresses_of(self.views)
+        else:
+            self.local = self.local.clone()
+        views = self.flat.shard_views(self.local)
+        self.local_views = moved_along(self.local_views, views, stay)
+        self._kept.begin(self.local)
 
     def give_up_full(self) -> None:
         """Keep `full` no longer."""
@@ -135,15 +172,10 @@ class GradientBuffer:
         self.give_up_full()
 
     def free_sent(self) -> None:
-        """Free what was sent off, once nobody reads it any more, but keep its views for the next.
-
-        To make the views of a buffer anew takes longer than to copy small gradients into them.
-        """
+        """Give back what was sent off, once nobody reads it any more, but keep its views."""
         sent, self._sent = self._sent, None
-        if sent is None or self.full is not None or not sent[0].untyped_storage().resizable():
-            return
-        sent[0].untyped_storage().resize_(0)
-        self._spare = sent
+        if sent is not None and self.full is None:
+            self._spare.keep(*sent)
 
     def target(self, dtype: torch.dtype, *, travels_on: bool) -> Tensor:
         """Return the tensor for a new average: `local`, or new memory when `local` is taken.
@@ -152,14 +184,24 @@ class GradientBuffer:
             dtype: Format in which gradients travel.
             travels_on: Whether the average is sent again, in that format.
         """
-        if self.local is None:
-            shape, kind = self.flat.shard.shape, self.flat.master_dtype
-            self.local = self.flat.full.new_empty(shape, dtype=kind)
-            self.local_views = self.flat.shard_views(self.local)
-        fits = dtype == self.local.dtype or (self.local.dtype == torch.float32 and not travels_on)
+        if not self.accumulates:
+            self._part_from_kept({*compress(range(len(self.states)), self.states.is_reduced)})
+        local = self._allocate_local() if self.local is None else self.local
+        fits = dtype == local.dtype or (local.dtype == torch.float32 and not travels_on)
         is_taken = not self.accumulates and self.states.any_reduced and not self.is_on_host
         if not fits or is_taken:
-            return torch.empty_like(self.local, dtype=None if fits else dtype)
+            return torch.empty_like(local, dtype=None if fits else dtype)
+        return local
+
+    def _allocate_local(self) -> Tensor:
+        kept = self._spare_local.take()
+        if kept is not None:
+            self.local, self.local_views = kept
+            return self.local
+        shape, kind = self.flat.shard.shape, self.flat.master_dtype
+        self.local = self.flat.full.new_empty(shape, dtype=kind)
+        self.local_views = self.flat.shard_views(self.local)
+        self._kept.begin(self.local)
         return self.local
 
     def store(self, index: int, grad: Tensor) -> None:
@@ -218,8 +260,11 @@ class GradientBuffer:
         if self.local is None or not self.flat.reshards:
             return
         self.forget_absent()
-        if not self.states.any_reduced:
-            self.local, self.local_views = None, []
+        if self.states.any_reduced:
+            return
+        if self._kept.has_alone(self.local, self.local_views):
+            self._spare_local.keep(self.local, self.local_views)
+        self.local, self.local_views = None, []
 
     def set_aside(self) -> None:
         """Keep the averages that lie in a part of `full` before new gradients overwrite it."""
@@ -351,7 +396,9 @@ class GradientBuffer:
             param.grad = None
         self.forget(range(len(self.states)))
         self.full, self.views, self._stash = None, [], None
-        self._sent = self._spare = None
+        self._sent = None
+        self._spare.let_go()
+        self._spare_local.let_go()
         self.local, self.local_views = None, []
         if self.host is not None:
             self.host.drop()

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from sys import getrefcount
 from typing import Any, TypeVar, cast
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "TorchDispatchMode",
     "Untraced",
     "after_gradient",
+    "are_held_alone",
     "calls_of",
     "check_batch_norm_input",
     "children_of",
@@ -78,6 +80,7 @@ __all__ = [
 COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
 FAKE_TENSOR_LOGGER = fake_tensor.__name__
 OF_ORIGINAL = "_orig"  # ends the name of a parameter that `spectral_norm` and `prune` compute from
+_OF_A_LIST = 2  # references: the list's, and that of the function which counts
 INITIALISERS = ("reset_parameters", "_reset_parameters")  # of torch's layers, by their name
 _BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
@@ -327,6 +330,12 @@ def storage_key(tensor: Tensor) -> int:
 def storage_uses(tensor: Tensor) -> int:
     """Return how many tensors, arrays and others hold the memory that a tensor lies in."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def are_held_alone(tensors: list[Tensor]) -> bool:
+    """Whether nobody but a list holds its tensors; others may hold their memory."""
+    references, uses = map(getrefcount, tensors), map(Tensor._use_count, tensors)  # type: ignore[attr-defined]
+    return max(references, default=0) <= _OF_A_LIST and max(uses, default=0) <= 1
 
 
 def is_composite(func: Any) -> bool:

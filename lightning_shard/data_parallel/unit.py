@@ -26,6 +26,8 @@ class Unit:
         flats: One flat buffer per format and `requires_grad`.
         passages: What backwards have entered of the blocks, and what they have left.
         on_unshard: Called when an unshard begins.
+        stays: Whether the parameters stay for a whole step: those of the root unit, and all where
+            they exist once per host, so that giving them back would free nothing.
         kept: Whether the unit stays unsharded until the step ends, since a backward that its hooks
             do not see may need it.
         brought: Whether the unit was unsharded for user code, which may change it until it is
@@ -41,6 +43,7 @@ class Unit:
         self.flats = tuple(flats)
         self.passages = Passages()
         self.kept = self.brought = self.was_met = False
+        self.stays = self.is_root
         self._forwarded: set[nn.Module] = set()
         self._pending: list[Pending | Uploaded] | None = None
         self.is_full = True
@@ -48,7 +51,7 @@ class Unit:
 
     @property
     def is_root(self) -> bool:
-        """Whether the parameters stay for a whole step."""
+        """Whether the parameters lie outside of all blocks."""
         return not self.modules
 
     @property

@@ -8,7 +8,8 @@
 A block's forward is bracketed by module hooks, its backward by hooks on its outputs (gradients
 are about to enter) and inputs (they have left). The order of the last step says what to prefetch.
 Parameters of the root unit stay from the start of a step to the end of its backward; outside a
-step, for as long as any module that holds one is in its forward.
+step, for as long as any module that holds one is in its forward. Where the parameters exist once
+per host, giving them back would free nothing: there all units stay for a step.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ class Unsharder:
         self._units = units
         self._units_ahead = units_ahead
         self._on_left = on_left
-        self._root_units = [unit for unit in units if unit.is_root]
+        self._staying = [unit for unit in units if unit.stays]
         self._next: dict[Unit, Unit] = {}
         self._previous: dict[Unit, Unit] = {}
         self._trace: dict[Unit, None] = {}  # in this step, in order
@@ -93,7 +94,8 @@ class Unsharder:
                     has_own = next(part.parameters(recurse=False), None) is not None
                     if part is not module and has_own:
                         self._hook_part(unit, part)
-        in_root = {id(p) for unit in self._root_units for flat in unit.flats for p in flat.params}
+        roots = [unit for unit in self._units if unit.is_root]
+        in_root = {id(p) for unit in roots for flat in unit.flats for p in flat.params}
         for module in hookable(model):
             if module not in inside and any(id(p) in in_root for p in module.parameters()):
                 self._hook_holder(module)
@@ -113,9 +115,22 @@ class Unsharder:
             if not self._leave_copy(called):
                 self._after_forward(unit, called, output)
 
-        first, last = _Hook(before, before_other), _Hook(after, after_other)
+        make = self._outside_of_steps if unit.stays else _Hook
+        first, last = make(before, before_other), make(after, after_other)
         self._handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
         self._handles.append(module.register_forward_hook(last))
+
+    def _outside_of_steps(
+        self, function: Callable[..., None], of_copy: Callable[..., None]
+    ) -> "_TracedHook":
+        """Return a hook of a unit that stays for a step, in which it has nothing to do."""
+        hook = _Hook(function)
+
+        def called(*args: Any) -> None:
+            if not self._in_step:
+                hook(*args)
+
+        return _TracedHook(called, of_copy)
 
     def _hook_part(self, unit: Unit, part: nn.Module) -> None:
         """Hook a part of a block, which another method than the block's forward may use."""
@@ -185,7 +200,7 @@ class Unsharder:
 
     @contextmanager
     def step(self, user_code: UserCode | None = None) -> Iterator[None]:
-        """Keep parameters of the root unit here from now until their backward is over.
+        """Keep what stays for a step here from now until its backward is over.
 
         Args:
             user_code: Knows whether a backward may come from outside of a step; None of one that
@@ -197,7 +212,7 @@ class Unsharder:
         self._follow_trace()
         self._in_step = True
         try:
-            self.unshard_root_units()
+            self.unshard_staying()
             yield
         finally:
             self._in_step = False
@@ -263,15 +278,15 @@ class Unsharder:
         for unit in self._units:
             unit.was_met |= unit.is_full
 
-    def unshard_root_units(self) -> None:
-        """Unshard the root units, which any module may use at any time, all at once."""
-        for unit in self._root_units:
+    def unshard_staying(self) -> None:
+        """Unshard the units that stay for a step, all at once."""
+        for unit in self._staying:
             unit.begin_unshard()
-        for unit in self._root_units:
+        for unit in self._staying:
             unit.ensure_full()
 
     def end_backward(self, *, is_used: bool = True) -> None:
-        """Reshard what backward has finished with; inside a step the root unit stays.
+        """Reshard what backward has finished with; inside a step, what stays for it does not.
 
         Args:
             is_used: Whether it was a backward of this model; what waits for another one stays.
@@ -281,15 +296,15 @@ class Unsharder:
         self._see_assigned()
         for unit in self._units:
             unit.forget_calls()
-            if not (unit.is_root and self._in_step):
-                unit.reshard(edited=unit.is_root)
+            if not (unit.stays and self._in_step):
+                unit.reshard(edited=unit.stays)
 
     def reshard_all(self) -> None:
         """Reshard every unit, for the optimizer or for code outside a step."""
         self._see_assigned()
         for unit in self._units:
             unit.forget_calls()
-            unit.reshard(edited=unit.is_root or not self._has_stepped)
+            unit.reshard(edited=unit.stays or not self._has_stepped)
 
     def _see_assigned(self) -> None:
         """Adopt assigned values before any reshard: they may lie in another unit's memory."""
@@ -298,9 +313,9 @@ class Unsharder:
                 flat.see_assigned()
 
     def after_update(self) -> None:
-        """Inside a step (manual optimization) the root unit's parameters must be unsharded anew."""
+        """Inside a step (manual optimization) unshard anew what stays for it."""
         if self._in_step:
-            self.unshard_root_units()
+            self.unshard_staying()
 
     @property
     def visited(self) -> list[int]:
@@ -375,7 +390,7 @@ class Unsharder:
     def _enter_holder(self) -> None:
         self._depth += 1
         if self._depth == 1 and not in_backward():
-            self.unshard_root_units()
+            self.unshard_staying()
 
     def _leave_holder(self) -> None:
         self._depth -= 1

@@ -14,6 +14,7 @@ from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
     INITIALISERS,
     FakeTensorMode,
+    are_held_alone,
     check_batch_norm_input,
     exchange_contents,
     forget_forward_hooks,
@@ -240,6 +241,18 @@ def test_who_holds_a_memory_is_counted() -> None:
     assert storage_uses(tensor) >= own + len(kept)
     del kept
     assert storage_uses(tensor) == own
+
+
+def test_who_else_holds_the_tensors_of_a_list_is_known() -> None:
+    tensors, other = list(torch.ones(6).split(2)), nn.Parameter(torch.ones(2))
+    assert are_held_alone(tensors)
+    assert are_held_alone([])
+    kept = tensors[1]
+    assert not are_held_alone(tensors)
+    del kept
+    assert are_held_alone(tensors)
+    other.grad = tensors[2]
+    assert not are_held_alone(tensors)
 
 
 def test_the_innermost_function_mode_is_the_one_entered_last() -> None:

@@ -1,5 +1,6 @@
 """The facade over a group on shared memory: what its buffers are made of, and who averages."""
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -32,6 +33,14 @@ class ShmCollectives(Collectives):
         if (device or like.device).type != "cpu" or not _has_memory(like):
             return super().new_empty(like, numel, dtype, device)
         return own_heap().empty(numel, dtype or like.dtype)
+
+    @override
+    def set_aside(self, flat: torch.Tensor, let_go: Callable[[], None]) -> bool:
+        return own_heap().set_aside(flat, let_go)
+
+    @override
+    def take_up(self, flat: torch.Tensor) -> None:
+        own_heap().take_up(flat)
 
     @override
     def share(self, values: torch.Tensor, start: int, stop: int) -> CommonBuffer | None:

@@ -6,7 +6,8 @@
 
 Before a range is used its pages are taken (`posix_fallocate`), so that a host without memory is an
 error here, and no signal in the middle of a step. What is given back stays idle up to a limit,
-since fresh pages cost as much as copying them; beyond that its pages go back to the system.
+since fresh pages cost as much as copying them; beyond that its pages go back to the system. What an
+owner sets aside is idle, too, but stays a tensor until somebody needs the memory.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from functools import cache, partial
 from threading import RLock
 from typing import Any, NamedTuple
@@ -37,6 +39,13 @@ class Block(NamedTuple):
 
     offset: int
     size: int
+
+
+class _Aside(NamedTuple):
+    """What its owner does not use: its size in bytes, and a weak reference to what lets it go."""
+
+    size: int
+    let_go: weakref.WeakMethod[Callable[[], None]]
 
 
 class Heap:
@@ -67,6 +76,7 @@ class Heap:
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._lock = RLock()  # a tensor may go wherever Python collects garbage
         self._idle: list[Block] = []
+        self._aside: dict[int, _Aside] = {}  # by offset, the oldest first
         self._holes = [Block(PAGE_BYTES, addresses - PAGE_BYTES)]
         self.used_bytes = 0
         os.posix_fallocate(self.fd, 0, PAGE_BYTES)
@@ -75,7 +85,8 @@ class Heap:
     @property
     def idle_bytes(self) -> int:
         """Bytes that nobody uses and that are kept."""
-        return sum(block.size for block in self._idle)
+        aside = sum(one.size for one in self._aside.values())
+        return aside + sum(block.size for block in self._idle)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor in the heap, with any content; its memory is given back when it goes.
@@ -103,9 +114,41 @@ class Heap:
         offset = tensor.data_ptr() - self._base
         return offset if 0 < offset < self.addresses else None
 
+    def set_aside(self, tensor: Tensor, let_go: Callable[[], None]) -> bool:
+        """Let others have the memory of a tensor that its owner does not use until `take_up`.
+
+        Args:
+            tensor: A tensor of `empty`.
+            let_go: A method that drops the references to it; its object may go before.
+
+        Returns:
+            Whether the tensor lies here.
+        """
+        offset = self.offset_of(tensor)
+        if offset is None:
+            return False
+        with self._lock:
+            self._aside[offset] = _Aside(_rounded(tensor.nbytes), weakref.WeakMethod(let_go))
+            self._keep_to_limit()
+        return True
+
+    def take_up(self, tensor: Tensor) -> None:
+        """Use a tensor again that was set aside."""
+        with self._lock:
+            self._aside.pop(tensor.data_ptr() - self._base, None)
+
+    def _let_one_go(self) -> None:
+        """Let the owner of what was set aside first give its memory back."""
+        let_go = self._aside.pop(next(iter(self._aside))).let_go()
+        if let_go is not None:
+            let_go()
+
     def _take(self, size: int) -> Block:
         with self._lock:
             block = self._cut_idle(size)
+            while block is None and self._aside:
+                self._let_one_go()
+                block = self._cut_idle(size)
             if block is not None:
                 self.used_bytes += size
                 return block
@@ -156,15 +199,22 @@ class Heap:
             return  # a forked child's copy of a tensor: the memory is the parent's
         with self._lock:
             self.used_bytes -= block.size
+            self._aside.pop(block.offset, None)
             self._idle.append(self._merged_with_idle(block))
-            while (excess := self.idle_bytes - IDLE_LIMIT_BYTES) > 0:
-                oldest = self._idle.pop(0)
-                kept = max(oldest.size - excess, 0)
-                freed = Block(oldest.offset + kept, oldest.size - kept)
-                _punch_hole(self.fd, freed)
-                self._fill_hole(freed)
-                if kept:
-                    self._idle.insert(0, Block(oldest.offset, kept))
+            self._keep_to_limit()
+
+    def _keep_to_limit(self) -> None:
+        while (excess := self.idle_bytes - IDLE_LIMIT_BYTES) > 0:
+            if not self._idle:
+                self._let_one_go()  # and be here again, with its memory
+                continue
+            oldest = self._idle.pop(0)
+            kept = max(oldest.size - excess, 0)
+            freed = Block(oldest.offset + kept, oldest.size - kept)
+            _punch_hole(self.fd, freed)
+            self._fill_hole(freed)
+            if kept:
+                self._idle.insert(0, Block(oldest.offset, kept))
 
     def _merged_with_idle(self, block: Block) -> Block:
         """Return a range with the idle ones that it touches, which are idle no longer."""

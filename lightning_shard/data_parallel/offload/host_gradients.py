@@ -7,11 +7,13 @@ A backward after that, without `zero_grad` between (several `manual_backward` ca
 down as well, and added on the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
+from lightning_shard.data_parallel.kept_averages import KeptAverages, moved_along
 from lightning_shard.data_parallel.offload.copier import HostCopier
 
 
@@ -33,6 +35,20 @@ class HostGradients:
         self.tensor: Tensor | None = None
         self.views: list[Tensor] = []
         self.are_here = False
+        self._kept = KeptAverages()
+
+    def look_who_keeps(self) -> None:
+        """Once an optimizer has seen the averages, learn whether it has kept any."""
+        assert self.tensor is not None
+        self._kept.look(self.tensor, self.views)
+
+    def _part_from_kept(self, stay: Collection[int]) -> None:
+        """Go on in new memory where others have kept averages that new ones would overwrite."""
+        assert self.tensor is not None
+        self._copier.finish()
+        self.tensor = self._copier.empty(self.tensor).copy_(self.tensor)
+        self.views = moved_along(self.views, self._views_of(self.tensor), stay)
+        self._kept.begin(self.tensor)
 
     @torch.no_grad()
     def land(self, averages: Tensor, held: Sequence[bool]) -> None:
@@ -45,6 +61,10 @@ class HostGradients:
         if self.tensor is None:
             self.tensor = self._copier.empty(averages)
             self.views = self._views_of(self.tensor)
+            self._kept.begin(self.tensor)
+        stay = {*compress(range(len(held)), held)} if self.are_here else set()
+        if self._kept.are_there and len(stay) < len(held):
+            self._part_from_kept(stay)
         if not self.are_here or not any(held):
             self._copier.down(averages, self.tensor)
         else:

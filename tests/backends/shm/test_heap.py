@@ -159,3 +159,78 @@ def test_tensors_never_overlap_whatever_was_given_back(orders: list[tuple[bool, 
             assert made.used_bytes == used
             assert made.idle_bytes <= 24 * PAGE_BYTES
     os.close(made.fd)
+
+
+# --- what an owner sets aside -------------------------------------------------------------------
+
+
+class Owner:
+    """Has one tensor, until the heap asks for its memory."""
+
+    def __init__(self, heap: Heap, megabytes: int) -> None:
+        self.tensor: torch.Tensor | None = heap.empty(megabytes * MEGABYTES, torch.uint8)
+        self.address = self.tensor.data_ptr()
+        self._heap = heap
+
+    def set_aside(self) -> None:
+        assert self.tensor is not None
+        assert self._heap.set_aside(self.tensor, self.let_go)
+
+    def let_go(self) -> None:
+        self.tensor = None
+
+
+def test_who_needs_memory_takes_what_was_set_aside_first(heap: Heap) -> None:
+    first, second = Owner(heap, 4), Owner(heap, 4)
+    first.set_aside()
+    second.set_aside()
+    assert heap.idle_bytes == 8 * MEGABYTES
+    other = heap.empty(4 * MEGABYTES, torch.uint8)
+    assert (first.tensor, other.data_ptr()) == (None, first.address)
+    assert second.tensor is not None
+    assert heap.idle_bytes == 4 * MEGABYTES
+    assert taken_bytes(heap) < 9 * MEGABYTES
+
+
+def test_idle_memory_goes_before_what_was_set_aside(heap: Heap) -> None:
+    owner = Owner(heap, 4)
+    heap.empty(4 * MEGABYTES, torch.uint8)  # and is idle again
+    owner.set_aside()
+    kept = heap.empty(4 * MEGABYTES, torch.uint8)
+    assert owner.tensor is not None
+    assert kept.data_ptr() != owner.address
+
+
+def test_what_was_taken_up_stays_its_owner_s(heap: Heap) -> None:
+    owner = Owner(heap, 4)
+    owner.set_aside()
+    assert owner.tensor is not None
+    heap.take_up(owner.tensor)
+    assert heap.idle_bytes == 0
+    other = heap.empty(4 * MEGABYTES, torch.uint8)
+    assert owner.tensor is not None
+    assert other.data_ptr() != owner.address
+
+
+def test_what_is_set_aside_counts_to_the_limit(heap: Heap) -> None:
+    owners = [Owner(heap, 30) for _ in range(3)]
+    for owner in owners:
+        owner.set_aside()
+    assert [owner.tensor is None for owner in owners] == [True, False, False]
+    assert heap.idle_bytes <= heaps.IDLE_LIMIT_BYTES
+    assert taken_bytes(heap) <= heaps.IDLE_LIMIT_BYTES + 2 * MEGABYTES
+
+
+def test_an_owner_that_is_gone_leaves_its_memory_idle_once(heap: Heap) -> None:
+    owner = Owner(heap, 4)
+    owner.set_aside()
+    address = owner.address
+    del owner
+    gc.collect()
+    assert heap.idle_bytes == 4 * MEGABYTES
+    assert heap.empty(4 * MEGABYTES, torch.uint8).data_ptr() == address
+
+
+def test_other_memory_is_not_set_aside_here(heap: Heap) -> None:
+    assert not heap.set_aside(torch.ones(3), lambda: None)
+    assert heap.idle_bytes == 0
