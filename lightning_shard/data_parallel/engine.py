@@ -340,13 +340,14 @@ class DataParallelEngine:
         touched = set(map(self._buffer_numbers.get, map(id, params)))
         return [one.flat for number, one in enumerate(self.gradients) if number in touched]
 
-    def begin_update(self, params: Iterable[nn.Parameter]) -> None:
+    def begin_update(self, params: Iterable[nn.Parameter], *, in_place: bool = True) -> None:
         """Before `params` are updated, let this rank write its part of what ranks have in common.
 
-        Each rank must call.
+        Each rank must call; `in_place` is as for `common_buffer.begin_update`.
         """
         touched = self._touched(params) if self.has_common else ()
-        begin_update(flat.common for flat in touched if flat.common is not None)
+        buffers = [flat.common for flat in touched if flat.common is not None]
+        begin_update(buffers, in_place=in_place)
 
     def publish(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params`, bring all ranks' full parameters up to date."""

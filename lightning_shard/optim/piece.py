@@ -146,8 +146,9 @@ class Piece:
         """Return the piece for the optimizer to step on, which finds its gradient and entries."""
         local = self.gradients.buffer.local
         assert local is not None
-        master = self.gradients.flat.master[self._bounds]
-        self.param = nn.Parameter(master, requires_grad=False)
+        flat = self.gradients.flat
+        shard = flat.master if flat.common is None else flat.common.part
+        self.param = nn.Parameter(shard[self._bounds], requires_grad=False)
         self.param.grad = local[self._bounds]
         if self._entries:
             states[self.param] = {**self._entries}

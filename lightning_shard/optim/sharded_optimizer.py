@@ -165,7 +165,7 @@ class ShardedOptimizer:
         self._is_flat = False
         self.engine.view.enter(self._shows_shards)
         self._in_view = True
-        self.engine.begin_update(self.params)
+        self.engine.begin_update(self.params, in_place=not self._is_flat)
         if self._is_flat:
             self._flat.take()
             return

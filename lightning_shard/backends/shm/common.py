@@ -47,6 +47,11 @@ class SharedFile(CommonBuffer):
     def tensor(self) -> Tensor:
         return self._own
 
+    @property
+    @override
+    def part(self) -> Tensor:
+        return (self._own if self._has_left else self._common)[self._part]
+
     @override
     def meet(self) -> None:
         self._ranks.barrier()
@@ -56,9 +61,16 @@ class SharedFile(CommonBuffer):
         if self._is_open or self._has_left:
             return
         if self._memory.has_edits(*self._bytes):
-            self.give_edits()
+            self.write_part()
         self._memory.open(*self._bytes)
         self._is_open = True
+
+    @override
+    def give_edits(self) -> None:
+        if self._is_open or self._has_left or not self._memory.has_edits(*self._bytes):
+            return
+        self.write_part()
+        self._memory.forget_edits(*self._bytes)
 
     @override
     def gather(self) -> Pending:
@@ -84,7 +96,7 @@ class SharedFile(CommonBuffer):
         self._has_edits = self._has_left or self._memory.has_edits(0, self._memory.own.numel())
         return self._has_left or (self._has_edits and self._memory.has_edits(*self._bytes))
 
-    def give_edits(self) -> None:
+    def write_part(self) -> None:
         """Write this rank's part for all."""
         self._common[self._part].copy_(self._own[self._part])
         self._memory.rest()
@@ -97,7 +109,7 @@ class SharedFile(CommonBuffer):
             return
         self._close()
         if self._has_edits:
-            self._memory.forget_edits()
+            self._memory.forget_edits(0, self._memory.own.numel())
 
     def _close(self) -> None:
         if self._is_open:

@@ -64,9 +64,10 @@ class CopyOnWrite:
         """End `open`: writes are this process's own again."""
         self._map_again(start, stop, mmap.MAP_PRIVATE | _NO_RESERVE)
 
-    def forget_edits(self) -> None:
-        """See the file again, everywhere."""
-        _advise(self._address, self._size)
+    def forget_edits(self, start: int, stop: int) -> None:
+        """See the file again in the pages of these bytes."""
+        first = start // PAGE_BYTES * PAGE_BYTES
+        _advise(self._address + first, pages(stop) * PAGE_BYTES - first)
 
     def rest(self) -> None:
         """Let go of the pages of `common`, which stay in the file."""

@@ -231,7 +231,7 @@ def _gather_common(room: Room, mail: Mail, call: Call) -> Steps:
     offered = yield from _posting(room, first, call, offer, flag.nbytes)
     if any(bool(_only(room, first, rank, flag)) for rank in range(room.size)):
         if flag:
-            buffer.give_edits()
+            buffer.write_part()
         room.has_read(first)
         room.post(first + 1, call, offered)
         yield _turn(room, first + 1)

@@ -98,9 +98,9 @@ class AsyncEngine(DataParallelEngine):
             yield
 
     @override
-    def begin_update(self, params: Iterable[nn.Parameter]) -> None:
+    def begin_update(self, params: Iterable[nn.Parameter], *, in_place: bool = True) -> None:
         if not self.is_alone:
-            super().begin_update(params)
+            super().begin_update(params, in_place=in_place)
 
     @override
     @contextmanager

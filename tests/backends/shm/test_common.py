@@ -31,7 +31,17 @@ def content(buffer: CommonBuffer) -> list[Tensor]:
     return [buffer.tensor[:SPLIT].unique().tolist(), buffer.tensor[SPLIT:].unique().tolist()]
 
 
-def edit(*, debug: bool = False) -> dict[str, Any]:
+def update(buffer: CommonBuffer, part: slice, value: float, *, in_place: bool) -> None:
+    """Write a rank's part, where it shows itself or where all see it."""
+    begin_update([buffer], in_place=in_place)
+    if in_place:
+        buffer.tensor[part] = value
+    else:
+        buffer.part.fill_(value)
+    buffer.gather().wait()
+
+
+def edit(*, debug: bool = False, in_place: bool = True) -> dict[str, Any]:
     ranks = join(debug=debug)
     buffer, part = shared(ranks)
     seen: dict[str, Any] = {"first": torch.equal(buffer.tensor, torch.arange(float(NUMEL)))}
@@ -40,20 +50,27 @@ def edit(*, debug: bool = False) -> dict[str, Any]:
     seen["edited"] = content(buffer)
     buffer.gather().wait()
     seen["gathered"] = content(buffer)
-    begin_update([buffer])
-    buffer.tensor[part] = 20 + ranks.rank
-    buffer.gather().wait()
+    update(buffer, part, 20 + ranks.rank, in_place=in_place)
     seen["updated"] = content(buffer)
     if ranks.rank == 1:
         buffer.tensor.fill_(30)
     buffer.gather().wait()
     seen["edited by one"] = content(buffer)
+    buffer.tensor.add_(5 + ranks.rank)
+    begin_update([buffer], in_place=in_place)
+    own = buffer.tensor[part] if in_place else buffer.part
+    seen["edited before the update"] = own.unique().tolist()
+    own.add_(1)
+    buffer.gather().wait()
+    seen["and updated"] = content(buffer)
     return seen
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_each_rank_sees_its_edits_until_all_gather(debug: bool) -> None:
-    first, second = run_processes(edit, 2, debug=debug)
+@pytest.mark.parametrize(("debug", "in_place"), [(False, True), (True, True), (False, False)])
+def test_each_rank_sees_its_edits_until_all_gather(debug: bool, in_place: bool) -> None:
+    first, second = run_processes(edit, 2, debug=debug, in_place=in_place)
+    assert first.pop("edited before the update") == [25]
+    assert second.pop("edited before the update") == [36]
     assert first.pop("edited") == [[10], [10]]
     assert second.pop("edited") == [[11], [11]]
     assert first == second
@@ -62,10 +79,11 @@ def test_each_rank_sees_its_edits_until_all_gather(debug: bool) -> None:
         "gathered": [[10], [11]],
         "updated": [[20], [21]],
         "edited by one": [[20], [30]],
+        "and updated": [[26], [37]],
     }
 
 
-def leave() -> dict[str, Any]:
+def leave(*, in_place: bool) -> dict[str, Any]:
     ranks = join()
     buffer, part = shared(ranks)
     buffer.tensor.fill_(1)
@@ -74,19 +92,18 @@ def leave() -> dict[str, Any]:
     if ranks.rank == 0:
         buffer.leave()
     for number in (2, 3):
-        begin_update([buffer])
-        buffer.tensor[part] = number
-        buffer.gather().wait()
+        update(buffer, part, number, in_place=in_place)
     return {"left": left.unique().tolist(), "content": content(buffer)}
 
 
-def test_memory_that_a_rank_has_left_stays_and_the_rank_goes_on() -> None:
-    first, second = run_processes(leave, 2)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_memory_that_a_rank_has_left_stays_and_the_rank_goes_on(in_place: bool) -> None:
+    first, second = run_processes(leave, 2, in_place=in_place)
     assert first == {"left": [1], "content": [[3], [3]]}
     assert second == {"left": [3], "content": [[3], [3]]}
 
 
-def update_beside_a_reader() -> list[bool]:
+def update_beside_a_reader(*, in_place: bool) -> list[bool]:
     """Rank 1 reads for a while before each update, which rank 0 begins at once."""
     ranks = join()
     buffer, part = shared(ranks)
@@ -96,14 +113,13 @@ def update_beside_a_reader() -> list[bool]:
     for number in range(20):
         if ranks.rank == 1:
             was_still.append(all(bool((buffer.tensor == number).all()) for _ in range(50)))
-        begin_update([buffer])
-        buffer.tensor[part] = number + 1
-        buffer.gather().wait()
+        update(buffer, part, number + 1, in_place=in_place)
     return was_still
 
 
-def test_nobody_writes_while_a_peer_may_still_read() -> None:
-    assert run_processes(update_beside_a_reader, 2)[1] == [True] * 20
+@pytest.mark.parametrize("in_place", [True, False])
+def test_nobody_writes_while_a_peer_may_still_read(in_place: bool) -> None:
+    assert run_processes(update_beside_a_reader, 2, in_place=in_place)[1] == [True] * 20
 
 
 def many_in_flight() -> bool:

@@ -35,7 +35,7 @@ def test_a_write_is_the_process_s_own(memory: CopyOnWrite) -> None:
     memory.common[PAGE_BYTES + 1] = 9
     assert memory.common[PAGE_BYTES] == 1
     assert memory.own[PAGE_BYTES : PAGE_BYTES + 2].tolist() == [7, 1]
-    memory.forget_edits()
+    memory.forget_edits(0, memory.own.numel())
     assert memory.own[PAGE_BYTES : PAGE_BYTES + 2].tolist() == [1, 9]
 
 
