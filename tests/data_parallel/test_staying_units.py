@@ -1,5 +1,7 @@
 """Stage 3 where parameters exist once per host: units stay for a step, since they cost nothing."""
 
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import compress
 from typing import Any
@@ -147,3 +149,30 @@ def test_only_the_root_stays_where_each_rank_has_parameters_of_its_own(
     assert not any(found["full after the backward"])
     assert found["gathers"] == 2 * sum(flats) - sum(compress(flats, root))
     assert not any(found["full outside of steps"])
+
+
+def graphs(backend: str) -> list[int]:
+    """Return the number of graphs of a compiled model after each of a few steps."""
+    warnings.simplefilter("ignore")  # Dynamo's own
+    ranks = join(backend)
+    model, made, found = Blocks(), [], []
+    engine = DataParallelEngine(model, ranks, EngineOptions(stage=3, bucket_mb=1e-5))
+
+    def noted(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        made.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=noted)
+    for _ in range(3):
+        train(engine, compiled, list(range(NUM_BLOCKS)))
+        model.zero_grad()
+        found.append(len(made))
+    ranks.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_one_graph_where_units_stay() -> None:
+    assert run_processes(graphs, 2, backend="shm")[0] == [1, 1, 1]
+    assert run_processes(graphs, 2, backend="gloo")[0][0] > 1
