@@ -113,7 +113,7 @@ class Collectives(C10dTransfers):
         """Keep a buffer of `new_empty`, which its owner does not use now, until memory is needed.
 
         Args:
-            flat: The buffer.
+            flat: The buffer, all of it.
             let_go: A method that drops the owner's references to it, if others need its memory; it
                 is called no more once its object is gone.
 

@@ -28,8 +28,8 @@ class KeptViews:
         """Give the memory of a buffer back, which nobody reads any more, and keep its views.
 
         Args:
-            flat: The buffer.
-            views: Its views.
+            flat: The buffer, all of its memory.
+            views: Its views, in any order.
         """
         if flat.untyped_storage().resizable():
             flat.untyped_storage().resize_(0)
