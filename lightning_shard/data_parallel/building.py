@@ -76,7 +76,15 @@ def _build_unit(
         is_apart = is_shared_out(param, split)
         return *formats, spec.matching.flags_of(param), param in owners, is_apart
 
-    ordered = sorted(spec.params, key=lambda item: (kind(item), owners.get(item[1], 0)))
+    def place(item: tuple[str, nn.Parameter]) -> tuple[object, ...]:
+        """Vectors come after matrices: optimizers' groups often part them, for weight decay.
+
+        Not where compressors keep a memory in the order of a buffer, which earlier runs have saved.
+        """
+        comes_later = item[1].ndim < 2 and options.compression is None
+        return kind(item), owners.get(item[1], 0), comes_later
+
+    ordered = sorted(spec.params, key=place)
     alike = [list(group) for _, group in groupby(ordered, key=kind)]
     flats = [
         FlatParameters(

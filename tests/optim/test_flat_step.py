@@ -406,14 +406,28 @@ class Many(nn.Module):
         return self.layers(x).square().mean()
 
 
-@pytest.mark.parametrize(("alternate", "by_itself"), [(False, False), (True, True)])
+def of_one_kind(name: str) -> bool:
+    return False
+
+
+def by_decay(name: str) -> bool:
+    return name.endswith("bias")
+
+
+def by_layer(name: str) -> bool:
+    return int(name.split(".")[1]) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("key_of", "by_itself"), [(of_one_kind, False), (by_decay, False), (by_layer, True)]
+)
 def test_groups_that_alternate_cost_more_on_many_short_pieces(
-    alternate: bool, by_itself: bool
+    key_of: Callable[[str], bool], by_itself: bool
 ) -> None:
     def fn(rank: int) -> bool:
         model = Many()
         named = [*model.named_parameters()]
-        keys = [name.endswith("bias") if alternate else False for name, _ in named]
+        keys = [key_of(name) for name, _ in named]
         groups = [
             {"params": [param for key, (_, param) in zip(keys, named, strict=True) if key is one]}
             for one in sorted(set(keys))
