@@ -116,7 +116,7 @@ class AveragedGradient(SeesCalls, SeesOperations):
         if self.own is not None:
             return self.own
         if self.note.is_gone:
-            raise self._gone()
+            raise gone(self.note.param_name)
         if self.note.source is None:
             raise ConfigError(
                 f"The gradient of {self.note.param_name!r} is gone: its run has ended. Compute "
@@ -139,12 +139,6 @@ class AveragedGradient(SeesCalls, SeesOperations):
         """Bring the full gradient together; each rank must call."""
         return self.sharded().full_tensor()
 
-    def _gone(self) -> ConfigError:
-        return ConfigError(
-            f"What stood in .grad of {self.note.param_name!r} before it was set to None is used, "
-            f"but its elements are gone; expected a copy. Keep p.grad.clone()."
-        )
-
     def settle(self, note: GradientNote) -> None:
         """Write the result that user code has put into `.grad` into the gradient's elements.
 
@@ -155,7 +149,7 @@ class AveragedGradient(SeesCalls, SeesOperations):
             ConfigError: This is the gradient of another parameter, or one that is gone.
         """
         if self.note.is_gone:
-            raise self._gone()
+            raise gone(self.note.param_name)
         is_of_other = self.own is not None or self.note.param_name != note.param_name
         if self.note is not note and is_of_other:  # else an engine before this one has left it
             raise ConfigError(
@@ -298,6 +292,14 @@ def _shown(
         if result.spread is sharded.spread and result.shape == sharded.spread.shape:
             return AveragedGradient(gradient, gradient.note, result)
     return result
+
+
+def gone(param_name: str) -> ConfigError:
+    """Return the error for the use of a gradient after another has come to its place."""
+    return ConfigError(
+        f"What stood in .grad of {param_name!r} before it was set to None is used, but its "
+        f"elements are gone; expected a copy. Keep p.grad.clone()."
+    )
 
 
 def _zero(target: Tensor | Sequence[Tensor]) -> Tensor | Sequence[Tensor]:

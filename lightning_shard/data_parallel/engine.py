@@ -121,6 +121,8 @@ class DataParallelEngine:
         record = None if self._unsharder is None else self._unsharder.record
         usage = agreement(self.gradients, reducing, self.split, self.device, record, self._weights)
         self.reducer = Reducer(self.gradients, reducing.dp, usage, lambda: self.edits.are_expected)
+        if self._unsharder is not None:
+            self.reducer.on_held_up = self._unsharder.watch_steps
         self._arrivals = ArrivalHooks(self._positions, self._arrival)
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()

@@ -271,6 +271,8 @@ class FlatGradients:
         self.finish_reduce()
         self.accept_waiting()
         self.was_reduced, self.is_owed = True, False
+        if not self._seen:  # else the first has done so
+            self.buffer.renew()
         full = self.buffer.allocate()
         self.own.send_along(self.buffer.observe_all())
         if self.buffer.is_plain:

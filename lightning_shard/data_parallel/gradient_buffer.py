@@ -123,9 +123,9 @@ class GradientBuffer:
         """
         if self.full is None:
             return
+        if self.sets_aside:
+            self._part_from_kept()
         if not self.shows_sums:
-            grads = enumerate(map(OWN_GRAD, self.flat.params))
-            self._part_from_kept({i for i, grad in grads if isinstance(grad, AveragedGradient)})
             return
         shown = zip(self.flat.params, self.views, strict=True)
         if any(param.grad is view for param, view in shown):
@@ -134,20 +134,12 @@ class GradientBuffer:
             self.local, self.local_views = None, []
             self.give_up_full()
 
-    def look_who_keeps(self) -> None:
-        """Once an optimizer has seen the averages, learn whether it has kept any."""
-        if self.host is not None and self.is_on_host:
-            self.host.look_who_keeps()
-        elif self.local is not None:
-            self._kept.look(self.local, self.local_views)
-
-    def _part_from_kept(self, stay: Collection[int]) -> None:
-        """Go on in new memory where others have kept averages that new ones would overwrite.
-
-        Args:
-            stay: Parameters to whose averages new ones are added.
-        """
-        if self.local is None or not self._kept.are_there or len(stay) == len(self.states):
+    def _part_from_kept(self) -> None:
+        """Go on in new memory where others have kept averages that new ones would overwrite."""
+        if self.local is None or not self._kept.are_there(self.local, self.local_views):
+            return
+        stay = self._added_to
+        if len(stay) == len(self.states):
             return
         if self.accumulates:
             assert self.full is not None
@@ -157,9 +149,16 @@ class GradientBuffer:
             self._addresses = addresses_of(self.views)
         else:
             self.local = self.local.clone()
-        views = self.flat.shard_views(self.local)
-        self.local_views = moved_along(self.local_views, views, stay)
+        self.local_views = moved_along(self.local_views, self.flat.shard_views(self.local), stay)
         self._kept.begin(self.local)
+
+    @property
+    def _added_to(self) -> Collection[int]:
+        """The parameters to whose averages new ones will be added."""
+        if not self.accumulates:  # when those are sent
+            return {*compress(range(len(self.states)), self.states.is_reduced)}
+        grads = enumerate(map(OWN_GRAD, self.flat.params))
+        return {index for index, grad in grads if isinstance(grad, AveragedGradient)}
 
     def give_up_full(self) -> None:
         """Keep `full` no longer."""
@@ -185,7 +184,7 @@ class GradientBuffer:
             travels_on: Whether the average is sent again, in that format.
         """
         if not self.accumulates:
-            self._part_from_kept({*compress(range(len(self.states)), self.states.is_reduced)})
+            self._part_from_kept()
         local = self._allocate_local() if self.local is None else self.local
         fits = dtype == local.dtype or (local.dtype == torch.float32 and not travels_on)
         is_taken = not self.accumulates and self.states.any_reduced and not self.is_on_host
@@ -262,7 +261,7 @@ class GradientBuffer:
         self.forget_absent()
         if self.states.any_reduced:
             return
-        if self._kept.has_alone(self.local, self.local_views):
+        if not self._kept.are_there(self.local, self.local_views):
             self._spare_local.keep(self.local, self.local_views)
         self.local, self.local_views = None, []
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import ReduceOpName
 from lightning_shard.backends.streams import sent_up
-from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote, gone
 from lightning_shard.data_parallel.content import agreed
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.global_values import combine_norms, partial_norm
@@ -299,10 +299,17 @@ class _Source:
     def sharded(self) -> ShardedTensor:
         """Return the gradient as a sharded tensor, which looks full."""
         self.shards.ready()
-        tensor = ShardedTensor(self.local(), self.spread)
-        tensor.norm_of_all = partial(self.shards.norm, self.number)
+        local = self.local()
+        tensor = ShardedTensor(local, self.spread)
+        tensor.norm_of_all = partial(self._norm, local)
         tensor.on_change = self.changed
         return tensor
+
+    def _norm(self, local: Tensor, order: float) -> Tensor:
+        """Return the norm of the gradient's elements, unless others have come to their place."""
+        if self.place is not None and self.local().data_ptr() != local.data_ptr():
+            raise gone(self.note.param_name)
+        return self.shards.norm(self.number, order)
 
     def changed(self) -> None:
         """Forget the norms of all gradients, since this one has changed."""

@@ -17,32 +17,23 @@ from lightning_shard.data_parallel.torch_private import are_held_alone, storage_
 
 
 class KeptAverages:
-    """Knows whether others hold the memory of some averages.
-
-    Attributes:
-        are_there: Whether an optimizer has kept some that it saw.
-    """
+    """Knows whether others hold the memory of some averages."""
 
     def __init__(self) -> None:
-        self.are_there = False
         self._own_uses = 0
 
     def begin(self, memory: Tensor) -> None:
-        """Note that memory is new, and all who hold it are known."""
-        self._own_uses, self.are_there = storage_uses(memory), False
+        """Note that memory is new: who holds it now, its views, will do so for good."""
+        self._own_uses = storage_uses(memory)
 
-    def look(self, memory: Tensor, views: list[Tensor]) -> None:
-        """Learn who holds averages, once an optimizer has seen them and `.grad` is empty again.
+    def are_there(self, memory: Tensor, views: list[Tensor]) -> bool:
+        """Whether others hold averages, while these stand in no `.grad`.
 
         Args:
             memory: The memory of the averages.
             views: The tensors that an optimizer has seen.
         """
-        self.are_there = not self.has_alone(memory, views)
-
-    def has_alone(self, memory: Tensor, views: list[Tensor]) -> bool:
-        """Whether nobody else holds some memory; see `look`."""
-        return storage_uses(memory) <= self._own_uses and are_held_alone(views)
+        return storage_uses(memory) > self._own_uses or not are_held_alone(views)
 
 
 def moved_along(left: Sequence[Tensor], views: list[Tensor], stay: Collection[int]) -> list[Tensor]:

@@ -31,11 +31,11 @@ class KeptViews:
             flat: The buffer, all of its memory.
             views: Its views, in any order.
         """
+        self._kept = flat, views  # before others may ask for it
         if flat.untyped_storage().resizable():
             flat.untyped_storage().resize_(0)
         elif not self._memory.set_aside(flat, self.let_go):
-            return
-        self._kept = flat, views
+            self._kept = None
 
     def take(self) -> tuple[Tensor, list[Tensor]] | None:
         """Return the buffer with any content, and its views; None where there is none."""

@@ -224,7 +224,6 @@ class OptimizerView:
             kept = gradients.buffer.take_back(outer)
             for param in gradients.flat.params:
                 param.grad = None
-            gradients.buffer.look_who_keeps()
             if self._unsharder is None:
                 gradients.flat.present_full()
             elif gradients.flat.host is not None:

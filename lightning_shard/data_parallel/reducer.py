@@ -10,7 +10,8 @@ reverse of registration, then the order in which rank 0's first backward complet
 
 Under stage 3 backward unshards, too. A rank that waits for a reduction while another waits for an
 unshard would wait for ever; so a block is reduced when backward has left it, whatever it used, and
-the root unit's parameters, of which some rank may use less, at the end.
+the root unit's parameters, of which some rank may use less, at the end. Where units stay for a step
+blocks are watched once a unit that was not complete has held others up.
 """
 
 from collections import deque
@@ -49,6 +50,8 @@ class Reducer:
 
     Attributes:
         usage: The agreement on used parameters, one for each optimizer step.
+        on_held_up: Called when units waited until a backward's end, in the order that was learnt,
+            for one of which some parameters were not used.
         has_arrived: Whether autograd has put a gradient on a parameter in this backward.
     """
 
@@ -71,6 +74,7 @@ class Reducer:
         self._awaiting_end = False
         self._inside = False
         self.has_arrived = False
+        self.on_held_up: Callable[[], None] = lambda: None
         self._synchronize = True
         self._owed = False  # accumulated, but not reduced
 
@@ -193,6 +197,7 @@ class Reducer:
         """End a backward: reduce what is left, agree on usage, wait for everything."""
         for gradients in self._gradients:
             gradients.accept_waiting()
+        self._see_held_up()
         for position in self._order:
             gradients = self._gradients[position]
             if gradients.must_reduce and self._reduces_now(gradients):
@@ -209,6 +214,12 @@ class Reducer:
         self._owed = not self._synchronize
         self._learn_order()
         self._reset()
+
+    def _see_held_up(self) -> None:
+        late = [self._gradients[position] for position in self._order[self._cursor + 1 :]]
+        is_late = any(one.is_complete and not one.waits_for_end for one in late if one.is_trained)
+        if self._order_is_learned and self._synchronize and is_late:
+            self.on_held_up()
 
     def _shows_averages(self) -> bool:
         """Whether code may meet a `.grad` that looks full where ranks have only added up theirs.

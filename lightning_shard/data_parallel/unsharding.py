@@ -68,7 +68,7 @@ class Unsharder:
         self._depth = 0
         self._in_step = False
         self._has_stepped = False
-        self._holds = self.is_updating = False
+        self._holds = self.is_updating = self._watches_steps = False
         self._within = False
         self._handles: list[RemovableHandle] = []
         self._is_removed = False
@@ -123,11 +123,11 @@ class Unsharder:
     def _outside_of_steps(
         self, function: Callable[..., None], of_copy: Callable[..., None]
     ) -> "_TracedHook":
-        """Return a hook of a unit that stays for a step, in which it has nothing to do."""
+        """Return a hook of a unit that stays for a step, in which it has nothing to unshard."""
         hook = _Hook(function)
 
         def called(*args: Any) -> None:
-            if not self._in_step:
+            if not self._in_step or self._watches_steps:
                 hook(*args)
 
         return _TracedHook(called, of_copy)
@@ -224,6 +224,10 @@ class Unsharder:
     def _awaits_backward(self) -> bool:
         """Whether a forward's backward, or one of parameters that were brought, may come."""
         return any(unit.passages.open_calls or unit.kept for unit in self._units)
+
+    def watch_steps(self) -> None:
+        """Tell from now on of blocks that backward has left also where units stay for a step."""
+        self._watches_steps = True
 
     def hold(self) -> None:
         """Unshard everything for good: ranks may take different numbers of steps.
@@ -355,7 +359,8 @@ class Unsharder:
             if hides or self._left_graphs[module].are_there():
                 unit.kept = True  # we cannot see its backward coming
             unit.passages.end_call(outputs)
-        if unit.note_forward(module) and not (unit.kept or self._holds):
+        stays = unit.kept or self._holds or (unit.stays and self._in_step)
+        if unit.note_forward(module) and not stays:
             unit.reshard(edited=True)  # a forward may keep its own weights small
 
     def _before_backward(self, unit: Unit, passage: Passage) -> None:
@@ -375,7 +380,8 @@ class Unsharder:
             unit.kept = True  # create_graph: a second backward reads the parameters again
         elif not (unit.passages.are_open or unit.kept):
             self._on_left(unit)
-            unit.reshard()
+            if not unit.stays:
+                unit.reshard()
 
     def _prefetch(self, order: Mapping[Unit, Unit], running: Unit) -> None:
         """Unshard units ahead, but no teacher's, which may be moved once its student has run."""

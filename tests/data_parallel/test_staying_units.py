@@ -61,6 +61,43 @@ def gradients(engine: DataParallelEngine, model: nn.Module) -> list[Tensor | Non
     return grads
 
 
+class TwoWays(nn.Module):
+    """A block that may leave one of its layers out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.leaves_out = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x if self.leaves_out else self.second(x)))
+
+
+def reduced_early(backend: str) -> list[int]:
+    """Return how many blocks were reduced when the first one's gradients came, by backward.
+
+    From the second one on the last block, the first to be reduced, leaves a layer out.
+    """
+    ranks = join(backend)
+    model = Blocks()
+    model.blocks = nn.ModuleList(TwoWays() for _ in range(NUM_BLOCKS))
+    engine = DataParallelEngine(model, ranks, EngineOptions(stage=3, bucket_mb=1e-5))
+    found: list[int] = []
+
+    def count(_: Tensor) -> None:
+        found[-1] = sum(one.was_reduced for one in engine.gradients)
+
+    model.blocks[0].second.weight.register_hook(count)
+    for number in range(4):
+        model.blocks[-1].leaves_out = number > 0 and ranks.rank == 0
+        found.append(0)
+        train(engine, model, list(range(NUM_BLOCKS)))
+        model.zero_grad()
+    ranks.barrier()
+    dist.destroy_process_group()
+    return found
+
+
 def seen(backend: str, mixed: bool) -> dict[str, Any]:
     """Return what a rank sees of a model's units."""
     ranks = join(backend)
@@ -134,6 +171,11 @@ def test_ranks_may_use_different_blocks_where_units_stay(both: list[dict[str, An
         assert (param.grad is None) is (not full)
         if param.grad is not None:
             torch.testing.assert_close(param.grad.flatten(), torch.cat(full))
+
+
+def test_a_block_that_was_not_all_used_holds_the_others_up_but_once() -> None:
+    for first, _, *others in run_processes(reduced_early, 2, backend="shm"):
+        assert min(first, *others) >= NUM_BLOCKS - 1
 
 
 @pytest.mark.parametrize(("backend", "mixed"), [("gloo", False), ("shm", True)])

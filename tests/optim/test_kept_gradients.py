@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 
@@ -95,3 +96,123 @@ def test_a_kept_gradient_is_the_last_step_s(stage: int, offload: Any, keep: str,
     expected = losses(keep, None, way)
     for found in run_ranks(lambda _: losses(keep, options, way), 2):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class KeepingSome(Optimizer):
+    """Keeps views of some gradients, and steps along what it has kept."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for index, param in enumerate(self.param_groups[0]["params"]):
+            if param.grad is None:
+                continue
+            last = self.state[param].pop("last", torch.zeros(()))
+            param.sub_(0.1 * (param.grad + 0.5 * last))
+            if index == 2 or (self.num_steps == 1 and index > 2):
+                self.state[param]["last"] = kept(param.grad, "view")
+
+
+class Layers(nn.Module):
+    """Two blocks of two layers, of which a forward may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        for block in self.blocks[:used]:
+            x = block(x)
+        return x.square().mean()
+
+
+def losses_of_blocks(
+    make: Any, options: EngineOptions | None, zeroed: dict[int, int], used: dict[int, int]
+) -> list[float]:
+    """Return the losses of a run.
+
+    Args:
+        make: Makes the optimizer of parameters.
+        options: None for a single device, which does the ranks' forwards one after the other.
+        zeroed: By step from which parameter on gradients are zeroed; all in the others.
+        used: By step how many blocks rank 1 uses; all in the others.
+    """
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer, engine, found = make(model.parameters()), None, []
+    if options is not None:
+        assert dist.group.WORLD is not None
+        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        engine = DataParallelEngine(model, ranks, options)
+        ShardedOptimizer(optimizer, engine)
+    for step in range(NUM_STEPS):
+        x = torch.linspace(-1, 1, 24).view(4, 6) * (step + 1)
+        for param in [*model.parameters()][zeroed.get(step, 0) :]:
+            param.grad = None
+        blocks = [2, used.get(step, 2)]
+        if engine is None:
+            both = [model(x, num) for num in blocks]
+            (sum(both) / 2).backward()  # type: ignore[union-attr]
+            loss = both[0]
+        else:
+            with engine.step():
+                loss = model(x, blocks[engine.collectives.rank])
+            with engine.backward():
+                loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_views_that_are_kept_after_some_gradients_were_zeroed_stay_and_have_memory(
+    stage: int,
+) -> None:
+    options = EngineOptions(stage=stage, bucket_mb=1e-3)
+    expected = losses_of_blocks(KeepingSome, None, {1: 2}, {})
+    for rank, found in enumerate(
+        run_ranks(lambda _: losses_of_blocks(KeepingSome, options, {1: 2}, {}), 2)
+    ):
+        assert found == pytest.approx(expected, rel=1e-5), rank
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_kept_gradient_stays_where_a_rank_has_none_for_its_buffer(stage: int) -> None:
+    def make(params: Any) -> Remembering:
+        return Remembering(params, "itself")
+
+    options = EngineOptions(stage=stage, bucket_mb=2.5e-4)
+    expected = losses_of_blocks(make, None, {}, {1: 1})
+    found = run_ranks(lambda _: losses_of_blocks(make, options, {}, {1: 1}), 2)
+    assert found[0] == pytest.approx(expected, rel=1e-5)
+
+
+def norm_of_what_was_kept(rank: int) -> str:
+    assert dist.group.WORLD is not None
+    ranks = get_backend("in_process").collectives(dist.group.WORLD)
+    model = nn.Sequential(nn.Linear(6, 6))
+    engine = DataParallelEngine(model, ranks, EngineOptions(stage=2))
+    views: list[Tensor] = []
+    for factor in (1.0, 2.0):
+        model.zero_grad()
+        with engine.step():
+            loss = model(torch.full((2, 6), factor)).sum()
+        with engine.backward():
+            loss.backward()
+        views += [param.grad.view_as(param) for param in model.parameters()]  # type: ignore[union-attr]
+    try:
+        views[0].norm()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_the_norm_of_a_view_of_a_gradient_that_is_gone_was_the_next_one_s() -> None:
+    for found in run_ranks(norm_of_what_was_kept, 1):
+        assert "Keep p.grad.clone()" in found

@@ -85,7 +85,7 @@ class Heap:
     @property
     def idle_bytes(self) -> int:
         """Bytes that nobody uses and that are kept."""
-        aside = sum(one.size for one in self._aside.values())
+        aside = sum(one.size for one in list(self._aside.values()))  # garbage may go meanwhile
         return aside + sum(block.size for block in self._idle)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -139,7 +139,8 @@ class Heap:
 
     def _let_one_go(self) -> None:
         """Let the owner of what was set aside first give its memory back."""
-        let_go = self._aside.pop(next(iter(self._aside))).let_go()
+        first = self._aside.pop(next(iter(list(self._aside)), -1), None)
+        let_go = None if first is None else first.let_go()
         if let_go is not None:
             let_go()
 
@@ -206,7 +207,7 @@ class Heap:
     def _keep_to_limit(self) -> None:
         while (excess := self.idle_bytes - IDLE_LIMIT_BYTES) > 0:
             if not self._idle:
-                self._let_one_go()  # and be here again, with its memory
+                self._let_one_go()  # whose memory is idle then, unless others hold it
                 continue
             oldest = self._idle.pop(0)
             kept = max(oldest.size - excess, 0)

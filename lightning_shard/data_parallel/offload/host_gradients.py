@@ -37,11 +37,6 @@ class HostGradients:
         self.are_here = False
         self._kept = KeptAverages()
 
-    def look_who_keeps(self) -> None:
-        """Once an optimizer has seen the averages, learn whether it has kept any."""
-        assert self.tensor is not None
-        self._kept.look(self.tensor, self.views)
-
     def _part_from_kept(self, stay: Collection[int]) -> None:
         """Go on in new memory where others have kept averages that new ones would overwrite."""
         assert self.tensor is not None
@@ -63,7 +58,7 @@ class HostGradients:
             self.views = self._views_of(self.tensor)
             self._kept.begin(self.tensor)
         stay = {*compress(range(len(held)), held)} if self.are_here else set()
-        if self._kept.are_there and len(stay) < len(held):
+        if len(stay) < len(held) and self._kept.are_there(self.tensor, self.views):
             self._part_from_kept(stay)
         if not self.are_here or not any(held):
             self._copier.down(averages, self.tensor)

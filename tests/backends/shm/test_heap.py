@@ -3,7 +3,7 @@
 import errno
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from lightning_shard.backends.shm import heap as heaps
 from lightning_shard.backends.shm.heap import PAGE_BYTES, Heap
+from lightning_shard.data_parallel.flat_memory import FlatMemory
+from lightning_shard.data_parallel.kept_views import KeptViews
 from lightning_shard.errors import BackendUnavailableError
 
 MEGABYTES = 1 << 20
@@ -234,3 +236,24 @@ def test_an_owner_that_is_gone_leaves_its_memory_idle_once(heap: Heap) -> None:
 def test_other_memory_is_not_set_aside_here(heap: Heap) -> None:
     assert not heap.set_aside(torch.ones(3), lambda: None)
     assert heap.idle_bytes == 0
+
+
+def test_what_is_above_the_limit_is_let_go_at_once_by_who_keeps_its_views(heap: Heap) -> None:
+    """It stayed its owner's, and nobody could have it."""
+
+    class Memory(FlatMemory):
+        def __init__(self) -> None:
+            pass
+
+        def set_aside(self, flat: torch.Tensor, let_go: Callable[[], None]) -> bool:
+            return heap.set_aside(flat, let_go)
+
+    kept = [KeptViews(Memory()) for _ in range(2)]
+    for one in kept:
+        flat = heap.empty(80 * MEGABYTES, torch.uint8)
+        one.keep(flat, [flat.view(-1)])
+        del flat
+    gc.collect()
+    assert [one.take() for one in kept] == [None, None]
+    assert heap.used_bytes == 0
+    assert taken_bytes(heap) <= heaps.IDLE_LIMIT_BYTES + 2 * MEGABYTES
