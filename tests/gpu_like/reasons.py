@@ -68,7 +68,7 @@ REASONS = (
         "lightning_shard/data_parallel/async_sgd/wire.py gradient",
         "",
         "copy to the host",
-        32,
+        32 + 5,  # parameters, and in each buffer one that two ranks have parts of
         "Asynchronous ranks send messages from host memory: each parameter's gradient goes down.",
     ),
     Reason(
