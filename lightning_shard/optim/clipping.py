@@ -59,7 +59,9 @@ def _norm_over(
 ) -> Tensor:
     """The norm over parameters that are split alike, from the shards in the optimizer's view."""
     grads = [_wide(param.grad) for param in params if param.grad is not None]
-    local = nn.utils.get_total_norm(grads, norm_type).to(engine.device, dtype)
+    local = torch.zeros((), dtype=dtype, device=engine.device)  # torch's, of none, is the host's
+    if grads:
+        local = nn.utils.get_total_norm(grads, norm_type).to(engine.device, dtype)
     for collectives in [*shards_over(groups, engine.groups_of_gradients, engine.split), *groups]:
         if norm_type == float("inf"):
             collectives.all_reduce(local, "max").wait()
