@@ -54,8 +54,9 @@ def build_units(
         undivided=() if shared is None else shared.lists,
     )
     units = [_build_unit(spec, groups, options, split, owners, copier) for spec in specs]
+    all_stay = exist_once(units)
     for unit in units:
-        unit.stays = unit.is_root or exist_once(units)
+        unit.stays = unit.is_root or all_stay
     return units
 
 

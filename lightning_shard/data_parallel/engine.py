@@ -121,8 +121,6 @@ class DataParallelEngine:
         record = None if self._unsharder is None else self._unsharder.record
         usage = agreement(self.gradients, reducing, self.split, self.device, record, self._weights)
         self.reducer = Reducer(self.gradients, reducing.dp, usage, lambda: self.edits.are_expected)
-        if self._unsharder is not None:
-            self.reducer.on_held_up = self._unsharder.watch_steps
         self._arrivals = ArrivalHooks(self._positions, self._arrival)
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
@@ -271,7 +269,7 @@ class DataParallelEngine:
         ):
             yield
         if self._unsharder is not None:
-            self._unsharder.end_backward(is_used=is_used())
+            self._unsharder.end_backward(is_used=is_used(), held_up=self.reducer.was_held_up)
         self.shards.changed()
         self.absent.agree()
 

@@ -50,8 +50,8 @@ class Reducer:
 
     Attributes:
         usage: The agreement on used parameters, one for each optimizer step.
-        on_held_up: Called when units waited until a backward's end, in the order that was learnt,
-            for one of which some parameters were not used.
+        was_held_up: Whether units have ever waited until a backward's end, in the order that was
+            learnt, for one of which some parameters were not used.
         has_arrived: Whether autograd has put a gradient on a parameter in this backward.
     """
 
@@ -74,7 +74,7 @@ class Reducer:
         self._awaiting_end = False
         self._inside = False
         self.has_arrived = False
-        self.on_held_up: Callable[[], None] = lambda: None
+        self.was_held_up = False
         self._synchronize = True
         self._owed = False  # accumulated, but not reduced
 
@@ -218,8 +218,7 @@ class Reducer:
     def _see_held_up(self) -> None:
         late = [self._gradients[position] for position in self._order[self._cursor + 1 :]]
         is_late = any(one.is_complete and not one.waits_for_end for one in late if one.is_trained)
-        if self._order_is_learned and self._synchronize and is_late:
-            self.on_held_up()
+        self.was_held_up |= self._order_is_learned and self._synchronize and is_late
 
     def _shows_averages(self) -> bool:
         """Whether code may meet a `.grad` that looks full where ranks have only added up theirs.

@@ -225,10 +225,6 @@ class Unsharder:
         """Whether a forward's backward, or one of parameters that were brought, may come."""
         return any(unit.passages.open_calls or unit.kept for unit in self._units)
 
-    def watch_steps(self) -> None:
-        """Tell from now on of blocks that backward has left also where units stay for a step."""
-        self._watches_steps = True
-
     def hold(self) -> None:
         """Unshard everything for good: ranks may take different numbers of steps.
 
@@ -289,12 +285,15 @@ class Unsharder:
         for unit in self._staying:
             unit.ensure_full()
 
-    def end_backward(self, *, is_used: bool = True) -> None:
+    def end_backward(self, *, is_used: bool = True, held_up: bool = False) -> None:
         """Reshard what backward has finished with; inside a step, what stays for it does not.
 
         Args:
             is_used: Whether it was a backward of this model; what waits for another one stays.
+            held_up: Whether units have waited for one that was not complete: from now on this tells
+                of blocks that backward has left also where units stay for a step.
         """
+        self._watches_steps |= held_up
         if not is_used and self._awaits_backward:
             return
         self._see_assigned()

@@ -1,7 +1,6 @@
 """Buffers that a part of a step needs keep their views, and nothing that user code still reads."""
 
 from collections.abc import Callable
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.kept_views import KeptViews
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.testing import run_ranks
+from tests.data_parallel.one_step import forward_and_backward
 
 
 class Memory(FlatMemory):
@@ -71,11 +71,7 @@ def test_memory_that_cannot_be_set_aside_goes_with_its_views() -> None:
 
 
 def backward(engine: DataParallelEngine, model: nn.Module, factor: float) -> None:
-    x = torch.full((2, 6), factor)
-    with engine.step():
-        loss = model(x).sum()
-    with engine.backward():
-        loss.backward()
+    forward_and_backward(engine, lambda: model(torch.full((2, 6), factor)).sum())
 
 
 def memories_of_averages(rank: int) -> tuple[list[int], int]:
@@ -102,15 +98,18 @@ def test_views_of_averages_are_made_once_and_hold_no_memory_between() -> None:
         assert num_bytes == 0
 
 
-def test_a_buffer_that_lets_go_of_all_keeps_no_views() -> None:
-    with patch.object(KeptViews, "let_go", autospec=True) as let_go:
-        run_ranks(dropped, 1)
-    assert let_go.call_count == 2
-
-
-def dropped(rank: int) -> None:
+def spares_of_a_dropped_buffer(rank: int) -> list[bool]:
+    """Return whether a buffer has views for the next backward, before and after it lets go."""
     assert dist.group.WORLD is not None
     ranks: Collectives = get_backend("in_process").collectives(dist.group.WORLD)
-    engine = DataParallelEngine(nn.Linear(2, 2), ranks, EngineOptions(stage=2))
+    model = nn.Linear(6, 2)
+    engine = DataParallelEngine(model, ranks, EngineOptions(stage=2))
+    backward(engine, model, 1.0)
     buffer: GradientBuffer = engine.gradients[0].buffer
+    had_some = buffer._spare._kept is not None
     buffer.drop()
+    return [had_some, buffer._spare.take() is not None]
+
+
+def test_a_buffer_that_lets_go_of_all_keeps_no_views() -> None:
+    assert run_ranks(spares_of_a_dropped_buffer, 2) == [[True, False]] * 2

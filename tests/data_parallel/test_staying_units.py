@@ -16,6 +16,7 @@ from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.settings import rank_and_world_size
+from tests.data_parallel.one_step import forward_and_backward
 from tests.processes import run_processes
 
 NUM_BLOCKS = 4
@@ -46,12 +47,15 @@ def join(backend_name: str) -> Collectives:
 
 
 def train(engine: DataParallelEngine, model: nn.Module, used: list[int]) -> None:
+    is_mixed = engine.options.dtypes.compute is not None
     x = torch.linspace(-1, 1, 15).view(3, 5)
-    mixed = torch.autocast("cpu", torch.bfloat16, enabled=engine.options.dtypes.compute is not None)
-    with engine.step(), mixed:
-        loss = model(x, used)
-    with engine.backward():
-        loss.backward()
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+            loss: Tensor = model(x, used)
+        return loss
+
+    forward_and_backward(engine, forward)
 
 
 def gradients(engine: DataParallelEngine, model: nn.Module) -> list[Tensor | None]:

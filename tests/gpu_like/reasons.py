@@ -68,8 +68,8 @@ REASONS = (
         "lightning_shard/data_parallel/async_sgd/wire.py gradient",
         "",
         "copy to the host",
-        32 + 5,  # parameters, and in each buffer one that two ranks have parts of
-        "Asynchronous ranks send messages from host memory: each parameter's gradient goes down.",
+        10,
+        "Asynchronous ranks send messages from host memory: each buffer's gradients go down.",
     ),
     Reason(
         "lightning_shard/data_parallel/async_sgd/wire.py shard",

@@ -17,6 +17,7 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.data_parallel.one_step import forward_and_backward
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adagrad": lambda p: optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
@@ -45,13 +46,7 @@ def train(
     x = torch.linspace(-1, 1, 12).view(4, 3)
     for _ in range(num_steps):
         optimizer.zero_grad()
-        if engine is None:
-            model(x).square().mean().backward()
-        else:
-            with engine.step():
-                loss = model(x).square().mean()
-            with engine.backward():
-                loss.backward()
+        forward_and_backward(engine, lambda: model(x).square().mean())
         optimizer.step()
 
 

@@ -114,12 +114,19 @@ class Wire:
         message = self.new()
         flags = [int(grad is not None) for grad in grads]
         message.present.copy_(torch.tensor(flags, dtype=torch.uint8))
+        parts = [
+            shard if flat.full.device == shard.device else torch.empty_like(flat.shard)
+            for shard, flat in zip(message.shards, self.flats, strict=True)
+        ]
         for home, shard_slice, grad in zip(
             self._homes, self._shard_slices[rank], grads, strict=True
         ):
             if grad is not None and shard_slice.numel:
                 part = grad.flatten()[shard_slice.param_offset : shard_slice.param_stop]
-                message.shards[home][shard_slice.shard_offset : shard_slice.shard_stop].copy_(part)
+                parts[home][shard_slice.shard_offset : shard_slice.shard_stop].copy_(part)
+        for shard, part in zip(message.shards, parts, strict=True):
+            if part is not shard:
+                shard.copy_(part)
         return message
 
     @torch.no_grad()
