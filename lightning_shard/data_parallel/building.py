@@ -80,9 +80,11 @@ def _build_unit(
     def place(item: tuple[str, nn.Parameter]) -> tuple[object, ...]:
         """Vectors come after matrices: optimizers' groups often part them, for weight decay.
 
-        Not where compressors keep a memory in the order of a buffer, which earlier runs have saved.
+        Not where each optimizer has all elements, nor where compressors keep a memory in the order
+        of a buffer: earlier runs have saved it, and what local SGD cuts into fragments.
         """
-        comes_later = item[1].ndim < 2 and options.compression is None
+        has_pieces = options.stage > 0 and options.compression is None
+        comes_later = has_pieces and item[1].ndim < 2
         return kind(item), owners.get(item[1], 0), comes_later
 
     ordered = sorted(spec.params, key=place)

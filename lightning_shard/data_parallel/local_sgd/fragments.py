@@ -1,4 +1,4 @@
-"""Cutting a model into fragments of about equal size, in registration order.
+"""Cutting a model into fragments of about equal size, in the order of the engine's buffers.
 
     parameters   a b c d e f g h      2 fragments   a b c | d e f g h
 

@@ -1,11 +1,18 @@
 """How a model is cut into fragments."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.local_sgd.fragments import cut_into_fragments
+from lightning_shard.data_parallel.local_sgd.parameters import LocalParameters
+from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
+from lightning_shard.testing import run_ranks
 
 TABLES = [
     ([1, 1, 1, 1], 2, [[0, 1], [2, 3]]),
@@ -42,3 +49,19 @@ def test_every_parameter_is_in_one_fragment_in_order(numels: list[int], wanted: 
 def test_more_fragments_than_parameters() -> None:
     with pytest.raises(ConfigError, match="the model has 2 parameters"):
         cut_into_fragments({"a": 1, "b": 1}, 3)
+
+
+def _order_of_parameters(rank: int) -> tuple[list[str], list[str]]:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    names = [name for name, _ in model.named_parameters()]
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    collectives = get_backend("in_process").collectives(group)
+    engine = DataParallelEngine(model, collectives, EngineOptions(stage=0))
+    return list(LocalParameters(engine).views), names
+
+
+def test_biases_that_had_moved_behind_weights_made_other_fragments() -> None:
+    """A run of an earlier version went on with other fragments, and means of what ranks kept."""
+    for order, names in run_ranks(_order_of_parameters, 2):
+        assert order == names
