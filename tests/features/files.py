@@ -206,7 +206,9 @@ def extra_entries(here: Here) -> Report:
 
 def _plugin(make: Any, here: Here) -> Report:
     folder = here.folder / "files"
-    report = fitted(here, callbacks=[ModelCheckpoint(folder)], plugins=[make()])
+    # Lightning's plugin may write a file after it was to be removed: here all are kept
+    kept = ModelCheckpoint(folder, save_top_k=-1)
+    report = fitted(here, callbacks=[kept], plugins=[make()])
     return report | {"files": {path.name: contents(path) for path in folder.iterdir()}}
 
 
