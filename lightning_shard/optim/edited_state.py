@@ -92,8 +92,8 @@ class EditedState:
     def _let_read_nothing(self, param: nn.Parameter) -> None:
         """Let hooks read state without elements, which lies where the rank's other state does."""
         device = param.device if self._engine.copier is None else torch.device("cpu")
-        dtype = param.dtype  # on this rank the format of the forward, unless it lies elsewhere
-        if self._engine.split.is_here(param):
+        dtype = param.dtype
+        if self._engine.split.is_here(param):  # then it has the format of the forward
             dtype = self._engine.owner(param)[0].master_dtype
         nothing = torch.empty(0, dtype=dtype, device=device)
         self._optimizer.state[param] = _ElsewhereState(nothing, self._optimizer.state)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.compression import TopK
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.local_sgd.fragments import cut_into_fragments
 from lightning_shard.data_parallel.local_sgd.parameters import LocalParameters
@@ -51,17 +52,26 @@ def test_more_fragments_than_parameters() -> None:
         cut_into_fragments({"a": 1, "b": 1}, 3)
 
 
-def _order_of_parameters(rank: int) -> tuple[list[str], list[str]]:
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-    names = [name for name, _ in model.named_parameters()]
+def _orders_of_parameters(rank: int) -> dict[str, list[str]]:
     group = torch.distributed.group.WORLD
     assert group is not None
     collectives = get_backend("in_process").collectives(group)
-    engine = DataParallelEngine(model, collectives, EngineOptions(stage=0))
-    return list(LocalParameters(engine).views), names
+    orders: dict[str, list[str]] = {}
+    for stage, compression in ((0, None), (0, TopK()), (1, TopK()), (2, TopK())):
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+        names = {param: name for name, param in model.named_parameters()}
+        orders["model"] = [*names.values()]
+        options = EngineOptions(stage=stage, compression=compression)
+        engine = DataParallelEngine(model, collectives, options)
+        if stage == 0 and compression is None:
+            orders["fragments"] = [*LocalParameters(engine).views]
+        in_buffers = [param for flat in engine.flats for param in flat.params]
+        orders[f"{stage}, {compression}"] = [names[param] for param in in_buffers]
+    return orders
 
 
 def test_biases_that_had_moved_behind_weights_made_other_fragments() -> None:
     """A run of an earlier version went on with other fragments, and means of what ranks kept."""
-    for order, names in run_ranks(_order_of_parameters, 2):
-        assert order == names
+    for orders in run_ranks(_orders_of_parameters, 2):
+        assert len(orders) == 6
+        assert all(order == orders["model"] for order in orders.values())
