@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import traceback
-from collections import deque
 from typing import Any
 
 import torch
@@ -52,13 +51,15 @@ def _run(writing: int, name: str, precision: str, rank: int, traces: bool) -> No
     try:
         if traces:
             torch.autograd.set_multithreading_enabled(False)
-            recent: deque[str] = deque(maxlen=3)
+            told: set[str] = set()
 
             def trace(frame: Any, event: str, arg: Any) -> Any:
                 if event == "exception" and frame.f_code.co_filename.startswith(os.getcwd()):
-                    place = f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
-                    recent.append(f"{arg[0].__name__}: {str(arg[1])[:300]} ({place})")
-                    tell(recent[-1])
+                    error = f"{arg[0].__name__}: {str(arg[1])[:300]}"
+                    if error not in told:  # else it is on its way from the innermost function
+                        told.add(error)
+                        place = f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+                        tell(f"{error} ({place})")
                 return trace
 
             sys.settrace(trace)

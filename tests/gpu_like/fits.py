@@ -187,7 +187,8 @@ def fit(name: str, precision: str, rank: int = 0) -> Seen:
             pass  # the last step has come
         except BaseException as error:
             if not model.has_ended:  # else of a fit's end, which takes everything to the host
-                seen.error = f"{type(error).__name__}: {error}"
+                first = next(iter(watch.mixed), error)
+                seen.error = f"{type(first).__name__}: {first}"
         finally:
             watch.start_counting(False)
             if dist.is_initialized():

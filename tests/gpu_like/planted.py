@@ -34,6 +34,14 @@ def _into_memory(x: Tensor) -> None:
     torch.empty(4).copy_(x, non_blocking=True)
 
 
+def _replacing(step: Callable[[], Any]) -> None:
+    """Fail as torch's guard now and then does when it calls Python while an error is on its way."""
+    try:
+        step()
+    except RuntimeError as error:
+        raise SystemError("returned NULL without setting an exception") from error
+
+
 WAITS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.sum().item(),
     "float": lambda x: float(x.sum()),
@@ -81,6 +89,11 @@ IN_ENGINE: dict[str, tuple[type, str, Callable[..., Any]]] = {
         FlatGradients,
         "begin_reduce",
         lambda one: one.flat.params[0] + torch.ones(one.flat.params[0].shape),
+    ),
+    "a mixture whose error another one replaces": (
+        FlatGradients,
+        "begin_reduce",
+        lambda one: _replacing(lambda: one.flat.params[0] + torch.ones(one.flat.params[0].shape)),
     ),
 }
 """Into which method of the engine something is put, before what it does."""

@@ -70,6 +70,8 @@ class Watch(TorchDispatchMode):
     Attributes:
         found: How often each wait was seen inside `counting`.
         num_operations: Operations on the device that were seen inside `counting`.
+        mixed: The errors of operations on two devices: what calls a backward may get another one,
+            as torch's guard cannot call Python while an error is on its way.
         contents: The few elements that are known.
         tracker: Follows what is before what.
     """
@@ -78,6 +80,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.found: Counter[Wait] = Counter()
         self.num_operations = 0
+        self.mixed: list[RuntimeError] = []
         self._is_counting = False
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.contents = Contents()
@@ -340,10 +343,12 @@ class Watch(TorchDispatchMode):
         if all(map(is_here, elsewhere)) and not any(one.ndim for one in here):
             return  # an optimizer's step on the host counts in numbers that seem to be here
         if elsewhere and func.namespace == "aten":
-            raise RuntimeError(
+            error = RuntimeError(
                 f"{func.name()} on {NAME} got a tensor of shape {tuple(elsewhere[0].shape)} in the "
                 f"host's memory, expected all of them on the device."
             )
+            self.mixed.append(error)
+            raise error
 
 
 class _Generator(torch.Generator):
