@@ -297,6 +297,9 @@ class MembershipTable:
             self._tell_each(members, {"kind": "wanted", "is_wanted": is_wanted})
         if not self.number:
             self._tell_to_wait(self._newcomers, "waits for the job's first ranks")
+        elif members and self._is_ending:
+            text = "the job ends: too few ranks were there for too long"
+            self._tell_to_wait(self._newcomers, text)
         elif members and not has_room:
             self._tell_to_wait(
                 self._newcomers, f"max_ranks={self._bounds.max_ranks} train; waits for one"

@@ -283,6 +283,20 @@ def test_newcomers_go_on_when_all_members_are_lost() -> None:
     assert job.generations[2] == (spare,)
 
 
+def test_a_newcomer_hears_that_the_job_ends_for_want_of_ranks_though_there_is_room() -> None:
+    job = Job(initial_size=1, min_ranks=2, max_ranks=2)
+    member = job.join(0)
+    job.wait(PATIENCE_SECONDS)
+    assert job.last(member)["is_last"]
+    newcomer = job.newcomer()
+    assert job.last(newcomer) == {
+        "kind": "waiting",
+        "text": "the job ends: too few ranks were there for too long",
+    }
+    job.membership_table.leave(member, is_done=False, now=job.now)
+    assert job.kinds(newcomer) == ["waiting", "over"]
+
+
 def test_a_rank_that_leaves_is_not_waited_for() -> None:
     job = Job()
     a, b, c = job.start()
