@@ -9,6 +9,11 @@ then holds what a step needs: under stages 1 to 3 the benchmark's GPT 400 to 440
 many, and with glibc by itself 370 to 450, at peaks of 400 to 480. Of 3.4 million parameters in
 small layers it is 165 to 194 MB beside 139 to 158, at peaks of 158 to 179. Whoever sets glibc's
 variables keeps their values.
+
+Threads other than the main one, on which Ray trains, say, have heaps of 64 MB each, and glibc
+unmaps one that is empty, whatever its threshold, unless the one before has less room than the
+padding: a fit of the benchmark's GPT on such a thread faulted in 35 to 50 MB a step, and took 1.03
+times as long. So the padding is a whole heap: addresses, which take no memory until written.
 """
 
 import ctypes
@@ -17,8 +22,9 @@ from functools import cache
 
 import torch
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 _LONGEST_END = 2**31 - 1  # bytes at the end of the heap: the most that mallopt's int says
+_HEAP_BYTES = 64 << 20  # of a thread's heaps
 LARGEST_BLOCK_BYTES = 32 << 20  # the most that glibc takes; larger ones are mapped each time
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
@@ -38,5 +44,9 @@ def _keep() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not where the C library is another
     if mallopt is None:
         return False
-    keeps_blocks = mallopt(_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES)
-    return bool(keeps_blocks and mallopt(_TRIM_THRESHOLD, _LONGEST_END))
+    values = (
+        (_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES),
+        (_TRIM_THRESHOLD, _LONGEST_END),
+        (_TOP_PAD, _HEAP_BYTES),
+    )
+    return all(mallopt(*one) for one in values)

@@ -2,6 +2,9 @@
 
 import os
 import resource
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import pytest
@@ -15,23 +18,33 @@ CPU = torch.device("cpu")
 
 
 def fill_and_free() -> None:
-    """Fill 96 MB in blocks like a small layer's gradients: glibc by itself keeps at most 64 MB."""
-    _ = [torch.ones(16384) for _ in range(1536)]
+    """Fill 200 MB, freed in the order of their making: glibc by itself keeps at most 64 MB."""
+    blocks = deque(torch.ones(1 << 19) for _ in range(100))
+    while blocks:
+        blocks.popleft()
 
 
 def faults_of_a_step() -> int:
-    """Return the pages that are faulted in once the same memory was used and freed before."""
+    """Return the pages that two steps fault in once six have used and freed the same memory."""
     keep_freed_memory(CPU)
-    for _ in range(3):
+    for _ in range(6):
         fill_and_free()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     fill_and_free()
+    fill_and_free()  # a thread's last heap went in every other step
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def test_a_step_faulted_in_what_the_last_one_had_freed() -> None:
-    (found,) = run_processes(faults_of_a_step, 1, fresh=True)
-    assert found <= 100  # of 24,000 pages
+def faults_of_a_step_of_a_thread() -> int:
+    """Return the same of a step on a thread, whose heaps are not the main one's."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(faults_of_a_step).result()
+
+
+@pytest.mark.parametrize("faults", [faults_of_a_step, faults_of_a_step_of_a_thread])
+def test_a_step_faulted_in_what_the_last_one_had_freed(faults: Callable[[], int]) -> None:
+    (found,) = run_processes(faults, 1, fresh=True)
+    assert found <= 100  # of 102,400 pages
 
 
 @pytest.mark.parametrize(
