@@ -17,6 +17,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
@@ -98,7 +99,7 @@ class RecordSteps(OnlyLooks, Callback):
         self._record: RankRecord | None = None
         self._begun_at = -1  # number of the step that the last batch was of
         self._must_begin = True
-        self._has_told_loss = False
+        self._has_told_loss, self._asked_for = False, set(self._steps)
         self._num_losses = 0  # when the present batch began
 
     @override
@@ -193,7 +194,8 @@ class RecordSteps(OnlyLooks, Callback):
         record = self._record
         if record is not None and record.step in self._steps and trainer.global_step > record.step:
             if record.start == record.step:  # else it was recorded for another reason
-                self._write(trainer, "asked")
+                self._asked_for.discard(record.step)
+                _tell(record.step, "was asked for", self._write(trainer, "asked"))
             if not self._failures:
                 self._drop()
 
@@ -205,7 +207,8 @@ class RecordSteps(OnlyLooks, Callback):
         if is_told:
             self._has_told_loss = True
             if self._record is not None:
-                self._write(trainer, "loss")
+                why = "has a loss that is not finite, on one rank at least"
+                _tell(self._record.step, why, self._write(trainer, "loss"), warns=True)
 
     @override
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -231,6 +234,12 @@ class RecordSteps(OnlyLooks, Callback):
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        if self._asked_for:
+            rank_zero_warn(
+                f"RecordSteps has not recorded the steps {sorted(self._asked_for)}, which it was "
+                f"asked for: no step of this fit, of {trainer.global_step}, began with these "
+                f"numbers. Steps are counted from 0, and each optimizer's counts."
+            )
         self._close()
 
     def _write(self, trainer: "pl.Trainer", reason: str) -> Path:
@@ -252,6 +261,7 @@ class RecordSteps(OnlyLooks, Callback):
         self._in_fit.close()
         self._record, self._must_begin, self._begun_at = None, True, -1
         self._has_told_loss, self._buffers = False, HostBuffers()
+        self._asked_for = set(self._steps)  # and not recorded yet
 
 
 @contextmanager
@@ -269,6 +279,16 @@ def _noting_steps(trainer: "pl.Trainer", results: ResultRecorder) -> Iterator[No
         results.noting(lambda: bool(trainer.training)),
     ):
         yield
+
+
+def _tell(step: int, why: str, path: Path, *, warns: bool = False) -> None:
+    """Say on rank 0 that a step is recorded, and how to take it again."""
+    say = rank_zero_warn if warns else rank_zero_info
+    goes_on = " The fit goes on; later losses that are not finite are not recorded."
+    say(
+        f"RecordSteps: step {step} {why}, and is recorded. Take it again with the fit's "
+        f"configuration: lightning-shard replay {path.parent}{goes_on if warns else ''}"
+    )
 
 
 def _note(exception: BaseException, text: str) -> None:

@@ -45,7 +45,8 @@ def test_a_failing_step_is_taken_again_to_the_bit(strategy: str, tmp_path: Path)
 
 
 def test_a_loss_of_one_rank_that_is_not_finite_is_recorded_by_all_once(tmp_path: Path) -> None:
-    fit(tmp_path, "zero2", ranks=2, callbacks=[NotFinite()])
+    with pytest.warns(UserWarning, match="a loss that is not finite"):
+        fit(tmp_path, "zero2", ranks=2, callbacks=[NotFinite()])
     assert recorded(tmp_path) == {"step-00000002": 2}
     found = replayed(tmp_path, 2, "zero2", callbacks=[NotFinite()])
     assert (found.outcome, found.is_bitwise) == ("reproduced", True)
@@ -53,6 +54,30 @@ def test_a_loss_of_one_rank_that_is_not_finite_is_recorded_by_all_once(tmp_path:
     mended = replayed(tmp_path, 2, "zero2", callbacks=[NotFinite(step=9)])
     assert (mended.outcome, mended.replayed) == ("not reproduced", "no error")
     assert mended.exit_status == 1
+
+
+def test_a_loss_that_is_not_finite_is_told_once_with_what_replays_it(tmp_path: Path) -> None:
+    """The step was recorded without a word, and the fit went on to its end."""
+    with pytest.warns(UserWarning, match="not finite") as told:
+        fit(tmp_path, "zero2", ranks=2, callbacks=[NotFinite()])
+    (said,) = [str(one.message) for one in told if "RecordSteps" in str(one.message)]
+    assert "step 2 has a loss that is not finite, on one rank at least" in said
+    assert f"lightning-shard replay {tmp_path / 'step-00000002'}" in said
+    assert "The fit goes on" in said
+
+
+def test_what_was_asked_for_and_what_of_it_never_came_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps that no step of the fit had the number of were left out without a word."""
+    caplog.set_level("INFO")
+    with pytest.warns(UserWarning, match=r"has not recorded the steps \[70\]"):
+        fit(tmp_path, "zero2", ranks=2, recording={"steps": [1, 70], "failures": False})
+    told = [one.getMessage() for one in caplog.records if "RecordSteps" in one.getMessage()]
+    folder = tmp_path / "step-00000001"
+    assert len(told) == 1
+    assert "step 1 was asked for, and is recorded. Take it again" in told[0]
+    assert f"lightning-shard replay {folder}" in told[0]
 
 
 def test_steps_that_are_asked_for_are_recorded_and_nothing_else(tmp_path: Path) -> None:
