@@ -141,7 +141,7 @@ def load_folder(
         in_full: Whether weights are read, full, since others than this package look at them.
     """
     folder = StoredFolder(path, weights_only)
-    verify_share(path, run.global_rank, run.world_size, edition=folder.edition)
+    verify_share(folder, run.global_rank, run.world_size)
     return checkpoint_of(folder, in_full=in_full)
 
 

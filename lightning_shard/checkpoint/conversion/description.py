@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_shard.checkpoint.conversion.source import Source, file_sizes, open_source
+from lightning_shard.checkpoint.conversion.source import Source, open_source
 from lightning_shard.checkpoint.conversion.unread import (
     bytes_in,
     is_unread,
     numel_of,
     tensors_in,
 )
-from lightning_shard.checkpoint.conversion.verifying import missing_from, verify
+from lightning_shard.checkpoint.conversion.verifying import verify
+from lightning_shard.checkpoint.files.places import file_sizes
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.errors import CheckpointError
 
@@ -60,7 +61,7 @@ def describe(path: Any, *, check: bool = False) -> dict[str, Any]:
         "optimizers": [_optimizer(one) for one in checkpoint.get("optimizer_states", ())],
         "metrics": list(_metrics(checkpoint.get("callbacks"))),
         "hyper_parameters": _plain(checkpoint.get("hyper_parameters", {})),
-        "missing": missing_from(source),
+        "missing": [] if source.folder is None else source.folder.lacking(),
         "verified": verified,
         "damaged": damaged,
     }

@@ -67,7 +67,10 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor)
     }
-    named = named_as(module, own, open_source(path, weights_only=True).weights)
+    source = open_source(path, weights_only=True)
+    if source.folder is not None:
+        source.folder.check_complete()
+    named = named_as(module, own, source.weights)
     stored = named.tensors
     misses = _misses(own, stored)
     found = _name_misfits(own, stored, misses, named.may_lack) if strict else []

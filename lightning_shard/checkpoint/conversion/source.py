@@ -19,7 +19,12 @@ from lightning_shard.checkpoint.conversion.folder_source import folder_checkpoin
 from lightning_shard.checkpoint.conversion.safetensors_files import read_safetensors
 from lightning_shard.checkpoint.conversion.unread import is_unread, present
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
-from lightning_shard.checkpoint.files.places import inside, local_path, remote_place
+from lightning_shard.checkpoint.files.places import (
+    file_sizes,
+    inside,
+    local_path,
+    remote_place,
+)
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.sharded.entries import nothing_kept
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
@@ -104,19 +109,6 @@ def _open_folder(path: Any, *, objects: bool, trust: bool, weights_only: bool) -
         f"{INDEX_FILE} is written last: saving may not have come to its end), or safetensors. It "
         f"holds {', '.join(sorted(names)[:5]) or 'nothing'}."
     )
-
-
-def file_sizes(path: Any) -> dict[str, int]:
-    """Return the bytes of each file of a folder, by its name, or of a file, under its own."""
-    filesystem, inner = remote_place(path)
-    if not filesystem.isdir(inner):
-        return {inner.rpartition("/")[2]: int(filesystem.size(inner))}
-    entries = filesystem.ls(inner, detail=True)
-    return {
-        str(one["name"]).rstrip("/").rpartition("/")[2]: int(one["size"])
-        for one in entries
-        if one["type"] == "file"
-    }
 
 
 def read_hugging_face(path: Any) -> dict[str, Any]:

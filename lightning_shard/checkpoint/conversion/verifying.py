@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from lightning_shard.checkpoint.conversion.source import Source, file_sizes
-from lightning_shard.checkpoint.files.checksums import read_checksums
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
 from lightning_shard.checkpoint.files.places import fresh_place, inside, remote_place
 from lightning_shard.checkpoint.files.reading import verify_file
@@ -33,20 +31,3 @@ def _verify_file(path: Any) -> bool:
             return False
     verify_file(path)
     return True
-
-
-def missing_from(source: Source) -> list[str]:
-    """Return as clauses what a checkpoint lacks, by the names and lengths of its files."""
-    if source.folder is None:
-        return []
-    lengths = file_sizes(source.path)
-    expected = dict(source.folder.parts)
-    known = read_checksums(source.path, source.folder.edition) or {}
-    expected |= {name: checksum["bytes"] for name, checksum in known.items()}
-    return [
-        f"{name} is missing, expected {expected[name]} bytes"
-        if name not in lengths
-        else f"{name} has {lengths[name]} bytes, expected {expected[name]}"
-        for name in sorted(expected)
-        if lengths.get(name, -1) < expected[name]
-    ]

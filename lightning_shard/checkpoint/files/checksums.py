@@ -2,7 +2,8 @@
 
     checksums.json    {"format": 1, "files": {"__0_0.distcp": {"bytes": 123, "crc32": "0f1e2d3c"}}}
 
-A folder without one, which somebody else has written, is taken as it is.
+A folder without one is taken as it is where somebody else has written it: see
+`sharded.StoredFolder.check_complete`.
 """
 
 import json
@@ -101,8 +102,7 @@ def read_checksums(folder: Any, edition: str = "") -> dict[str, Checksum] | None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {error}. Expected the checksums of "
-            f"the folder's files. Load another checkpoint; if the other files are known to be "
-            f"good, remove this one."
+            f"the folder's files. Copy the whole folder, or load another checkpoint."
         ) from error
     if number != _FORMAT:
         raise CheckpointError(

@@ -85,6 +85,19 @@ def names_in(filesystem: Any, folder: str) -> list[str]:
     return []
 
 
+def file_sizes(path: Any) -> dict[str, int]:
+    """Return the bytes of each file of a folder, by its name, or of a file, under its own."""
+    filesystem, inner = remote_place(path)
+    if not filesystem.isdir(inner):
+        return {inner.rpartition("/")[2]: int(filesystem.size(inner))}
+    entries = filesystem.ls(inner, detail=True)
+    return {
+        str(one["name"]).rstrip("/").rpartition("/")[2]: int(one["size"])
+        for one in entries
+        if one["type"] == "file"
+    }
+
+
 def written_at(filesystem: Any, inner: str) -> float | None:
     """Return when a file was written, in seconds since 1970; None where nobody can tell."""
     forget(filesystem, inner)

@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from typing_extensions import override
 
-from lightning_shard.checkpoint.files.checksums import verify_folder
+from lightning_shard.checkpoint.files.checksums import CHECKSUMS, read_checksums, verify_folder
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, META_FILE, in_edition
-from lightning_shard.checkpoint.files.places import inside, is_file
+from lightning_shard.checkpoint.files.parts import is_leftover
+from lightning_shard.checkpoint.files.places import file_sizes, inside, is_file
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.sharded.box_reader import BoxReader
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
@@ -104,6 +105,43 @@ class StoredFolder:
             end = place.offset + place.length
             lengths[place.relative_path] = max(end, lengths.get(place.relative_path, 0))
         return lengths
+
+    def lacking(self) -> list[str]:
+        """Return as clauses which files it lacks, by their names and lengths."""
+        lengths, expected = file_sizes(self.path), dict(self.parts)
+        known = read_checksums(self.path, self.edition)
+        expected |= {name: checksum["bytes"] for name, checksum in (known or {}).items()}
+        found = [
+            f"{name} is missing, expected {expected[name]} bytes"
+            if name not in lengths
+            else f"{name} has {lengths[name]} bytes, expected {expected[name]}"
+            for name in sorted(expected)
+            if lengths.get(name, -1) < expected[name]
+        ]
+        if known is None and self._is_ours:
+            found.insert(0, f"{CHECKSUMS} is missing, expected the checksums of its files")
+        return found
+
+    def check_complete(self) -> None:
+        """Look for all files; nothing of them is read.
+
+        Raises:
+            CheckpointError: Some are missing, or too short.
+        """
+        if found := self.lacking():
+            raise CheckpointError(
+                f"The checkpoint {str(self.path)!r} is not complete: {'; '.join(found)}. Copy the "
+                f"whole folder again from where it is whole, or load another checkpoint."
+            )
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether this package has written it, under the name that a folder has until it is whole.
+
+        On an object store it has an edition, which says the same.
+        """
+        told = getattr(self._index.storage_meta, "checkpoint_id", None)
+        return told is not None and is_leftover(told)
 
     @property
     def roots(self) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from typing_extensions import override
 
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, editions_in
@@ -114,7 +114,23 @@ def read_index(path: Any) -> Metadata:
             f"something in no way that can be read where it lies, expected what "
             f"torch.distributed.checkpoint writes. Load another checkpoint."
         )
+    if lacking := sorted(key for key in index.state_dict_metadata if not _is_listed(index, key)):
+        raise CheckpointError(
+            f"The index {inside(path, INDEX_FILE)!r} of a checkpoint lacks a part of "
+            f"{', '.join(map(repr, lacking[:3]))} ({len(lacking)} of "
+            f"{len(index.state_dict_metadata)} entries), expected where all of each lies. Copy "
+            f"the whole folder again from where it is whole, or load another checkpoint."
+        )
     return index
+
+
+def _is_listed(index: Metadata, key: str) -> bool:
+    """Whether an index tells of all parts of an entry, and where they lie."""
+    entry, places = index.state_dict_metadata[key], index.storage_data or {}
+    if isinstance(entry, BytesStorageMetadata):
+        return MetadataIndex(key) in places
+    placed = [one for one in entry.chunks if MetadataIndex(key, one.offsets) in places]
+    return sum(one.sizes.numel() for one in placed) >= entry.size.numel()
 
 
 def _is_sound(index: Metadata) -> bool:

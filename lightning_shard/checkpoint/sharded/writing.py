@@ -24,7 +24,8 @@ from lightning_shard.checkpoint.files.open_folder import META_FILE, OpenFolder
 from lightning_shard.checkpoint.files.torch_archive import records_of, write_archive
 from lightning_shard.checkpoint.sharded.box_writer import BoxWriter
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
-from lightning_shard.checkpoint.sharded.index import by_itself, edition_of, read_index
+from lightning_shard.checkpoint.sharded.folder import StoredFolder
+from lightning_shard.checkpoint.sharded.index import by_itself
 from lightning_shard.errors import CheckpointError
 
 _OF_RANK = re.compile(r"__(\d+)_")
@@ -152,7 +153,7 @@ def _write(folder: OpenFolder, state: Mapping[str, Any], *, alone: bool) -> BoxW
     return writer
 
 
-def verify_share(path: Any, rank: int, num_ranks: int, *, edition: str) -> None:
+def verify_share(folder: StoredFolder, rank: int, num_ranks: int) -> None:
     """Compare this rank's share of a folder's files with their checksums; all ranks' are all files.
 
     A rank takes the files that the same rank has written, which it reads next where the layout is
@@ -161,9 +162,10 @@ def verify_share(path: Any, rank: int, num_ranks: int, *, edition: str) -> None:
     Raises:
         CheckpointError: A file is missing, or not as it was written.
     """
-    names = sorted(read_checksums(path, edition) or ())
+    folder.check_complete()
+    names = sorted(read_checksums(folder.path, folder.edition) or ())
     own = [name for name in names if _writer_of(name) % num_ranks == rank]
-    verify_folder(path, own, edition=edition)
+    verify_folder(folder.path, own, edition=folder.edition)
 
 
 def _writer_of(name: str) -> int:
@@ -178,6 +180,6 @@ def verify_whole(path: Any) -> bool:
     Raises:
         CheckpointError: A file is missing, or not as it was written.
     """
-    edition = edition_of(path, read_index(path))
-    verify_share(path, 0, 1, edition=edition)
-    return read_checksums(path, edition) is not None
+    folder = StoredFolder(path)
+    verify_share(folder, 0, 1)
+    return read_checksums(path, folder.edition) is not None

@@ -1,16 +1,25 @@
 """A folder that is not as it was written loads nothing else: an error, or all that it held."""
 
+import json
+import pickle
 import random
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from lightning_shard.checkpoint.by_rank import in_memory
+from lightning_shard.checkpoint.conversion.consolidating import consolidate
+from lightning_shard.checkpoint.conversion.description import describe
+from lightning_shard.checkpoint.conversion.loading import load_safetensors
+from lightning_shard.checkpoint.conversion.whole import whole_checkpoint
 from lightning_shard.checkpoint.sharded.entries import checkpoint_of
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all
+from lightning_shard.checkpoint.sharded.index import read_index
 from lightning_shard.checkpoint.sharded.writing import verify_share
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.files.archives import damage, same
@@ -22,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 NUM_RANKS = 3
+WEIGHT = "state_dict.head.weight"
 Damage = Callable[[Path, Path, random.Random], str]
 
 
@@ -29,7 +39,7 @@ def loaded(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """Return all that ranks would load of a folder, each of which compares its share."""
     folder = StoredFolder(path, weights_only)
     for rank in range(NUM_RANKS):
-        verify_share(path, rank, NUM_RANKS, edition=folder.edition)
+        verify_share(folder, rank, NUM_RANKS)
     checkpoint = checkpoint_of(folder, in_full=True)
     states = [read_all(one) for one in checkpoint.pop("optimizer_states")]
     return {**in_memory(checkpoint), "optimizer_states": states}
@@ -43,7 +53,7 @@ def damaged_content(folder: Path, other: Path, rng: random.Random) -> str:
 
 
 def lost_file(folder: Path, other: Path, rng: random.Random) -> str:
-    path = rng.choice([one for one in sorted(folder.iterdir()) if one.name != "checksums.json"])
+    path = rng.choice(sorted(folder.iterdir()))
     path.unlink()
     return f"{path.name} is gone"
 
@@ -126,3 +136,81 @@ def test_an_index_with_a_damaged_word_was_no_error_of_ours(word: bytes, tmp_path
     (folder / ".metadata").write_bytes(index.replace(word, word[:-1] + b"q"))
     with pytest.raises(CheckpointError, match=r"The index .* of a checkpoint is damaged"):
         StoredFolder(folder)
+
+
+def changed_index(folder: Path, change: Callable[[Any], None]) -> None:
+    """Write the folder's index anew, with the checksum that belongs to it."""
+    index = read_index(folder)
+    change(index)
+    content = pickle.dumps(index)
+    (folder / ".metadata").write_bytes(content)
+    told = json.loads((folder / "checksums.json").read_text())
+    told["files"][".metadata"] = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    (folder / "checksums.json").write_text(json.dumps(told))
+
+
+def without_a_place(index: Any) -> None:
+    del index.storage_data[next(at for at in index.storage_data if at.fqn == WEIGHT)]
+
+
+def without_a_box(index: Any) -> None:
+    index.state_dict_metadata[WEIGHT].chunks.pop()
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Return a copy of a folder that an earlier version has written on three ranks."""
+    source = Path(__file__).parent / "format_3" / "zero3-3.ckpt"
+    return Path(shutil.copytree(source, tmp_path / "kept.ckpt"))
+
+
+READERS: dict[str, Callable[[Path, Path], object]] = {
+    "fit": lambda kept, _: fit(LAYOUTS["zero2-2"](), ckpt_path=kept),
+    "load_from_checkpoint": lambda kept, _: whole_checkpoint(kept, None, weights_only=True),
+    "load_safetensors": lambda kept, _: load_safetensors(Model(), kept),
+    "consolidate": lambda kept, tmp_path: consolidate(kept, tmp_path / "full.ckpt"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_folder_without_its_checksums_is_incomplete(
+    reader: str, kept: Path, tmp_path: Path
+) -> None:
+    """It loaded as one that somebody else has written, also with shards of another step."""
+    (kept / "checksums.json").unlink()
+    with pytest.raises(CheckpointError, match=r"not complete: checksums\.json is missing"):
+        READERS[reader](kept, tmp_path)
+    assert describe(kept)["missing"][0].startswith("checksums.json is missing")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_missing_part_is_named_before_anything_is_loaded(
+    reader: str, kept: Path, tmp_path: Path
+) -> None:
+    """Each rank looked for its share of the files alone, and weights by themselves for none."""
+    (kept / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"not complete: __1_0\.distcp is missing"):
+        READERS[reader](kept, tmp_path)
+
+
+@pytest.mark.parametrize("change", [without_a_place, without_a_box])
+def test_an_index_that_lacks_a_part_is_refused_with_its_name(
+    change: Callable[[Any], None], kept: Path, tmp_path: Path
+) -> None:
+    """What no box says stayed as the memory happened to be, or was a raw KeyError of torch."""
+    changed_index(kept, change)
+    for read in READERS.values():
+        with pytest.raises(CheckpointError, match=f"lacks a part of '{WEIGHT}'"):
+            read(kept, tmp_path)
+
+
+def test_a_folder_of_somebody_else_needs_no_checksums_but_all_its_files(tmp_path: Path) -> None:
+    """A file that its index names could be missing until a tensor of it was read."""
+    state = {"state_dict": dict(Model().state_dict())}
+    with pytest.warns(UserWarning, match="in a single process"):
+        dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    loaded_state = whole_checkpoint(tmp_path / "theirs", None, weights_only=True)["state_dict"]
+    assert loaded_state.keys() == state["state_dict"].keys()
+    (tmp_path / "theirs" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"not complete: __0_0\.distcp is missing"):
+        whole_checkpoint(tmp_path / "theirs", None, weights_only=True)
