@@ -1,16 +1,29 @@
-"""Buffers (running statistics, codebooks ...) follow rank 0 during training.
+"""Buffers (running statistics, codebooks, counters ...) follow rank 0 during training.
 
-As torch DDP does, ranks take over rank 0's values at the start of a training step and of the first
-evaluation step after one; unlike it, only those of floating point that belong to the `state_dict`,
-so constant masks and caches cost nothing.
+    forward | backward | forward | backward | step |   forward
+       each rank has its own, as it has its own gradients    └─ rank 0's, then its own again
+
+Ranks take over rank 0's values at the start of the first step, of training or evaluation, after an
+optimizer's, and never while gradients are accumulated: what a forward adds to a counter stays until
+the optimizer has stepped, and hooks before the step find what each rank has counted. Torch DDP
+follows before each forward after one whose backward exchanges gradients, which is the same where
+every exchange is followed by a step.
+
+Of those outside the `state_dict`, and of whole numbers, only those follow that have been seen to
+change on some rank, so constant masks and caches cost nothing.
 """
 
+from collections.abc import Iterator
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.known_modules import KnownModules
+from lightning_shard.data_parallel.tensor_properties import VERSION
 from lightning_shard.data_parallel.torch_private import is_persistent, with_buffers
+
+_Key = tuple[int, str]  # a module's place among all, and a buffer's name in it
 
 
 class BufferSync:
@@ -19,49 +32,106 @@ class BufferSync:
     Args:
         model: Model whose buffers are looked up at each call, since modules may replace them.
         collectives: Group of the data-parallel ranks.
+
+    Attributes:
+        has_stepped: Whether an optimizer has stepped since buffers followed; None while the model
+            has no optimizer, whose steps to wait for.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives) -> None:
         self._model, self._modules = model, KnownModules(model)
         self._collectives = collectives
-        self._may_differ = False
+        self._is_due = self._may_differ = False
+        self.has_stepped: bool | None = None
+        self._seen: dict[_Key, tuple[Tensor, int]] = {}  # others, with their version then
+        self._moving: set[_Key] = set()  # of others those that some rank has changed
+        self._num_follows = 0
 
     def broadcast_all(self) -> None:
         """Take over every buffer of rank 0; each rank must call."""
         self._broadcast([buffer for buffer in self._model.buffers() if buffer.numel()])
+        self._seen = self._others()
 
-    def follow(self, *, training: bool) -> None:
+    def follow(self, *, exchanged: bool) -> None:
         """At the start of a step, take over rank 0's changing buffers; each rank must call.
 
+        Rank 0 says whether an optimizer has stepped: another may have left its step out.
+
         Args:
-            training: Whether this step may change buffers; of other steps in a row only the first
-                finds something to take over.
+            exchanged: Whether gradients have been exchanged since the last step.
         """
-        if training or self._may_differ:
+        if (self._is_due or exchanged) and self._collectives.size > 1:
+            self._notice_moving()
+            self._broadcast(self._following(), follows=self.has_stepped is not False)
+            self.has_stepped = None if self.has_stepped is None else False
+        self._is_due = False
+
+    def note_training(self, *, exchanges: bool) -> None:
+        """Note that a step of training begins, which may change buffers.
+
+        Args:
+            exchanges: Whether its backward will exchange gradients, by what is known yet.
+        """
+        self._is_due |= exchanges
+        self._may_differ = True
+
+    def end(self) -> None:
+        """Take over rank 0's buffers where training has changed them; each rank must call."""
+        if self._may_differ:
             self.broadcast_changing()
-        self._may_differ = training
+        self._is_due = self._may_differ = False
 
     def broadcast_changing(self) -> None:
-        """Take over those of rank 0's buffers that training may change; each rank must call."""
-        self._broadcast(self.changing())
+        """Take over those of rank 0's buffers that training changes; each rank must call."""
+        self._notice_moving(always=True)
+        self._broadcast(self._following())
 
-    def changing(self) -> list[torch.Tensor]:
-        """Return the buffers that training may change, in the same order on every rank."""
-        return [
-            buffer
-            for module in with_buffers(self._modules.now())
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_floating_point() and buffer.numel() and is_persistent(module, name)
-        ]
+    def changing(self) -> list[Tensor]:
+        """Return the statistics that training may change, in the same order on every rank."""
+        return [buffer for _, buffer, is_other in self._each() if not is_other]
+
+    def _following(self) -> list[Tensor]:
+        each = self._each()
+        return [one for key, one, is_other in each if not is_other or key in self._moving]
+
+    def _each(self) -> Iterator[tuple[_Key, Tensor, bool]]:
+        """Yield each buffer, and whether it is none of the statistics in the `state_dict`."""
+        for place, module in enumerate(with_buffers(self._modules.now())):
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.numel():
+                    is_statistic = buffer.is_floating_point() and is_persistent(module, name)
+                    yield (place, name), buffer, not is_statistic
+
+    def _others(self) -> dict[_Key, tuple[Tensor, int]]:
+        return {key: (one, VERSION(one)) for key, one, is_other in self._each() if is_other}
+
+    def _notice_moving(self, *, always: bool = False) -> None:
+        """See which others have changed on some rank, ever more seldom; each rank must call."""
+        self._num_follows += 1
+        is_time = self._num_follows & (self._num_follows - 1) == 0
+        now = self._others() if is_time or always else {}
+        if not now:
+            return
+        moved = [key for key, one in now.items() if not _is_same(self._seen.get(key), one)]
+        self._moving.update(*self._collectives.all_gather_object(moved))
+        self._seen = now
 
     @torch.no_grad()
-    def _broadcast(self, buffers: list[torch.Tensor]) -> None:
+    def _broadcast(self, buffers: list[Tensor], *, follows: bool = True) -> None:
+        """Send rank 0's values, which ranks take over if rank 0 follows."""
         if self._collectives.size == 1:
             return
         for dtype in sorted({buffer.dtype for buffer in buffers}, key=str):
             same = [buffer for buffer in buffers if buffer.dtype == dtype]
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+            word = same[0].new_full((1,), follows)
+            flat = torch.cat([word, *(buffer.detach().reshape(-1) for buffer in same)])
             self._collectives.broadcast(flat, src=0).wait()
-            parts = torch.split(flat, [buffer.numel() for buffer in same])
+            if flat.device.type == "cpu" and not flat[0]:  # elsewhere the host would have to wait
+                continue
+            parts = torch.split(flat[1:], [buffer.numel() for buffer in same])
             for buffer, part in zip(same, parts, strict=True):
-                buffer.copy_(part.view_as(buffer))
+                buffer.copy_(torch.where(flat[0] != 0, part.view_as(buffer), buffer))
+
+
+def _is_same(before: tuple[Tensor, int] | None, now: tuple[Tensor, int]) -> bool:
+    return before is not None and before[0] is now[0] and before[1] == now[1]

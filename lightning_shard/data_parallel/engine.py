@@ -236,7 +236,9 @@ class DataParallelEngine:
         self.adopt_assigned()
         self.adoption.check_ties(self.full_parameters)
         self.hook_trainable()
-        self._buffers.follow(training=self.model.training and torch.is_grad_enabled())
+        self._buffers.follow(exchanged=self.reducer.take_exchanged())
+        if self.model.training and torch.is_grad_enabled():
+            self._buffers.note_training(exchanges=self.reducer.synchronises)
         full = self._unsharder.step(self.user_code) if self._unsharder else nullcontext()
         with self.seeing_shards(), full, self.explaining_shards():
             yield
@@ -308,6 +310,10 @@ class DataParallelEngine:
         """
         if self._unsharder is not None:
             self._unsharder.hold()
+
+    def note_update(self, *, ends: bool) -> None:
+        """Note that an optimizer will step on this model, or (`ends`) that it has."""
+        self._buffers.has_stepped = ends or bool(self._buffers.has_stepped)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards inside only accumulate; stages 2 and 3 reduce all the same."""
@@ -422,7 +428,6 @@ class DataParallelEngine:
         """After the last step, keep no more than parameters until `detach`; each rank must call."""
         self.adopt_assigned()
         self.adoption.check_ties(self.full_parameters)
-        self._buffers.follow(training=False)
         if self._unsharder is not None:
             self._unsharder.reshard_all()
         for gradients in self.gradients:
@@ -440,7 +445,7 @@ class DataParallelEngine:
         self._remove_hooks()
         if restore:
             self.adopt_assigned()
-            self._buffers.follow(training=False)
+            self._buffers.end()
         if self._unsharder is not None:
             if restore:
                 self._unsharder.reshard_all()

@@ -77,6 +77,17 @@ class Reducer:
         self.was_held_up = False
         self._synchronize = True
         self._owed = False  # accumulated, but not reduced
+        self._has_exchanged = False
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether a backward that ends now is followed by an exchange; not in `no_sync`."""
+        return self._synchronize
+
+    def take_exchanged(self) -> bool:
+        """Return whether gradients have been exchanged since this was asked last."""
+        exchanged, self._has_exchanged = self._has_exchanged, False
+        return exchanged
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -212,6 +223,7 @@ class Reducer:
         for gradients in self._gradients if agrees else ():
             gradients.settle()
         self._owed = not self._synchronize
+        self._has_exchanged |= self._synchronize
         self._learn_order()
         self._reset()
 

@@ -61,6 +61,7 @@ class ShardedOptimizer:
         self._later = LaterSteps(optimizer, engine)
         self.optimizer = optimizer
         self.engine = engine
+        engine.note_update(ends=False)
         self._in_view = False
         self._is_flat = False  # the step that runs is made on few pieces
         self._num_steps = 0  # torch hooks a base class's step, too, where that class is in use
@@ -142,6 +143,7 @@ class ShardedOptimizer:
         self._num_steps -= 1
         if self._in_view and not self._num_steps:
             self._leave()
+            self.engine.note_update(ends=True)
 
     def _end_failed(self) -> None:
         """Leave the view that an update has left by raising; each rank must call."""

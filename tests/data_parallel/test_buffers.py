@@ -40,7 +40,39 @@ def test_all_follow_rank_zero_at_first() -> None:
     assert run("broadcast_all") == [first] * 3
 
 
-def test_later_only_floating_point_ones_of_the_state_dict() -> None:
-    assert run("broadcast_changing") == [
-        {"mean": 1.0, "narrow": 1.0, "count": r, "mask": r, "nothing": 0.0} for r in (1.0, 2.0, 3.0)
+def test_later_statistics_and_what_has_been_seen_to_change() -> None:
+    """Counters in whole numbers, or outside of the state dict, never followed, as masks."""
+
+    def fn(rank: int) -> dict[str, float]:
+        model = Buffers(rank + 1)
+        assert dist.group.WORLD is not None
+        sync = BufferSync(model, get_backend("in_process").collectives(dist.group.WORLD))
+        sync.broadcast_all()
+        model.mask.data.fill_(rank)  # a constant: nothing sees it
+        model.mean.fill_(rank)
+        model.count = model.count + rank
+        sync.note_training(exchanges=True)
+        sync.follow(exchanged=False)
+        model.nothing = torch.zeros(1)
+        return values(model)
+
+    assert run_ranks(fn, 3) == [
+        {"mean": 0.0, "narrow": 1.0, "count": 1.0, "mask": r, "nothing": 0.0}
+        for r in (0.0, 1.0, 2.0)
     ]
+
+
+def test_rank_zero_says_whether_an_optimizer_has_stepped() -> None:
+    def fn(rank: int) -> list[float]:
+        model = Buffers(0)
+        assert dist.group.WORLD is not None
+        sync = BufferSync(model, get_backend("in_process").collectives(dist.group.WORLD))
+        seen = []
+        for step_of in ({}, {1}, {0}, {0, 1}):
+            sync.has_stepped = rank in step_of
+            model.mean += rank
+            sync.follow(exchanged=True)
+            seen.append(model.mean.mean().item())
+        return seen
+
+    assert run_ranks(fn, 2) == [[0.0] * 4, [1.0, 2.0, 0.0, 0.0]]

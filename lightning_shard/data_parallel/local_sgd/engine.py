@@ -46,7 +46,7 @@ class LocalEngine(DataParallelEngine):
             alone: Whether these groups hold this rank only.
         """
         if alone:
-            self._buffers.follow(training=False)  # as the next step together would
+            self._buffers.end()  # as the next step together would
         for gradients in self.gradients:
             gradients.reduce_over(groups)
         usage = UsageAgreement(self.gradients, groups.dp, self.device)
