@@ -175,24 +175,24 @@ class AsyncSGDStrategy(LocalUpdates):
         model: "pl.LightningModule | nn.Module | None" = None,
         **kwargs: Any,
     ) -> Any:
-        if self._async is None:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-            assert self.lightning_module is not None
-            self._part_if_time(self.lightning_module.trainer.global_step + 1)
-            return result
-        self._async.before_step()
+        if self._async is not None:
+            self._async.before_step()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._async.after_step()
-        if self._is_last_step():
-            self._async.agree()
+        if self._async is not None:
+            self._async.after_step()
         return result
 
-    def _is_last_step(self) -> bool:
-        """Whether the epoch or the fit ends after the step that is being taken."""
+    @override
+    def _end_step(self) -> None:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        if self._async is None:
+            self._part_if_time(trainer.global_step)
+            return
+        self._async.count_step()
         is_last_batch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        return is_last_batch or trainer.global_step + 1 == trainer.max_steps
+        if is_last_batch or trainer.global_step == trainer.max_steps:
+            self._async.agree()
 
     def _agree(self) -> None:
         if self._async is not None:

@@ -170,19 +170,26 @@ class LocalSGDStrategy(LocalUpdates):
         model: "pl.LightningModule | nn.Module | None" = None,
         **kwargs: Any,
     ) -> Any:
-        with self._step_bytes.counting():
-            self._steps_by_trainer = True
-            try:
-                result = super().optimizer_step(optimizer, closure, model, **kwargs)
-            finally:
-                self._steps_by_trainer = False
-            self._num_steps += 1
-            if self._local is not None:
-                self._local.after_step()
+        self._steps_by_trainer = True
+        try:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._steps_by_trainer = False
         assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
-            self._part_if_time()
+        if not self.lightning_module.automatic_optimization:
+            self._note_step()
         return result
+
+    def _note_step(self) -> None:
+        self._num_steps += 1
+        if self._local is not None:
+            with self._step_bytes.counting():
+                self._local.after_step()
+
+    @override
+    def _end_step(self) -> None:
+        self._note_step()
+        self._part_if_time()
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._steps_by_trainer:

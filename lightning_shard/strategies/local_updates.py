@@ -1,6 +1,7 @@
 """Ranks that train by themselves under a Trainer: nothing but the strategy makes them meet.
 
     a batch           Lightning's loop broadcasts whether rank 0 got SIGTERM: left out here
+    a step            ranks may exchange something after it, also where user code has left it out
     a validation      ranks agree before the first hook of it, and part after the last one
     an epoch's end    ranks may agree before the hooks of it, however the epoch has ended
     a fit's end       ranks hold the same before the hooks `on_train_end`
@@ -18,6 +19,7 @@ from typing_extensions import override
 
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.trainer._lightning import (
+    after_optimizer_steps,
     after_training_epochs,
     around_validation,
     without_sigterm_broadcast,
@@ -41,6 +43,7 @@ class LocalUpdates(DataParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._in_loops = ExitStack()
             self._in_loops.enter_context(without_sigterm_broadcast(trainer))
+            self._in_loops.enter_context(after_optimizer_steps(trainer, self._end_step))
             self._in_loops.enter_context(around_validation(trainer, self._consensus))
             self._in_loops.enter_context(after_training_epochs(trainer, self._end_epoch))
             self._in_loops.enter_context(after_training_epochs(trainer, self._saves.advance))
@@ -53,6 +56,10 @@ class LocalUpdates(DataParallelStrategy):
     @abstractmethod
     def _consensus(self) -> AbstractContextManager[None]:
         """Let ranks hold the same inside; each must enter after the same number of steps."""
+
+    @abstractmethod
+    def _end_step(self) -> None:
+        """Exchange what it is time for; automatic optimization has counted one more step."""
 
     def _end_epoch(self) -> None:
         """Meet after the last batch of an epoch, or after the one that cut it short."""

@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 __all__ = [
     "accept_compiled_modules",
+    "after_optimizer_steps",
     "after_training_epochs",
     "around_sigterm_broadcast",
     "around_validation",
@@ -231,6 +232,23 @@ def after_training_epochs(trainer: "pl.Trainer", then: Callable[[], None]) -> It
         then()
 
     with patch.object(loop, "run", run_then):
+        yield
+
+
+@contextmanager
+def after_optimizer_steps(trainer: "pl.Trainer", then: Callable[[], None]) -> Iterator[None]:
+    """Call `then` after each step that automatic optimization counts.
+
+    The module's `optimizer_step` may have left it out, on this rank alone even.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    step = loop._optimizer_step
+
+    def step_then(*args: Any) -> None:
+        step(*args)
+        then()
+
+    with patch.object(loop, "_optimizer_step", step_then):
         yield
 
 

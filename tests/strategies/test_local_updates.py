@@ -329,3 +329,93 @@ def test_fragments_may_count_what_a_warm_up_still_freezes() -> None:
 
     strategy = LocalSGDStrategy(backend="in_process", sync_every=4, fragments=4, warmup_steps=2)
     assert fit(strategy, Frozen(), 2, 8).global_step == 8
+
+
+# --- steps that user code leaves out -------------------------------------------------------------
+
+
+class LeavesOut(Tiny):
+    """Leaves out the steps of some batches, on some ranks, and drops their gradients."""
+
+    def __init__(self, batches: set[int], ranks: set[int]) -> None:
+        super().__init__()
+        self.batches, self.ranks = batches, ranks
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        if batch_idx in self.batches and self.global_rank in self.ranks:
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_one_rank_may_leave_out_a_step(way: str) -> None:
+    """The others' exchange waited for it, and under async_sgd the next validation hung."""
+    options = {"limit_val_batches": 1, "val_check_interval": 4, "num_sanity_val_steps": 0}
+    for batches in ({2, 5}, {3}, {7}):  # at a meeting, before a validation, at the end
+        module = LeavesOut(batches, {0})
+        trainer = fit(STRATEGIES[way](), module, 2, 8, **options)
+        assert trainer.global_step == 8
+        assert all(value.isfinite().all() for value in weights_of(module).values())
+
+
+def test_a_step_that_is_left_out_counts_for_nothing_under_async_sgd() -> None:
+    """Of two ranks of equal samples one alone steps: by its gradient, at half the rate."""
+
+    class Same(LeavesOut):
+        def training_step(self, batch: list[Tensor], batch_idx: int = 0) -> Tensor:
+            return self.network[0].bias.sum() + self.network(batch[0]).sum() * 0
+
+    ends = []
+    for leaves in (set[int](), {1}):
+        module = Same({0, 1, 2, 3}, leaves)
+        module.momentum = 0.0
+        before = module.network[0].bias.detach().clone()
+        fit(STRATEGIES["async"](), module, 2, 4)
+        ends.append(before - module.network[0].bias.detach())
+    torch.testing.assert_close(ends[0], torch.full_like(ends[0], 0.4))
+    torch.testing.assert_close(ends[1], torch.full_like(ends[1], 0.2))
+
+
+@pytest.mark.parametrize("way", ["average", "diloco"])
+def test_a_resumed_fit_met_at_other_steps_after_steps_were_left_out(
+    way: str, tmp_path: Path
+) -> None:
+    """Steps were counted by the optimizer's, but resumed from the Trainer's."""
+
+    class SaveAtFive(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(tmp_path / "five.ckpt")
+
+    ends = []
+    for path, callbacks in ((None, [SaveAtFive()]), (tmp_path / "five.ckpt", [])):
+        module, data = LeavesOut({0, 2, 3}, {0, 1}), TinyData(tiny_data(2 * BATCH * 8))
+        trainer = quiet_trainer(
+            strategy=STRATEGIES[way](),
+            devices=2,
+            max_steps=8,
+            accumulate_grad_batches=1,
+            gradient_clip_val=None,
+            callbacks=callbacks,
+        )
+        trainer.fit(module, datamodule=data, ckpt_path=path)
+        ends.append(weights_of(module))
+    assert_same_weights(*ends, rtol=0, atol=0)
+
+
+class StepsTwice(Tiny):
+    """Rank 1 takes two steps by each gradient, rank 0 one."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        for _ in range(1 + self.global_rank):
+            optimizer.step()
+
+
+def test_other_numbers_of_steps_are_told_before_a_rank_waits_for_ever() -> None:
+    """A rank that had ended with fewer steps was waited for without end."""
+    options = {"limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    with pytest.raises(ConfigError, match=r"Rank 1 has taken \d steps and rank 0 \d before all"):
+        fit(STRATEGIES["async"](), StepsTwice(), 2, 4, **options)

@@ -7,10 +7,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors import data_connector
 
 from lightning_shard.trainer._lightning import (
+    after_optimizer_steps,
     after_training_epochs,
     around_validation,
     before_training_ends,
@@ -61,6 +63,14 @@ def test_an_epoch_is_one_call_before_the_hooks_of_its_end() -> None:
     assert parameters == ["self", "data_fetcher"]
 
 
+def test_automatic_optimization_counts_a_step_in_a_method_of_its_own() -> None:
+    assert "self._optimizer_step(batch_idx, closure)" in inspect.getsource(
+        _AutomaticOptimization.run
+    )
+    source = inspect.getsource(_AutomaticOptimization._optimizer_step)
+    assert source.index('"optimizer_step"') < source.index("step.increment_completed()")
+
+
 def test_the_end_of_a_fit_is_one_call_with_its_hooks() -> None:
     assert "self.on_run_end()" in inspect.getsource(_FitLoop.run)
     source = inspect.getsource(_FitLoop.on_run_end)
@@ -76,10 +86,13 @@ def test_the_loops_are_as_before_afterwards() -> None:
         without_sigterm_broadcast(trainer),
         around_validation(trainer, nullcontext),
         after_training_epochs(trainer, lambda: None),
+        after_optimizer_steps(trainer, lambda: None),
         before_training_ends(trainer, lambda: None),
     ):
         assert "on_run_end" in vars(trainer.fit_loop)
         assert {"_broadcast_sigterm_tensor", "run"} <= vars(loop).keys()
         assert "run" in vars(loop.val_loop)
+        assert "_optimizer_step" in vars(loop.automatic_optimization)
+    assert "_optimizer_step" not in vars(loop.automatic_optimization)
     now = set(vars(loop)), set(vars(loop.val_loop)), set(vars(trainer.fit_loop))
     assert now == names

@@ -49,11 +49,13 @@ class Arrived:
         rank: Rank that has computed the gradient.
         grads: The gradient's shard by parameter; None where a parameter has no gradient.
         version: Version of the parameters' shard with which the gradient was computed.
+        counts: Whether any parameter has a gradient; else the rank has left out its step.
     """
 
     rank: int
     grads: Sequence[Tensor | None]
     version: Sequence[int]
+    counts: bool
 
 
 @dataclass
@@ -122,6 +124,7 @@ class AsyncSGD:
         self._newest: dict[int, Message] = {}
         self._last: set[int] = set()  # peers whose last message has come
         self._may_step = False
+        self._has_stepped = False  # since steps were counted last
         engine.part(self._view)
 
     # --- the steps ------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ class AsyncSGD:
             self._last.clear()
             self._mailbox = self._make_mailbox(self._ranks, self._wire.num_words, is_last)
         self._check_frozen()
-        self._may_step = True
+        self._may_step = self._has_stepped = True
 
     def _check_frozen(self) -> None:
         """Raise if a parameter that was frozen when ranks agreed is trained: it is not sent."""
@@ -156,17 +159,21 @@ class AsyncSGD:
                 f"steps that asynchronous SGD can count. Take the optimizer from "
                 f"self.optimizers() without use_pl_optimizer=False."
             )
-        assert self._mailbox is not None
         self._may_step = False
-        clocks, rank = self._clocks, self._ranks.rank
         self._observe()
-        grads = [param.grad for param in self._view.params]
+        return self._sent([param.grad for param in self._view.params])
+
+    def _sent(self, grads: Sequence[Tensor | None]) -> Update:
+        """Send a step's gradient, by parameter, and return the update by the own part of it."""
+        assert self._mailbox is not None
+        clocks, rank = self._clocks, self._ranks.rank
         for peer in self._peers:
             message = self._wire.gradient(grads, peer)
             self._send(peer, message, Kind.GRADIENT, clocks.included[peer])
         own = self._wire.own_gradient(self._wire.gradient(grads, rank), rank)
         self._clocks.arrive(rank)
-        self._waiting.insert(0, Arrived(rank, own, tuple(clocks.own)))
+        counts = any(grad is not None for grad in grads)
+        self._waiting.insert(0, Arrived(rank, own, tuple(clocks.own), counts))
         self._take_in(self._mailbox.poll())
         return self._next_round()
 
@@ -190,7 +197,7 @@ class AsyncSGD:
             firsts.setdefault(one.rank, one)
         taken = list(firsts.values())
         self._waiting = [one for one in self._waiting if one is not firsts[one.rank]]
-        weights = [self._weight(one.version) for one in taken]
+        weights = [self._weight(one.version) * one.counts for one in taken]
         for one in taken:
             self._clocks.apply(one.rank)
         self.counters.gradients += len(taken)
@@ -217,9 +224,18 @@ class AsyncSGD:
         self._serve(self._mailbox.poll())  # ranks of one pace find each other's newest here
         self.counters.waits += not self._clocks.may_start
         while not self._clocks.may_start:
-            self._serve(self._mailbox.wait())
+            self._serve(self._wait())
         self._push_where(self._clocks.lacks)
         self._take_over()
+
+    def count_step(self) -> None:
+        """Count a step that user code has left out on this rank, whose gradient is nothing."""
+        if not self._has_stepped:
+            self.before_step()
+            self._may_step = False
+            self._view.apply(self._sent([None] * len(self._view.params)))
+            self.after_step()
+        self._has_stepped = False
 
     # --- consensus ------------------------------------------------------------------------------
 
@@ -234,7 +250,7 @@ class AsyncSGD:
         self._engine.adopt_assigned()
         if self._mailbox is not None:
             while min(self._clocks.arrived) < self._clocks.step:
-                self._serve(self._mailbox.wait())
+                self._serve(self._wait())
             self._apply()
             for peer in self._peers:
                 self._push(peer, Kind.LAST)
@@ -279,6 +295,13 @@ class AsyncSGD:
             self._apply()
         self._push_where(self._clocks.waits)
 
+    def _wait(self) -> Sequence[tuple[int, Tensor]]:
+        """Wait for messages that this rank needs; a peer that has ended too early sends none."""
+        assert self._mailbox is not None
+        for peer in self._last:
+            self._check_steps(peer)
+        return self._mailbox.wait()
+
     def _take_in(self, arrivals: Sequence[tuple[int, Tensor]]) -> None:
         assert self._mailbox is not None
         for peer, data in arrivals:
@@ -286,7 +309,8 @@ class AsyncSGD:
             self._mailbox.arrived_there(peer, message.received)
             if message.kind is Kind.GRADIENT:
                 own = self._wire.own_gradient(message, self._ranks.rank)
-                self._waiting.append(Arrived(peer, own, message.version))
+                counts = bool(message.present.any())
+                self._waiting.append(Arrived(peer, own, message.version, counts))
                 self._clocks.arrive(peer)
                 continue
             self._newest[peer] = message
@@ -321,7 +345,7 @@ def mean(
         gradients: Each rank's gradients by parameter; None counts as zero where another has one.
         weights: Weight of each rank's gradients, with any positive sum.
     """
-    shares = [weight / sum(weights) for weight in weights]
+    shares = [weight / (sum(weights) or 1.0) for weight in weights]
     return [
         _mean_of_one([(grad, share) for grad, share in zip(one, shares, strict=True)])
         for one in zip(*gradients, strict=True)
