@@ -27,7 +27,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # processes, so three share two cores.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
-.PHONY: demo test test-all test-cluster test-ray test-gpu lint types docs bench bench-gpu clean
+.PHONY: demo test test-all test-cluster test-ray test-gpu fuzz lint types docs bench bench-gpu clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --config configs/gpt_demo.yaml
@@ -55,6 +55,12 @@ test-gpu: $(GPU_STAMP)
 
 bench-gpu: $(GPU_STAMP)
 	$(GPU_BIN)/python -m tests.benchmarks --device cuda --model wide
+
+# Random programs, each on one device and under four schemes: SEED is that of the first one.
+COUNT ?= 100
+SEED ?= 0
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --count $(COUNT) --seed $(SEED) --jobs 2
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,63 @@
+"""A few dozen programs with fixed seeds, of which `make fuzz` runs more; how they are drawn."""
+
+import pytest
+
+from tests.fuzz.compare import first_difference
+from tests.fuzz.features import FEATURES, drawn, fits, is_whole
+from tests.fuzz.program import program
+from tests.fuzz.run import DEFECT, EQUAL, UNFIT, Outcome, judged
+from tests.fuzz.shrink import shrunk
+
+SEEDS = range(6, 30)
+SCHEMES = ("shard_ddp x2", "zero1 x2", "zero2 x4", "zero3 x2", "tensor x2", "pipeline x2")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_trains_as_on_one_device_or_is_refused_by_name(seed: int) -> None:
+    outcome = judged(tuple(drawn(seed)), seed, SCHEMES[seed % len(SCHEMES)])
+    assert outcome.verdict not in (DEFECT, UNFIT), outcome.text
+
+
+def test_there_are_at_least_sixty_features() -> None:
+    assert len(FEATURES) >= 60
+
+
+def test_a_seed_gives_the_same_features_and_the_same_script_each_time() -> None:
+    for seed in range(50):
+        assert drawn(seed) == drawn(seed)
+        assert is_whole(drawn(seed))
+        assert program(drawn(seed), seed) == program(drawn(seed), seed)
+
+
+def test_a_feature_writes_the_same_whatever_stands_beside_it() -> None:
+    alone = program(["norm of gradients", "Adam"], 3)
+    beside = program(["norm of gradients", "Adam", "cross entropy"], 3)
+    for line in ("note(self, 'norm of gradients'", "torch.optim.Adam(params"):
+        assert line in alone
+        assert line in beside
+
+
+def test_two_features_of_one_slot_do_not_go_together() -> None:
+    assert not fits("Adam", ["AdamW"])
+    assert not is_whole(["attention"])  # it needs a sequence
+    assert is_whole(["attention", "token embedding"])
+
+
+def test_shrinking_leaves_the_features_that_matter() -> None:
+    guilty = {"Adam", "cross entropy"}
+
+    def judge(features: tuple[str, ...]) -> Outcome:
+        return Outcome(DEFECT, "values: weight") if guilty <= set(features) else Outcome(EQUAL)
+
+    features = (*guilty, "two epochs", "clipped norm", "batch in a dict", "last norm")
+    assert set(shrunk(features, Outcome(DEFECT, "values: note"), judge)[0]) == guilty
+
+
+def test_the_first_difference_is_told_by_name() -> None:
+    import torch
+
+    one = {"note 0: loss": torch.tensor(1.0), "weight a": torch.ones(2)}
+    other = {"note 0: loss": torch.tensor(1.0), "weight a": torch.tensor([1.0, 1.1])}
+    assert first_difference(one, one, 1e-8) is None
+    assert "weight a: apart by 1.00e-01" in str(first_difference(one, other, 1e-8))
+    assert "on ranks only" in str(first_difference({}, other, 1e-8))
