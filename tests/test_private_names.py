@@ -54,6 +54,7 @@ MAY_TOUCH_THEM = {
     "launchers/_torch.py",
     "on_pytorch_lightning/counterparts.py",
     "pipeline_parallel/_torch.py",
+    "precision/asked_formats.py",
     "precision/scaler.py",
     "resume_from_remote.py",
     "trainer/_lightning.py",

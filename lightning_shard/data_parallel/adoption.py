@@ -9,7 +9,7 @@ are trained on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.sharded_parameter import Source, as_they_are
 from lightning_shard.data_parallel.ties import FullParameters, Ties
+from lightning_shard.errors import ConfigError
 
 
 class Adoption:
@@ -40,6 +41,10 @@ class Adoption:
         sources: What was assigned to parameters in shards, as `UserCode` has it.
         handles: Handles of hooks in the model, which whoever makes this removes.
         on_replaced: Called with each parameter that was replaced, once it is in its place again.
+        other_formats: Values that user code has given parameters in another format than the
+            buffers have, by the parameter, as assigned. They are taken over rounded.
+        may_reformat: Whether parameters can be laid out anew in such formats; else they are
+            refused.
     """
 
     def __init__(
@@ -59,6 +64,9 @@ class Adoption:
         self.ties = Ties(model, rank)
         self.sources: dict[nn.Parameter, Source | None] = {}
         self._loaded = WeakSet[nn.Module]()
+        self.other_formats: dict[nn.Parameter, Tensor] = {}
+        self.may_reformat = False
+        self._model, self._rank = model, rank
         self.on_replaced: list[Callable[[ReplacedParameter], None]] = []
         self.handles = [
             module.register_load_state_dict_pre_hook(_AssigningLoads(self._loaded))  # type: ignore[no-untyped-call]
@@ -106,6 +114,31 @@ class Adoption:
             if assigned:
                 flat.adopt(assigned)
                 self._weights.note_assigned()
+                for index, value in assigned.items():
+                    self._note_format(flat, index, value)
+
+    def _note_format(self, flat: FlatParameters, index: int, value: Tensor) -> None:
+        param = flat.params[index]
+        self.other_formats.pop(param, None)
+        if value.dtype in (flat.master_dtype, flat.full.dtype):
+            return
+        if not self.may_reformat:
+            self.refuse_formats({param: value})
+        self.other_formats[param] = value
+
+    def refuse_formats(self, values: Mapping[nn.Parameter, Tensor]) -> NoReturn:
+        """Raise ConfigError for parameters that cannot be laid out in another format any more."""
+        known = {param: name for name, param in self._model.named_parameters()}
+        for param, (flat, index) in self._homes.items():  # user code may have replaced it
+            known[param] = flat.layout.slots[index].name
+        names = ", ".join(f"{known[one]!r} ({value.dtype})" for one, value in values.items())
+        raise ConfigError(
+            f"Rank {self._rank}: {names} was given another number format, expected the one that "
+            f"the ranks' buffers and the optimizer have it in. Convert layers in setup or "
+            f"configure_model, where they keep their format under every strategy; shard_ddp, "
+            f"zero1, zero2, zero3 and the model-parallel strategies also take it in on_fit_start "
+            f"or on_train_start, before the first step. Or cast where it is used: weight.float()."
+        )
 
     def _note_ties(self, values: Sequence[Mapping[int, Tensor]]) -> None:
         """Note which full parameters show the memory of others, before that is copied."""
@@ -138,6 +171,7 @@ class Adoption:
             own = self._split.local(param, full)
             flat.adopt({index: own.to(flat.full.device, copy=True)})
             self._weights.note_assigned()
+            self._note_format(flat, index, full.detach())
 
 
 class _AssigningLoads:

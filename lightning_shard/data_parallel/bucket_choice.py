@@ -95,15 +95,15 @@ def slowest(found: Sequence[LinkFigures]) -> LinkFigures:
 def _trial(options: EngineOptions, links: Links, sizes: Counter[torch.dtype]) -> LinkTrial:
     """Prepare trials in formats that all ranks find, also where their models differ by mistake."""
     param_dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
-    gather_dtype = options.dtypes.compute or param_dtype
+    matrix = torch.empty(0, 0, dtype=param_dtype, device="meta")
     return LinkTrial(
         options.stage,
         links.groups,
         links.reducing,
         links.device,
         param_dtype=param_dtype,
-        gather_dtype=gather_dtype,
-        reduce_dtype=options.dtypes.reduce or gather_dtype,
+        gather_dtype=options.full_dtype(matrix),
+        reduce_dtype=options.reduce_dtype(matrix),
     )
 
 

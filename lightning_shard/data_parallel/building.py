@@ -68,12 +68,12 @@ def _build_unit(
     owners: Mapping[nn.Parameter, int],
     copier: HostCopier | None,
 ) -> Unit:
-    policy = options.dtypes
     keeps_shard = options.offload == "optimizer"
 
-    def kind(item: tuple[str, nn.Parameter]) -> tuple[str, str, tuple[bool, ...], bool, bool]:
+    def kind(item: tuple[str, nn.Parameter]) -> tuple[object, ...]:
         param = item[1]
-        formats = str(param.dtype), str(policy.compute_dtype(param))
+        of_all = param.dtype, options.full_dtype(param), options.reduce_dtype(param)
+        formats = map(str, of_all)
         is_apart = is_shared_out(param, split)
         return *formats, spec.matching.flags_of(param), param in owners, is_apart
 
@@ -94,7 +94,8 @@ def _build_unit(
             named,
             ranks_of(named[0][1], groups, split),
             stage=options.stage,
-            compute_dtype=policy.compute_dtype(named[0][1]),
+            compute_dtype=options.full_dtype(named[0][1]),
+            reduce_dtype=options.reduce_dtype(named[0][1]),
             is_split=bool(split.groups_of_layers)
             or any(param in split.full_shapes for _, param in named),
             owners=[owners[param] for _, param in named if param in owners],
@@ -140,7 +141,6 @@ def build_gradients(
         FlatGradients(
             flat,
             reducing_of(flat, reducing, split),
-            options.dtypes.reduce,
             waits_for_end=unit.is_root and unshards_in_backward,
             exchange=_exchange(flat, flats.index(flat), reducing, options, split),
         )
@@ -185,7 +185,7 @@ def _exchange(
 
 def _dense_itemsize(flat: FlatParameters, ranks: Collectives) -> int:
     """Return the bytes of one gradient element when `FlatGradients` sends it uncompressed."""
-    own, result = flat.full.dtype, flat.shard.dtype
+    own, result = flat.reduce_dtype, flat.shard.dtype
     into = result if result == torch.float32 else own
     return ranks.dtype_on_the_wire(own, None if flat.stage == 0 else into).itemsize
 

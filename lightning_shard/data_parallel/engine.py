@@ -230,6 +230,30 @@ class DataParallelEngine:
         if self._unsharder is not None:
             self._unsharder.copies.take_set()
 
+    def in_other_formats(self) -> dict[nn.Parameter, Tensor]:
+        """Return by parameter what user code has given it in another format; each rank must call.
+
+        Returns:
+            The value before it was rounded to the buffer's format: in full, but of a split layer a
+            part of it.
+        """
+        self.adopt_assigned()
+        named = dict(self.model.named_parameters())
+        given = self.adoption.other_formats
+        values = {
+            name: self._joined(one, given[one]) for name, one in named.items() if one in given
+        }
+        for group in self.split.groups_of_layers:
+            for others in group.all_gather_object(values):
+                values = {**others, **values}
+        return {named[name]: values[name] for name in sorted(values)}
+
+    def _joined(self, param: nn.Parameter, value: Tensor) -> Tensor:
+        """Return the full value of which this rank has a shard; each rank must call."""
+        flat, index = self._homes[param]
+        is_shard = flat.reshards and value.shape != flat.layout.slots[index].shape
+        return (flat.joined(index, value) if is_shard else value).cpu()
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run one training, validation, test or predict step inside; each rank must enter."""

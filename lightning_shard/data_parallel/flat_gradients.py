@@ -49,7 +49,6 @@ class FlatGradients:
     Args:
         flat: The parameters whose gradients these are.
         groups: Groups of the data-parallel ranks, made for gradients.
-        reduce_dtype: Format in which gradients travel; None for that of `full`.
         waits_for_end: Whether the reduction begins at the end of backward only.
         exchange: Averages gradients compressed; None sends them uncompressed.
 
@@ -69,7 +68,6 @@ class FlatGradients:
         self,
         flat: FlatParameters,
         groups: DataGroups,
-        reduce_dtype: torch.dtype | None,
         *,
         waits_for_end: bool = False,
         exchange: Exchange | None = None,
@@ -81,7 +79,6 @@ class FlatGradients:
         self.states: GradientStates = self.buffer.states
         self.own = OwnGradients(self.buffer, groups.dp)
         self._groups = groups
-        self._reduce_dtype = reduce_dtype or flat.full.dtype
         self.arrivals = Arrivals(flat.params)
         self._seen: dict[int, None] = {}  # arrived in this backward, in their order
         self._expected = 0  # of _seen; a lower bound while backward runs
@@ -288,7 +285,7 @@ class FlatGradients:
             self.exchange.begin(full, out, used)
             self._pending = self.exchange, out
         else:
-            send = full.to(self._reduce_dtype)
+            send = full.to(self.flat.reduce_dtype)
             if send is not full:
                 self.buffer.free_sent()
             self._send(send)

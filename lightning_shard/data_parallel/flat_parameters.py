@@ -65,6 +65,7 @@ class FlatParameters:
         groups: The data-parallel ranks, each of which must construct this.
         stage: ZeRO stage, 0 to 3.
         compute_dtype: Format of the full parameters in forward and backward.
+        reduce_dtype: Format in which their gradients travel; None for that of the full parameters.
         is_split: Whether some of the parameters are tensor-parallel parts, or other ranks of the
             model have other parameters. Even the full gradients here are then not the model's, and
             are shown to the optimizer alone.
@@ -95,6 +96,7 @@ class FlatParameters:
         *,
         stage: int,
         compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None = None,
         is_split: bool = False,
         owners: Sequence[int] = (),
         copier: HostCopier | None = None,
@@ -102,7 +104,7 @@ class FlatParameters:
         start: ValuesAtStart | None = None,
     ) -> None:
         self.params = [param for _, param in named_params]
-        self.stage = stage
+        self.stage, self.reduce_dtype = stage, reduce_dtype or compute_dtype
         self.groups, self.memory = groups, FlatMemory(groups.shard)
         self.master_dtype = master_dtype = self.params[0].dtype
         self._is_here = True  # of parameters in common, which have memory at all times
@@ -481,6 +483,12 @@ class FlatParameters:
         if self.reshards or self.full.dtype != self.master_dtype:
             return self.gather_shards(self.master)
         return self.full_views
+
+    def joined(self, index: int, local: Tensor) -> Tensor:
+        """Bring one parameter together from shards of any format; each rank must call."""
+        shard = self.shard.new_zeros(self.shard.shape, dtype=local.dtype)
+        self.shard_views(shard)[index].copy_(local)
+        return self.gather_shards(shard)[index].clone()
 
     @unrecorded
     def gather_shards(self, shard: Tensor) -> list[Tensor]:

@@ -22,17 +22,18 @@ class DTypePolicy:
     """Number formats of parameters in compute, of traffic, and of the optimizer's copy.
 
     Attributes:
-        compute: Format in which matrices take part in forward and backward; None leaves every
-            parameter as it is. Vectors (norms, biases) keep their own format, as under autocast.
-        reduce: Format in which gradients travel; None sends them as backward made them.
+        compute: Format to which autocast rounds matrices in float32; None without autocast.
+            Vectors (norms, biases) keep their own format.
+        reduce: Format in which gradients travel; None sends those of matrices in the format of
+            compute, where that has the range of float32, and others as backward made them.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
 
     def compute_dtype(self, param: torch.Tensor) -> torch.dtype:
-        """Return the format in which forward and backward use `param` (full shape)."""
-        if self.compute is None or not param.is_floating_point() or param.ndim < 2:
+        """Return the format in which autocast's regions use `param` (full shape)."""
+        if self.compute is None or param.dtype != torch.float32 or param.ndim < 2:
             return param.dtype
         return self.compute
 
@@ -79,6 +80,21 @@ class EngineOptions:
         return 1 if self.prefetch is None else self.prefetch
 
     start: ValuesAtStart | None = None
+
+    def full_dtype(self, param: torch.Tensor) -> torch.dtype:
+        """Return the format of the full parameters: what user code sees under the stages 0 to 2.
+
+        There autocast rounds them itself; stage 3 brings together what has been rounded.
+        """
+        return self.dtypes.compute_dtype(param) if self.stage == 3 else param.dtype
+
+    def reduce_dtype(self, param: torch.Tensor) -> torch.dtype:
+        """Return the format in which the gradient of `param` (full shape) travels.
+
+        A scaled loss has gradients outside autocast that are too large for float16.
+        """
+        own, rounded = self.full_dtype(param), self.dtypes.compute_dtype(param)
+        return self.dtypes.reduce or (own if rounded == torch.float16 else rounded)
 
     @property
     def unit_mb(self) -> float:

@@ -82,6 +82,11 @@ class ShardedOptimizer:
         """Every parameter of every group."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the optimizer's `step` runs now."""
+        return self._num_steps > 0
+
     def set_aside(self) -> None:
         """Decide no longer what is trained: other optimizers have this one's place."""
         self._replaced.detach()

@@ -43,16 +43,14 @@ class Weights:
     """The parameters of a part of the model on one rank, in bytes.
 
     Attributes:
-        used: Bytes in the format of forward and backward.
+        used: Bytes in the format of autocast's regions, which stage 3 brings together.
         own: Bytes in their own format, in which gradients and each value of state are, too.
-        apart: The part of `own` whose format is not that of `used`, so that both are held.
         trained: The part of `own` that is trained.
         numel: Number of elements.
     """
 
     used: int = 0
     own: int = 0
-    apart: int = 0
     trained: int = 0
     numel: int = 0
 
@@ -220,7 +218,6 @@ class Anatomy:
             one = Weights(
                 used=used,
                 own=own,
-                apart=own if dtypes.compute_dtype(param) != param.dtype else 0,
                 trained=own if param.requires_grad else 0,
                 numel=part.numel(),
             )

@@ -158,7 +158,7 @@ class Estimator:
         """Return the bytes of a rank by kind."""
         stage, dp = one.zero_stage, one.dp
         share = dp if stage else 1
-        parameters = weights.used + weights.apart // share
+        parameters = weights.own
         gathered = 0
         if stage == 3:
             parameters, gathered = weights.own // dp, self._gathered(one.tp, weights)
@@ -167,7 +167,7 @@ class Estimator:
         offloaded = 0
         if one.offload is not None:
             offloaded = (weights.own + weights.trained) // dp + state
-            parameters = 0 if stage == 3 else weights.used
+            parameters = 0 if stage == 3 else weights.own
             gradients, state = (gradients if stage < 2 else 0), 0
         return RankMemory(
             parameters=parameters,
@@ -207,7 +207,7 @@ class Estimator:
         per_part = reduced if stage >= 2 else 0.0
         if stage == 3:
             per_part += self._gathers(one, weights) * ring
-        at_end = (reduced if stage < 2 else 0.0) + (weights.used * ring if stage in (1, 2) else 0.0)
+        at_end = (reduced if stage < 2 else 0.0) + (weights.own * ring if stage in (1, 2) else 0.0)
         backward = compute * 2 / 3 / (one.num_microbatches if one.pp > 1 else 1)
         wait = self._units(one, weights) * (dp - 1) * machine.message_seconds  # one for all units
         waits = {0: 0, 1: 0, 2: 1, 3: 3 * (one.num_microbatches if one.pp > 1 else 1)}[stage]
@@ -215,7 +215,7 @@ class Estimator:
         shown = parts * max(0.0, travels - (compute if stage == 3 else backward))
         if stage < 2:
             shown += max(0.0, reduced / speed + (2 - stage) * wait - backward)
-        shown += weights.used * ring / speed + wait if stage in (1, 2) else 0.0
+        shown += weights.own * ring / speed + wait if stage in (1, 2) else 0.0
         sent = parts * per_part + at_end
         update = _UPDATE_VALUES * weights.trained / (dp if stage else 1)
         seconds = parts * compute + shown + update / machine.memory_bytes_per_second

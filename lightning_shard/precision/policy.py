@@ -13,6 +13,7 @@ _COMPUTE: dict[str, torch.dtype | None] = {
     "bf16-mixed": torch.bfloat16,
     "16-mixed": torch.float16,
 }
+TRUE_DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -27,7 +27,9 @@ from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.meta_start.recorder import recording
 from lightning_shard.meta_start.start import move_to, staying_on_meta
 from lightning_shard.parallel_dimensions.run_groups import RunGroups
+from lightning_shard.precision.asked_formats import AskedFormats
 from lightning_shard.precision.plugins import sharded_plugin
+from lightning_shard.precision.policy import TRUE_DTYPES
 from lightning_shard.strategies.checkpoint_files import with_files
 from lightning_shard.strategies.configs import RunConfig
 from lightning_shard.strategies.flat_options import part, takes
@@ -89,6 +91,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         self._random_state: torch.Tensor | None = None  # of the generator, when ranks have started
         self._synced: LayerSync | None = None  # who has exchanged the model's batch norms
         self._in_run = ExitStack()  # what is put into the trainer of a run
+        self._asked_formats = AskedFormats()
         if not self.is_in_process:
             # Lightning's environment converts these when the Trainer is made, and names none.
             settings.check_numbers(settings.SLURM)
@@ -247,6 +250,9 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     def _begin_run(self, trainer: "pl.Trainer") -> None:
         self.watch_for_termination(trainer)
         self._in_run.close()
+        self._asked_formats.end()
+        if str(self.precision_plugin.precision) in TRUE_DTYPES:
+            self._asked_formats.__enter__()  # until the module is converted
         self._in_run.enter_context(
             assigns_batch_samplers(
                 trainer,
@@ -267,6 +273,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     @override
     def teardown(self) -> None:
+        self._asked_formats.end()
         self._in_run.close()
         module = self.lightning_module
         with nullcontext() if module is None else staying_on_meta(module):

@@ -41,7 +41,7 @@ from lightning_shard.parallel_dimensions.step_runner import (
     StepRunner,
 )
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
-from lightning_shard.precision.policy import dtype_policy
+from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
 from lightning_shard.precision.scaler import device_scale
 from lightning_shard.strategies import dry_runs
 from lightning_shard.strategies.bucket_choices import Buckets
@@ -72,6 +72,7 @@ class DataParallelStrategy(EndingStrategy):
     stage: int
     engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
     keeps_optimizers: ClassVar[bool] = False  # from a fit's beginning to its end
+    lays_out_anew: ClassVar[bool] = True  # layers that get another format before the first step
     owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
     memory_kinds = memory_kinds
     dry_run = dry_runs.dry_run
@@ -138,19 +139,53 @@ class DataParallelStrategy(EndingStrategy):
         self._take_over_lent()
         self._check_states_in_shards()
         self._folders.read_weights(self)
-        for callback in averaging_callbacks(callbacks, fitting=fitting):
-            self._averages.append(self._average_of_shards(callback))
+        self._work_on_engine(trainer)
         if fitting:
-            self._check_end()
-            check_same_optimizers(self.optimizers, self.model, self.collectives)
-            self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
-            self._explain_shards(callbacks)
             self._follow_data(trainer)
         self.setup_precision_plugin()
         if fitting:
             warn_of_cpu_ranks(self._options, self.root_device)
             if self._announces:
                 announce(self, strategy_name(self), num_parameters)
+
+    def _work_on_engine(self, trainer: "pl.Trainer") -> None:
+        """Let averages, optimizers and hooks of a run work on the engine; each rank must call."""
+        assert self.model is not None
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        averaging = averaging_callbacks(callbacks, fitting=self._is_fitting())
+        self._averages = [self._average_of_shards(one) for one in averaging]
+        if self._is_fitting():
+            self._check_end()
+            check_same_optimizers(self.optimizers, self.model, self.collectives)
+            self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
+            self._explain_shards(callbacks)
+
+    def _follow_formats(self) -> None:
+        """Lay out anew layers that user code has given another format; each rank must call.
+
+        Raises:
+            ConfigError: The optimizers have a state of the layers already.
+        """
+        engine = self.engine
+        if not engine.adoption.may_reformat or any(one.is_stepping for one in self._sharded):
+            return
+        asked = engine.in_other_formats()
+        if not asked:
+            return
+        if self.reduce_boolean_decision(any(one.state for one in self.optimizers), all=False):
+            engine.adoption.refuse_formats(asked)
+        for average in self._averages:
+            average.restore(full=True)
+        engine.detach(restore=True)
+        self._restore_dimensions(full=True)
+        self._detach_optimizers()
+        for param, value in asked.items():
+            param.data = value if value.shape == param.shape else param.data.to(value.dtype)
+        self.model_to_device()
+        self._in_hooks.close()
+        self._start_engine()
+        assert self.lightning_module is not None
+        self._work_on_engine(self.lightning_module.trainer)
 
     def _prepare_model(self, run: RunView) -> None:
         """Let the model be what the engine takes: its tensors have values, or those are known."""
@@ -167,7 +202,9 @@ class DataParallelStrategy(EndingStrategy):
                 else None
             ),
         )
-        self.model = self.precision_plugin.convert_module(self.model)
+        plugin = self.precision_plugin
+        with self._asked_formats.kept(self.model, TRUE_DTYPES.get(str(plugin.precision))):
+            self.model = plugin.convert_module(self.model)
         if not is_brought:
             self.model_to_device()
 
@@ -297,6 +334,7 @@ class DataParallelStrategy(EndingStrategy):
         self._engine = engine = self.engine_type(
             self.model, self.gradient_groups, options, self._reducing, split
         )
+        engine.adoption.may_reformat = self.lays_out_anew
         if engine.copier is not None:
             self._offload_traffic = engine.copier.traffic
         if self._start is not None:  # parameters have their values
@@ -352,6 +390,9 @@ class DataParallelStrategy(EndingStrategy):
     def _run_step(
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        self._follow_formats()
+        if kind == "training":
+            self.engine.adoption.may_reformat = False
         assert self._runner is not None
         with self._memory.running(kind, args[0]):
             step = self._memory.noting(step)
@@ -378,6 +419,11 @@ class DataParallelStrategy(EndingStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self.begin_step()
         return self._run_step("predict", super().predict_step, args, kwargs)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        self._follow_formats()  # those of on_fit_start
+        super().load_optimizer_state_dict(checkpoint)
 
     @contextmanager
     @override
@@ -481,6 +527,7 @@ class DataParallelStrategy(EndingStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow_formats()  # before the optimizer runs, which may call the step
         with self._step_bytes.counting(), self._memory.told("optimizer_step"):
             return super().optimizer_step(*args, **kwargs)
 

@@ -70,6 +70,7 @@ class ElasticStrategy(DataParallelStrategy):
 
     assigns_samples = True
     keeps_optimizers = True
+    lays_out_anew = False
     owns_matrices = False  # snapshots and resharding go by even shards
     may_share_memory = False  # not proved with ranks that come and go
     may_leave_shards = False  # the ranks of another generation would not know of them

@@ -34,6 +34,7 @@ class LocalUpdates(DataParallelStrategy):
     """
 
     keeps_optimizers = True
+    lays_out_anew = False
     meets_at_steps = False
     _in_loops: ExitStack | None = None  # what is put into the loops of a fit
 

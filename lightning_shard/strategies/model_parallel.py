@@ -224,6 +224,10 @@ class ModelParallelStrategy(DataParallelStrategy):
         assert self.model is not None
         self._metrics = MetricGroups(self.model, self.data_collectives.group)
         self._same_batches = SameBatches(self.model_collectives, self.model_ranks, self.root_device)
+
+    @override
+    def _work_on_engine(self, trainer: "pl.Trainer") -> None:
+        super()._work_on_engine(trainer)
         self._show_weights(trainer)
 
     def _show_weights(self, trainer: "pl.Trainer") -> None:

@@ -29,9 +29,8 @@ from lightning_shard.planner.model_flops import model_flops
 from lightning_shard.planner.report import DryRun
 from lightning_shard.planner.simulated_model import WorldOptions
 from lightning_shard.planner.step_trace import StepTrace, trace_step
+from lightning_shard.precision.policy import TRUE_DTYPES
 from lightning_shard.trainer._lightning import runners_of
-
-_DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 class Describable(Protocol):
@@ -139,7 +138,7 @@ class SimulatedWorld:
             module, precision, lambda blocks, what: _measured(module, batch, step, blocks, what)
         )
         self.batch = step.converted(batch)
-        self.dtype = _DTYPES.get(precision)
+        self.dtype = TRUE_DTYPES.get(precision)
         self.options = WorldOptions(
             mesh=described.mesh,
             engine=described.engine,
@@ -182,7 +181,7 @@ def flops_of_batch(module: "pl.LightningModule", batch: Any, precision: str) -> 
         module,
         step.converted(batch),
         step,
-        dtype=_DTYPES.get(precision),
+        dtype=TRUE_DTYPES.get(precision),
         left_out=runners_of(module),
     )
 

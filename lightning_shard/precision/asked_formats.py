@@ -1,0 +1,102 @@
+"""Formats that user code asks for before a run converts the module to the Trainer's.
+
+    setup, configure_model      self.router.float()          noted: the layer's own format
+    strategy.setup              module.to(torch.bfloat16)    all but what was noted
+
+Lightning converts every layer. What a class of Hugging Face names in `_keep_in_fp32_modules` counts
+as asked for, where the rest of its module has the Trainer's format already: private names of
+transformers, checked with 5; `tests/strategies/data_parallel/test_layers_of_another_format.py`
+fails when they change.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_CONVERTS = frozenset(
+    {Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
+)
+_NAMED = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+
+
+class AskedFormats(TorchFunctionMode):
+    """Notes while it is entered which tensors of modules are converted to a format by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked: dict[int, Tensor] = {}  # by identity: what a module holds afterwards
+        self._is_entered = False
+
+    def __enter__(self) -> "AskedFormats":
+        """Begin to note."""
+        self._is_entered = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End the notes."""
+        self._is_entered = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Note nothing any more."""
+        if self._is_entered:
+            self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the function, and note a conversion that names a format."""
+        result = func(*args, **(kwargs or {}))
+        given = (*args[1:], *(kwargs or {}).values())
+        if func in _CONVERTS and (func is not Tensor.to or _names_format(given)):
+            held = args[0] if isinstance(args[0], nn.Parameter) else result
+            if isinstance(held, Tensor):
+                self._asked[id(held)] = held
+        return result
+
+    @contextmanager
+    def kept(self, module: nn.Module, usual: torch.dtype | None) -> Iterator[None]:
+        """Convert a module inside, of which some layers keep their formats; ends the notes.
+
+        Args:
+            module: The module that is converted.
+            usual: The format of all other layers; None where nothing is converted.
+        """
+        asked = {*self._asked, *map(id, () if usual is None else _kept_by_name(module, usual))}
+        self.end()
+        places: list[dict[str, Any]] = [
+            held for one in module.modules() for held in (one._parameters, one._buffers)
+        ]
+        kept = [
+            (held, name, tensor, tensor.data)
+            for held in places
+            for name, tensor in held.items()
+            if id(tensor) in asked and tensor.is_floating_point()
+        ]
+        self._asked.clear()
+        yield
+        for held, name, tensor, value in kept:
+            tensor.data, held[name] = value, tensor
+
+
+def _names_format(given: tuple[Any, ...]) -> bool:
+    return any(isinstance(one, (torch.dtype, Tensor)) for one in given)
+
+
+def _kept_by_name(module: nn.Module, usual: torch.dtype) -> Iterator[Tensor]:
+    for one in module.modules():
+        names = [name for attribute in _NAMED for name in getattr(one, attribute, None) or ()]
+        params = dict(one.named_parameters()) if names else {}
+        if any(param.dtype == usual for param in params.values()):
+            kept = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in names))
+            yield from (param for name, param in params.items() if kept.search(name))
