@@ -48,6 +48,7 @@ from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import LocalSGDOptions, SharedOptions
 from lightning_shard.trainer._lightning import layer_sync
+from lightning_shard.trainer.hook_advice import may_set_weights
 
 
 class LocalSGDStrategy(LocalUpdates):
@@ -139,6 +140,8 @@ class LocalSGDStrategy(LocalUpdates):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        if self._local is not None:
+            self._local.watch(has_stepped=False)
         self._part_if_time()  # after a step by hand, in which `toggle_optimizer` may freeze others'
 
     def _part_if_time(self) -> None:
@@ -147,6 +150,10 @@ class LocalSGDStrategy(LocalUpdates):
             return
         assert self._alone is not None
         assert self._reducing is not None
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        keeps_more = self._outer is not None or self._schedule.overlap_steps > 0
+        watches = keeps_more and may_set_weights(self.lightning_module, callbacks)
         self.local_engine.reduce_over(self._alone, alone=True)
         self._local = LocalSGD(
             self.local_engine,
@@ -155,6 +162,7 @@ class LocalSGDStrategy(LocalUpdates):
             self._reducing.dp,
             self._num_steps,
             self._compressor,
+            watches=any(self.collectives.all_gather_object(watches)),
         )
         if self._loaded is not None:
             self._local.load_state_dict(self._loaded, self._loaded_own)
@@ -175,6 +183,8 @@ class LocalSGDStrategy(LocalUpdates):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._steps_by_trainer = False
+        if self._local is not None:
+            self._local.watch(has_stepped=True)
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             self._note_step()

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -30,7 +30,16 @@ _MEETING_GRADIENTS = (
     "on_before_optimizer_step",
     "optimizer_step",
 )
+_BETWEEN_STEPS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "optimizer_step",
+    "lr_scheduler_step",
+)
 _BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
+_PACKAGES = ("lightning", "pytorch_lightning", "lightning_shard")
 
 
 class OnlyLooks:
@@ -52,6 +61,16 @@ def may_edit_gradients(module: "pl.LightningModule", callbacks: Sequence[Callbac
 def may_edit_before_backward(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
     """Whether user code overrides a hook between a training step and its backward."""
     return _overrides(_BEFORE_BACKWARD, module, callbacks)
+
+
+def may_set_weights(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
+    """Whether user code overrides a hook between two steps; Lightning's own set no weights."""
+    users = [
+        one
+        for one in callbacks
+        if type(one).__module__.split(".")[0] not in _PACKAGES or isinstance(one, LambdaCallback)
+    ]
+    return _overrides(_BETWEEN_STEPS, module, users)
 
 
 def _overrides(

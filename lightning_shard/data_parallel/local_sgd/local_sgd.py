@@ -11,6 +11,10 @@ The **consensus** is what all ranks agree on at any moment: the mean of their pa
 outer optimizer the parameters that it keeps. Validation and checkpoints see it; training goes on
 from where each rank was.
 
+What user code sets is not what a rank has trained, and no outer gradient: what it sets between two
+steps is averaged as it is when its turn comes, and what it sets in a validation all ranks go on
+from.
+
 Source: local SGD, arXiv:1805.09767; post-local SGD, arXiv:1808.07217; DiLoCo, arXiv:2311.08105;
 streaming DiLoCo, arXiv:2501.18512.
 """
@@ -65,6 +69,7 @@ class LocalSGD:
         collectives: Group of the ranks that meet, whose operations may stay in flight.
         step: Number of steps of the run so far. Each rank must construct this at the same step.
         compressor: Compresses the fragments; the rule must then send changes. None for none.
+        watches: Whether user code may set parameters between two steps.
     """
 
     def __init__(
@@ -75,11 +80,14 @@ class LocalSGD:
         collectives: Collectives,
         step: int,
         compressor: Compressor | None = None,
+        *,
+        watches: bool = False,
     ) -> None:
         self._engine = engine
         self._schedule = schedule
         self._collectives = collectives
-        self._own = LocalParameters(engine)
+        self._watches = watches
+        self._own = LocalParameters(engine, watches=watches)
         trained = self._own.trained()
         views = {name: view for name, view in self._own.views.items() if name in trained}
         numels = {name: view.numel() for name, view in views.items()}
@@ -89,9 +97,25 @@ class LocalSGD:
         self._sender = Sender(collectives, parts, compressor)
         self.step = step
         self._stale: set[str] = set()  # changed here since they were last sent
+        self._edited: set[str] = set()  # of those what user code has set on some rank
         self._flights: list[PendingSync] = []
         self._kept: dict[str, Tensor] | None = None  # own values, while the module has others
         self._kept_buffers: list[Tensor] = []  # the same of buffers that have been averaged
+
+    def watch(self, *, has_stepped: bool) -> None:
+        """Note what user code has set, or that from now on it is user code that sets something.
+
+        Args:
+            has_stepped: Whether an optimizer has just stepped; else a step is about to begin.
+        """
+        if self._watches:
+            self._own.know() if has_stepped else self._own.look()
+
+    def _take_in_edits(self) -> None:
+        """Agree on what user code has set; each rank must call."""
+        edited = self._own.edited()
+        self._stale |= edited
+        self._edited |= edited & (self._own.trained() | self.rule.common.keys())
 
     def after_step(self) -> None:
         """Note an optimizer step, and exchange what it is time for; each rank must call."""
@@ -100,7 +124,7 @@ class LocalSGD:
         self._land(self.step)
         beginning = self._schedule.beginning(self.step)
         if beginning:
-            self._stale |= self._own.edited()
+            self._take_in_edits()
         for index in beginning:
             self._begin(index, self.step + self._schedule.overlap_steps)
         self._land(self.step)
@@ -112,6 +136,8 @@ class LocalSGD:
         """Send a fragment's changed parameters; with the last, those in none (once frozen), too."""
         self._own.settle()
         names = self._fragments[fragment]
+        if edited := [name for name in names if name in self._edited]:
+            self._meet_at_once(edited)
         if landing := [name for name in names if name in self._stale]:
             self._send(names if self._sender.compresses else landing, landing, due, fragment)
         if fragment == len(self._fragments) - 1:
@@ -132,21 +158,32 @@ class LocalSGD:
         """Average parameters that are new to the rule at once; return the others' names."""
         self._stale.difference_update(names)
         new = [name for name in names if self.rule.common and name not in self.rule.common]
-        mean = self._own.mean({name: self._own.views[name] for name in new})
+        self._meet_at_once(new)
+        return [name for name in names if name not in new]
+
+    def _meet_at_once(self, names: Collection[str]) -> None:
+        mean = self._own.mean({name: self._own.views[name] for name in names})
         self._own.set(mean)
-        trained = self._own.trained()
-        if adopted := {name: mean[name] for name in new if name in trained}:
-            self.rule.adopt(adopted)
-        return [name for name in names if name not in mean]
+        self._go_on_from(mean)
+
+    def _go_on_from(self, values: Mapping[str, Tensor]) -> None:
+        """Take values that all ranks have for the common ones."""
+        self._stale.difference_update(values)
+        self._edited.difference_update(values)
+        followed = self._own.trained() | self.rule.common.keys()
+        self.rule.adopt({name: value for name, value in values.items() if name in followed})
 
     def _land(self, step: int) -> None:
         due = [flight for flight in self._flights if flight.due <= step]
         self._flights = [flight for flight in self._flights if flight.due > step]
+        if due and self._schedule.overlap_steps:
+            self._take_in_edits()  # which what was sent before them must not undo
         for flight in due:
             common = self.rule.arrived(self._arrived(flight))
             self._own.settle()
-            self._own.set(common, keep=self._schedule.mixing)
-            self._stale.difference_update(flight.landing)
+            taken = {name: one for name, one in common.items() if name not in self._edited}
+            self._own.set(taken, keep=self._schedule.mixing)
+            self._stale.difference_update(taken)
             if self._schedule.mixing:
                 self._stale.update(flight.landing)
 
@@ -189,18 +226,22 @@ class LocalSGD:
             yield
             return
         self._own.settle()
-        self._stale |= self._own.edited()
+        self._take_in_edits()
         differing = self._differing()
-        kept = self._own.copies(differing)
-        consensus = self._consensus_of(differing)
-        self._own.set(consensus)
+        kept, edits = self._own.copies(differing), dict[str, Tensor]()
+        self._own.set(self._consensus_of(differing))
+        known = self._own.contents()
         self._kept = kept
         with self._averaged_buffers():
             try:
                 yield
+                edits = self._own.set_since(known)
             finally:
                 self._kept = None
-                self._own.set(kept)
+                self._own.set(kept | edits)
+        self._go_on_from(edits)
+        for flight in self._flights if edits else ():
+            flight.landing = [name for name in flight.landing if name not in edits]
 
     @contextmanager
     def _averaged_buffers(self) -> Iterator[None]:
@@ -230,14 +271,15 @@ class LocalSGD:
         return self._stale.union(*(flight.landing for flight in self._flights))
 
     def _consensus_of(self, names: Collection[str]) -> dict[str, Tensor]:
-        common = {name: self.rule.common[name] for name in names if name in self.rule.common}
+        known = self.rule.common.keys() - self._edited
+        common = {name: self.rule.common[name] for name in names if name in known}
         others = {name: self._own.views[name] for name in names if name not in common}
         return common | self._own.mean(others)
 
     def finish(self) -> None:
         """End with a last, perhaps shorter round; all ranks hold the consensus afterwards."""
         self._land(self.step + self._schedule.overlap_steps)
-        self._stale |= self._own.edited()
+        self._take_in_edits()
         for index in range(len(self._fragments)):
             self._begin(index, self.step)
         self._land(self.step)
@@ -267,6 +309,7 @@ class LocalSGD:
         return {
             "own": {},  # in older checkpoints the mean of the ranks' own parameters
             "stale": [name for name in self._own.views if name in self._stale],
+            "edited": [name for name in self._own.views if name in self._edited],
             "sends": self.rule.sends,
             "arriving": [{"due": due, "mean": on_cpu(one)} for due, one in arrived],
             "common": on_cpu(self._wide()),
@@ -314,6 +357,7 @@ class LocalSGD:
         )
         self._own.set(own)
         self._stale.update(own if not kept else own.keys() & set(state["stale"]))
+        self._edited.update(self._own.views.keys() & set(state.get("edited", ())))
         self._load_buffers(kept["buffers"] if kept else [])
         for name, value in state["common"].items():
             if name in self.rule.common:

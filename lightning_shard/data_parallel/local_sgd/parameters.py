@@ -6,9 +6,11 @@ from operator import is_not
 import torch
 from torch import Tensor
 
+from lightning_shard.data_parallel.content import content
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.local_sgd.packing import mean_over_ranks
+from lightning_shard.errors import ConfigError
 
 
 class LocalParameters:
@@ -16,14 +18,17 @@ class LocalParameters:
 
     Args:
         engine: The engine of stage 0 that holds the parameters.
+        watches: Whether user code may edit trained parameters between two steps.
     """
 
-    def __init__(self, engine: DataParallelEngine) -> None:
+    def __init__(self, engine: DataParallelEngine, *, watches: bool = False) -> None:
         self._flats = [gradients.flat for gradients in engine.gradients]
         self._views: dict[str, Tensor] = {}
         self._lists: list[list[Tensor]] = []  # what the views are of
         self._collectives = engine.collectives
-        self._marks = {flat: _mark(flat) for flat in self._flats if not _is_trained(flat)}
+        self._watches = watches
+        self._moved: dict[str, Tensor | bool] = {}  # whether user code has edited it here
+        self.know()
 
     @property
     def views(self) -> dict[str, Tensor]:
@@ -46,21 +51,67 @@ class LocalParameters:
         """Return the names of trained parameters, and of those that share a buffer with them."""
         return {name for flat in self._flats if _is_trained(flat) for name in _names(flat)}
 
-    def edited(self) -> set[str]:
-        """Return the names of frozen parameters (a teacher's) that any rank's user code has edited.
+    def _watched(self) -> list[FlatParameters]:
+        return [flat for flat in self._flats if self._watches or not _is_trained(flat)]
 
-        Each rank must call; the answer is the same on all.
+    def contents(self, flats: Iterable[FlatParameters] | None = None) -> dict[str, Tensor]:
+        """Return by name a number that changes when the module's values do, of given buffers."""
+        numbers: dict[str, Tensor] = {}
+        for flat in self._flats if flats is None else flats:
+            flat.take_in_edits()
+            numbers.update(zip(_names(flat), map(content, flat.full_views), strict=True))
+        return numbers
+
+    def know(self) -> None:
+        """Note that the values are those of a step, or of an exchange, and nobody's edits."""
+        self._known = self.contents(self._watched())
+
+    def look(self) -> None:
+        """Note what user code has edited on this rank since `know`."""
+        before, self._known = self._known, self.contents(self._watched())
+        for name, now in self._known.items():
+            self._moved[name] = (now != before.get(name)) | self._moved.get(name, False)
+
+    def edited(self) -> set[str]:
+        """Return the names of parameters that any rank's user code has edited since it was asked.
+
+        Of frozen ones (a teacher's), and of all if they are watched. Each rank must call; the
+        answer is the same on all.
         """
-        frozen = [flat for flat in self._flats if not _is_trained(flat)]
-        if not frozen:
+        if not self._watched():
             return set()
-        marks = {flat: _mark(flat) for flat in frozen}
-        changed = [self._marks.get(flat) != mark for flat, mark in marks.items()]
-        self._marks.update(marks)
-        flags = torch.tensor(changed, dtype=torch.uint8, device=frozen[0].full.device)
+        self.look()
+        moved, self._moved = self._moved, {}
+        none = torch.zeros((), dtype=torch.bool, device=self._flats[0].full.device)
+        flags = torch.stack([torch.as_tensor(moved.get(name, none)) for name in self.views]).byte()
         self._collectives.all_reduce(flags, "max").wait()
-        moved = zip(frozen, flags.tolist(), strict=True)
-        return {name for flat, has_moved in moved if has_moved for name in _names(flat)}
+        found = zip(self.views, flags.tolist(), strict=True)
+        return {name for name, has_moved in found if has_moved}
+
+    def set_since(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of what user code has set on all ranks alike; each rank must call.
+
+        Args:
+            known: The `contents` before.
+
+        Raises:
+            ConfigError: It has set other values on some rank; raised on every rank.
+        """
+        names, numbers = [*known], torch.stack([*self.contents().values()])
+        moved = numbers != torch.stack([*known.values()])
+        both = torch.stack([one := torch.where(moved, numbers, 0), ~one])
+        self._collectives.all_reduce(both, "max").wait()
+        apart = (both[0] != ~both[1]).tolist()
+        if any(apart):
+            raise ConfigError(
+                f"Rank {self._collectives.rank}: hooks of a validation have left the ranks with "
+                f"different values of {names[apart.index(True)]!r}, expected the same on all, "
+                f"which hold what they agree on for as long. Change parameters on every rank "
+                f"alike, or after self.trainer.strategy.broadcast(value)."
+            )
+        return self.copies(
+            name for name, is_set in zip(names, moved.tolist(), strict=True) if is_set
+        )
 
     def settle(self) -> None:
         """Take in what user code has changed in the module's parameters, before reading."""
@@ -82,8 +133,7 @@ class LocalParameters:
             view.copy_(value.lerp(view.to(value.dtype), keep) if keep else value)
         for flat in self._flats:
             flat.begin_unshard()  # carries the optimizer's format over; nothing is sent
-            if flat in self._marks:
-                self._marks[flat] = _mark(flat)
+        self.know()
 
     def copies(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return copies of the named parameters' values."""
@@ -101,9 +151,3 @@ def _names(flat: FlatParameters) -> list[str]:
 
 def _is_trained(flat: FlatParameters) -> bool:
     return any(param.requires_grad for param in flat.params)
-
-
-def _mark(flat: FlatParameters) -> int:
-    """Return a number that changes when the buffer's values do."""
-    flat.take_in_edits()
-    return flat.mark()

@@ -40,7 +40,7 @@ class SyncRule(Protocol):
         """Return the new common values, from the ranks' mean of what was sent."""
 
     def adopt(self, values: Mapping[str, Tensor]) -> None:
-        """Apply the rule to more parameters from now on, whose values are the same on all ranks."""
+        """Go on from values that are the same on all ranks, of more parameters or known ones."""
 
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint has to hold besides the common values."""
@@ -102,9 +102,11 @@ class OuterOptimization:
 
     def adopt(self, values: Mapping[str, Tensor]) -> None:
         """See `SyncRule`."""
-        new = _kept(values)
-        self.common.update(new)
-        self._optimizer.add_param_group({"params": list(new.values())})
+        for name in values.keys() & self.common.keys():
+            self.common[name].detach().copy_(values[name])
+        if new := _kept({name: values[name] for name in values if name not in self.common}):
+            self.common.update(new)
+            self._optimizer.add_param_group({"params": list(new.values())})
 
     @torch.no_grad()
     def outgoing(self, own: Mapping[str, Tensor]) -> list[Tensor]:
