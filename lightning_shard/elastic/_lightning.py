@@ -60,6 +60,7 @@ __all__ = [
     "set_random_states",
     "share_places",
     "trainer_state",
+    "training_dataset",
     "val_check_interval",
 ]
 
@@ -213,6 +214,12 @@ def begin_anew(trainer: "pl.Trainer", *, mid_epoch: bool) -> None:
 def forget_data(trainer: "pl.Trainer") -> None:
     """Have the training loader asked for anew when it is needed."""
     trainer.fit_loop._combined_loader = None
+
+
+def training_dataset(trainer: "pl.Trainer") -> Any:
+    """Return the dataset of the training loader; None where there is no loader yet."""
+    combined = trainer.fit_loop._combined_loader
+    return None if combined is None else getattr(combined.flattened[0], "dataset", None)
 
 
 def share_places(trainer: "pl.Trainer", broadcast: Callable[[Any], Any]) -> None:

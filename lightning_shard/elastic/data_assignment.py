@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
@@ -37,13 +38,13 @@ from lightning_shard.errors import ConfigError, RankFailedError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAssignment:
-    """The samples and batches of an optimizer step, as the first ranks have settled them.
+    """The samples and batches of an optimizer step, as the Trainer's options have settled them.
 
     Newcomers take them over.
 
     Attributes:
         global_batch: Samples of an optimizer step; None where each rank's batch is held.
-        accumulation: The batches that the first ranks accumulated for a step.
+        accumulation: The batches that all ranks the Trainer asks for would accumulate for a step.
         num_ranks: The number of ranks that the learning rates are scaled for now.
         position: Where in the data training is.
     """
@@ -59,7 +60,8 @@ class DataAssignment:
 
     Args:
         trainer: The Trainer, in its fit.
-        global_batch_size: Samples of an optimizer step; None for what the first ranks have.
+        first_ranks: The number of ranks that the Trainer asks for, whether or not all have come.
+        global_batch_size: Samples of an optimizer step; None for what those ranks would have.
         scaling: How the learning rate follows the number of ranks, where each rank's batch is held;
             None holds the global batch.
     """
@@ -67,12 +69,15 @@ class DataAssignment:
     def __init__(
         self,
         trainer: "pl.Trainer",
+        first_ranks: int,
         global_batch_size: int | None = None,
         scaling: Literal["linear", "sqrt"] | None = None,
     ) -> None:
         self._global_batch_size = self._global_batch = global_batch_size
+        self._asked_batch = 0  # the samples of a step by the options of this run
         self._scaling = scaling
         self._trainer = trainer
+        self._first_ranks = first_ranks
         self._user_accumulation = trainer.accumulate_grad_batches
         self._first_accumulation: int | None = None
         self._num_ranks = 0
@@ -81,6 +86,7 @@ class DataAssignment:
         self._has_taken_over = False
         self._loaded_accumulation: int | None = None
         self._loaded_ranks = 0
+        self._is_resumed = False
         self._limit: float | None = None  # the Trainer's, while the loader is made
         self._sampler: ElasticBatchSampler | None = None
         self._installed: Installed | None = None
@@ -122,10 +128,12 @@ class DataAssignment:
             assigns |= {"accumulation": self._user_accumulation, "drop_last": drop_last}
             self._first_accumulation = self._user_accumulation
         else:
+            first_batch = rank_batch * self._first_ranks
+            self._asked_batch = self._global_batch_size or first_batch * self._user_accumulation
             if self._global_batch is None:
-                self._global_batch = rank_batch * num_ranks * self._user_accumulation
+                self._global_batch = self._asked_batch
             if self._first_accumulation is None:
-                self._first_accumulation = num_parts(self._global_batch, num_ranks * rank_batch)
+                self._first_accumulation = num_parts(self._global_batch, first_batch)
             limit = self._trainer.limit_train_batches if self._limit is None else self._limit
             assigns["global_batch"] = self._global_batch
             assigns["max_samples"] = self._max_samples(len(order), limit, drop_last)
@@ -323,7 +331,41 @@ class DataAssignment:
 
     def recount_loaded(self) -> None:
         """Count batches anew after a checkpoint, when the loader is there: see `recount`."""
-        if self._loaded_accumulation is not None:
-            self.recount(self._loaded_accumulation)
-            self._rescale(self._loaded_ranks, self._num_ranks)
-            self._loaded_accumulation = None
+        if self._loaded_accumulation is None:
+            return
+        self.recount(self._loaded_accumulation)
+        self._rescale(self._loaded_ranks, self._num_ranks)
+        self._loaded_accumulation, self._is_resumed = None, True
+        if self._asked_batch and self._asked_batch != self._global_batch:
+            rank_zero_warn(
+                f"The checkpoint was saved with {self._global_batch} samples in an optimizer step, "
+                f"and the fit goes on with them; devices x num_nodes = {self._first_ranks} ranks "
+                f"would make {self._asked_batch}. For these pass "
+                f"global_batch_size={self._asked_batch}."
+            )
+
+    def begin(self, started_by: str | None) -> None:
+        """Say at a job's beginning on what ranks its steps are based; each rank must call.
+
+        Learning rates that follow the number of ranks are for all that were asked for.
+
+        Args:
+            started_by: Who has started all ranks that there are, and may start more later; None
+                where the Trainer's options say how many are to come.
+        """
+        if self._is_resumed:
+            return
+        here, asked, holds = self._num_ranks, self._first_ranks, self._scaling is None
+        self._rescale(asked, here)
+        if here != asked:
+            rank_zero_warn(
+                f"{here} of {asked} ranks (devices x num_nodes) take part. A step holds "
+                f"{self._global_batch or 'fewer'} samples, those of {asked if holds else here}: "
+                f"each rank accumulates {self._trainer.accumulate_grad_batches} batches."
+            )
+        elif started_by and holds and not self._global_batch_size:
+            rank_zero_warn(
+                f"An optimizer step has {self._global_batch} samples, those of {asked} ranks, "
+                f"which {started_by} has started, and keeps them when more come: pass "
+                f"global_batch_size={self._global_batch}, or what it is to be."
+            )

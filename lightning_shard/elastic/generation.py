@@ -63,7 +63,9 @@ class Membership(Protocol):
 
     Attributes:
         me: This member's id; another one after `following` has taken it in anew.
-        first_size: Number of ranks with which the job has begun.
+        first_size: Number of ranks that the job was started for, whether or not all have come.
+        started_by: Who has started all ranks that there are, and may start more later; None where
+            the job says itself how many it was started for.
         held: The snapshots that this rank's predecessors have left of the present fit.
         has_past: Whether any rank's predecessors have left some.
     """
@@ -72,6 +74,7 @@ class Membership(Protocol):
     first_size: int
     held: Sequence[Snapshot] = ()
     has_past: bool = False
+    started_by: str | None = None
 
     def begin(self) -> Generation | None:
         """Wait for generation 1, in which all initial ranks are; a newcomer gets None at once.

@@ -50,6 +50,7 @@ class ElasticFitLoop(FitLoop):
         self.elastic.data_assignment.recount_loaded()
         self.reset()
         self.on_run_start()
+        self.elastic.hook_values.begin()
         if self.elastic.is_newcomer:
             self._survive(Reconfiguration())
         self._run_epochs()
@@ -74,7 +75,10 @@ class ElasticFitLoop(FitLoop):
 
     @override
     def on_advance_start(self) -> None:
+        begins = not (self.restarted_mid_epoch or self.restarted_on_epoch_end)
         super().on_advance_start()
+        if begins:
+            self.elastic.hook_values.begin_epoch()
         measure_epoch(self.trainer)
         self.elastic.begin()
 

@@ -23,6 +23,7 @@ from lightning_shard.elastic.progress import Progress
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.recovery import RecoveryPlan, agree, restore
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
+from lightning_shard.elastic.what_trains import WhatTrains, flags_of
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
 
 
@@ -67,6 +68,7 @@ class NextGeneration:
         was_first = self._fit.ranks.global_rank == 0
         self._check_gain(generation, error)
         self._fit.strategy.join_generation(generation)
+        self._fit.hook_values.keeps_flags = is_own
         behind_step = self._take_up(generation)
         _lightning.share_places(self._fit.trainer, self._fit.strategy.broadcast)
         if self._fit.ranks.global_rank == 0 and not was_first:
@@ -116,7 +118,9 @@ class NextGeneration:
 
     def _go_on_from_snapshots(self, plan: RecoveryPlan, generation: Generation) -> bool:
         strategy, trainer = self._fit.strategy, self._fit.trainer
-        self._rebuild_engine(generation)
+        first = [one for one in self._memory.held if plan.has(one) and one.metadata.shard == 0]
+        told = Progress.unpack(first[0].metadata.extra).what_trains if first else None
+        self._rebuild_engine(generation, told, src=plan.holders[0][0])
         restored = restore(
             strategy.collectives,
             plan,
@@ -127,10 +131,13 @@ class NextGeneration:
         )
         own = None if restored.own is None else Progress.unpack(restored.own)
         progress = Progress.unpack(restored.extra)
-        progress.load_buffers(trainer.lightning_module)
+        progress.load_module(trainer.lightning_module)
         progress.load_trainer(trainer)
+        own_values = None if own is None else own.hook_values
+        self._fit.hook_values.load(progress.hook_values, own_values, strategy.collectives)
         self._fit.data_assignment.take_over(progress.batch_assignment, generation.size)
         self._ask_for_data()
+        self._fit.hook_values.load_data_again()
         self._fit.data_assignment.recount(progress.accumulation)
         progress.load_own(trainer, own, generation.rank)
         return progress.behind_step
@@ -148,12 +155,20 @@ class NextGeneration:
                 f"part of the state; expected a checkpoint to go back to, but this fit has saved "
                 f"none. Add a ModelCheckpoint with every_n_train_steps."
             )
-        self._rebuild_engine(generation)
+        module, optimizers = trainer.lightning_module, self._fit.strategy.optimizers
+        self._rebuild_engine(generation, WhatTrains.of(module, optimizers, flags_of(module)))
         _lightning.load_checkpoint(trainer, path)
         self._ask_for_data()
         self._fit.data_assignment.recount_loaded()
 
-    def _rebuild_engine(self, generation: Generation) -> None:
+    def _rebuild_engine(
+        self, generation: Generation, told: WhatTrains | None, src: int = 0
+    ) -> None:
+        """Make the engine of what trains by the word of rank `src`; each rank must call."""
+        what_trains = self._fit.strategy.broadcast(told, src)
+        assert what_trains is not None  # rank `src` knows it
+        module = self._fit.trainer.lightning_module
+        what_trains.go_back(module, self._fit.strategy.optimizers)
         self._fit.strategy.rebuild_engine()
         unless_a_rank_fails(
             lambda: self._memory.enter(generation), "making the group of the snapshots"

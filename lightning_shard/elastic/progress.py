@@ -1,8 +1,9 @@
 """Progress of training: the state at a boundary beside parameters and optimizer state.
 
-    common   loops, callbacks, schedulers, data module, position in the data, module buffers:
-             alike on every rank, so any one's will do
-    own      random streams and what was logged in this epoch: each rank's
+    common   loops, callbacks, schedulers, data module, position in the data, module buffers, what
+             trains: alike on every rank, so any one's will do
+    own      random streams, what was logged in this epoch, what hooks and steps have set in
+             attributes: each rank's
 
 Both are one string of bytes, which a snapshot carries and does not look into.
 """
@@ -19,6 +20,8 @@ from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.data_assignment import BatchAssignment
 from lightning_shard.elastic.epoch_logs import EpochLogs, put_logs, take_logs
+from lightning_shard.elastic.hook_values import HeldValues
+from lightning_shard.elastic.what_trains import WhatTrains, set_flags
 from lightning_shard.errors import ConfigError
 
 
@@ -34,6 +37,8 @@ class Progress:
         accumulation: The batches that a rank accumulates for a step.
         batch_assignment: What a step's batches are, and where in the data training is.
         buffers: The module's buffers, on the CPU.
+        what_trains: Which parameters train.
+        hook_values: What has changed in this rank's attributes since training began.
         random: This rank's random streams.
         logs: Values that this rank has logged in this epoch.
     """
@@ -44,14 +49,22 @@ class Progress:
     accumulation: int
     batch_assignment: BatchAssignment
     buffers: dict[str, Tensor]
+    what_trains: WhatTrains
+    hook_values: HeldValues
     random: dict[str, Any]
     logs: EpochLogs
 
     @classmethod
     def of(
-        cls, trainer: "pl.Trainer", batch_assignment: BatchAssignment, *, behind_step: bool
+        cls,
+        trainer: "pl.Trainer",
+        batch_assignment: BatchAssignment,
+        as_built: dict[str, bool],
+        hook_values: HeldValues,
+        *,
+        behind_step: bool,
     ) -> "Progress":
-        """Take down how far a Trainer is, at a boundary."""
+        """Take down how far a Trainer is, at a boundary; `as_built` is of `WhatTrains`."""
         module = trainer.lightning_module
         return cls(
             trainer=_pickled(_lightning.trainer_state(trainer)),
@@ -60,6 +73,8 @@ class Progress:
             accumulation=trainer.accumulate_grad_batches,
             batch_assignment=batch_assignment,
             buffers={name: host_copy(buffer) for name, buffer in module.named_buffers()},
+            what_trains=WhatTrains.of(module, trainer.strategy.optimizers, as_built),
+            hook_values=hook_values,
             random=_lightning.random_states(include_cuda=torch.cuda.is_available()),
             logs=take_logs(trainer),
         )
@@ -78,8 +93,9 @@ class Progress:
         return cls(**pickle.loads(packed))
 
     @torch.no_grad()
-    def load_buffers(self, module: "pl.LightningModule") -> None:
-        """Set the module's buffers."""
+    def load_module(self, module: "pl.LightningModule") -> None:
+        """Set the module's buffers, and which of its parameters train."""
+        set_flags(module, self.what_trains.now)
         for name, buffer in module.named_buffers():
             if name in self.buffers:
                 buffer.copy_(self.buffers[name])

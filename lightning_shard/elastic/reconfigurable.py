@@ -18,6 +18,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.generation import Generation
+from lightning_shard.elastic.hook_values import HookValues
 from lightning_shard.elastic.ranks import ElasticRanks
 
 T = TypeVar("T")
@@ -79,6 +80,7 @@ class ElasticFit:
         trainer: The Trainer whose fit it is.
         ranks: Know which rank this is, and who takes part next.
         data_assignment: Assigns the samples of the training loader to the ranks.
+        hook_values: What hooks have set in the user's objects.
         snapshot_every: Optimizer steps between two snapshots.
         max_failures: How often the same ranks may reconfigure at the same step.
         timeout: How long a rank waits for its buddy.
@@ -89,6 +91,7 @@ class ElasticFit:
     trainer: "pl.Trainer"
     ranks: ElasticRanks
     data_assignment: DataAssignment
+    hook_values: HookValues
     snapshot_every: int
     max_failures: int
     timeout: timedelta

@@ -85,7 +85,7 @@ class RestartMembership(Membership):
         self._generation: Generation | None = None
         self._is_new = True
         self.me = f"rank{worker.rank}"
-        self.first_size = worker.world_size
+        self.first_size, self.started_by = worker.world_size, worker.by
 
     def begin(self) -> Generation:
         """Meet the other workers."""

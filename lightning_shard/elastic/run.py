@@ -56,9 +56,11 @@ class ElasticRun:
 
     Attributes:
         data_assignment: Assigns the samples of the training loader to the ranks.
+        hook_values: What hooks have set in the user's objects.
         early_end: How this rank's part in the fit ends early.
         random: This rank's random streams in the checkpoint that was just loaded, until the fit
             goes on with them; None where it has none, or its ranks were others.
+        has_begun: Whether the state before the first step has been remembered, here or by others.
         stands_behind_step: Whether the state that was just loaded is that behind an optimizer
             step, whose validation, if due, is still to come.
     """
@@ -67,10 +69,11 @@ class ElasticRun:
         membership = fit.ranks.membership
         membership.begin_fit()
         self.data_assignment = fit.data_assignment
+        self.hook_values = fit.hook_values
         self.stands_behind_step = False
         self.random: Mapping[str, Any] | None = None
         self._fit = fit
-        self._has_begun = self.is_newcomer
+        self.has_begun = self.is_newcomer
         self._memory = SnapshotMemory(fit, membership.make_buffers(), membership.held)
         self.early_end = EarlyEnd(fit, self._memory)
         self._next_generation = NextGeneration(fit, self._memory, self.early_end)
@@ -98,12 +101,13 @@ class ElasticRun:
 
     def begin(self) -> None:
         """Remember the state before the first step, once; each rank must call."""
-        if self._has_begun:
+        if self.has_begun:
             return
-        self._has_begun = True
+        self.has_begun = True
         if self._fit.ranks.generation.is_last:  # too few have come
             self.early_end.save_and_end(self._fit.ranks.generation)
         self.data_assignment.check_alike(self._fit.strategy.collectives)
+        self.data_assignment.begin(self._fit.ranks.membership.started_by)
         self._memory.remember(behind_step=False)
         self._memory.finish()
         self._begin_step()

@@ -20,6 +20,7 @@ from lightning_shard.elastic.buddies import BuddyRing
 from lightning_shard.elastic.generation import Generation
 from lightning_shard.elastic.progress import Progress
 from lightning_shard.elastic.reconfigurable import ElasticFit
+from lightning_shard.elastic.what_trains import flags_of
 
 
 class SnapshotMemory:
@@ -43,9 +44,11 @@ class SnapshotMemory:
         self._ring: BuddyRing | None = None
         self._generation: Generation | None = None
         self._live: tuple[int, Progress] | None = None
+        self._as_built: dict[str, bool] = {}
 
     def enter(self, generation: Generation) -> None:
-        """Begin a generation, whose groups are there; each rank must call."""
+        """Begin a generation, whose groups and engine are there; each rank must call."""
+        self._as_built = flags_of(self._fit.trainer.lightning_module)
         self._generation = generation
         self._ring = BuddyRing(
             self._host_collectives(), self._fit.buddy_stride, buffers=self._buffers, held=self.held
@@ -114,7 +117,8 @@ class SnapshotMemory:
 
     def _moment(self, *, behind_step: bool) -> tuple[int, Progress]:
         assignment = self._fit.data_assignment.batch_assignment
-        progress = Progress.of(self._fit.trainer, assignment, behind_step=behind_step)
+        trainer, values = self._fit.trainer, self._fit.hook_values.held()
+        progress = Progress.of(trainer, assignment, self._as_built, values, behind_step=behind_step)
         return self._fit.trainer.global_step, progress
 
     def _note_live(self, step: int, progress: Progress) -> None:

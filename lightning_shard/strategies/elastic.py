@@ -35,6 +35,7 @@ from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.checks import check_backend, check_trainer
 from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.generation import Generation, Membership, SignalHandler
+from lightning_shard.elastic.hook_values import HookValues
 from lightning_shard.elastic.launcher import ElasticLauncher
 from lightning_shard.elastic.loop import make_elastic
 from lightning_shard.elastic.next_generation import refuse_strangers
@@ -47,6 +48,7 @@ from lightning_shard.elastic.ranks import (
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.rendezvous_server import JobRules
 from lightning_shard.elastic.run import ElasticRun
+from lightning_shard.elastic.what_trains import flags_of, set_flags
 from lightning_shard.environments import elastic_environment
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
@@ -242,7 +244,10 @@ class ElasticStrategy(DataParallelStrategy):
             strategy=self,
             trainer=trainer,
             ranks=self._ranks,
-            data_assignment=DataAssignment(trainer, batch_size, scaling),
+            data_assignment=DataAssignment(
+                trainer, self.membership.first_size, batch_size, scaling
+            ),
+            hook_values=HookValues(trainer),
             snapshot_every=rules.snapshot_every,
             max_failures=rules.max_failures,
             timeout=self._local_ranks.timeout,
@@ -332,7 +337,10 @@ class ElasticStrategy(DataParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if self._run is not None and "optimizer_states" in checkpoint:
-            writable_section(checkpoint)["elastic"] = self._run.data_assignment.state()
+            state = self._run.data_assignment.state()
+            assert self.lightning_module is not None
+            state["trains"] = flags_of(self.lightning_module)
+            writable_section(checkpoint)["elastic"] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -351,5 +359,7 @@ class ElasticStrategy(DataParallelStrategy):
             assert self.lightning_module is not None
             assert self._run is not None
             self._run.data_assignment.load_state(kept, checkpoint["global_step"])
+            if self._run.has_begun:  # it goes back within the fit; a new one freezes by itself
+                set_flags(self.lightning_module, kept.get("trains", {}))
             # configure_optimizers may have asked for the data
             _lightning.forget_data(self.lightning_module.trainer)

@@ -17,9 +17,11 @@ from lightning_shard.elastic import _lightning, next_generation, snapshot_memory
 from lightning_shard.elastic.data_assignment import BatchAssignment, DataAssignment
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.generation import EvictedError, Generation, Membership
+from lightning_shard.elastic.hook_values import HookValues
 from lightning_shard.elastic.ranks import ElasticRanks
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.run import ElasticRun, Reconfiguration
+from lightning_shard.elastic.what_trains import WhatTrains
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, assert_same, attach, start
@@ -122,9 +124,11 @@ class FakeProgress:
     behind_step: bool
     accumulation: int = 1
     batch_assignment: str = "where training was"
+    what_trains: WhatTrains = WhatTrains(as_built={}, now={}, groups=[])  # noqa: RUF009
+    hook_values: None = None
 
     @classmethod
-    def of(cls, trainer: Any, _: Any, *, behind_step: bool) -> "FakeProgress":
+    def of(cls, trainer: Any, *_: Any, behind_step: bool) -> "FakeProgress":
         return cls(trainer.global_step, behind_step)
 
     def pack(self) -> bytes:
@@ -134,7 +138,7 @@ class FakeProgress:
     def unpack(packed: bytes) -> "FakeProgress":
         return pickle.loads(packed)
 
-    def load_buffers(self, _: Any) -> None:
+    def load_module(self, _: Any) -> None:
         """There are none."""
 
     def load_trainer(self, trainer: Any) -> None:
@@ -161,7 +165,7 @@ class Job:
             loggers=[],
             checkpoint_callbacks=[],
             is_global_zero=index == 0,
-            lightning_module=None,
+            lightning_module=self.strategy.rank.model,
             ckpt_path=None,
             default_root_dir="here",
             save_checkpoint=self.saved.append,
@@ -175,6 +179,7 @@ class Job:
             trainer=self.trainer,
             ranks=self.ranks,
             data_assignment=data_assignment,
+            hook_values=create_autospec(HookValues, instance=True),
             snapshot_every=2,
             max_failures=1,
             timeout=timedelta(seconds=10),

@@ -20,6 +20,7 @@ from tests.strategies.parity import UPSTREAM_WARNINGS
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
     pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be"),
+    pytest.mark.filterwarnings("ignore:The checkpoint was saved with .* samples in an optimizer"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
 ]
