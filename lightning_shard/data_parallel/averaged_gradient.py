@@ -39,6 +39,15 @@ class GradientSource(Protocol):
     def sharded(self) -> ShardedTensor:
         """Return the gradient; writing to it writes to what the optimizer will see."""
 
+    def look(self) -> None:
+        """Learn from `.grad` whether user code has zeroed the gradient."""
+
+    def apart(self, local: Tensor) -> ShardedTensor:
+        """Return a tensor of other elements that is spread as the gradient is."""
+
+    def take(self, shown: "AveragedGradient", local: Tensor) -> None:
+        """Let the gradient have other elements, also where it was None; `shown` stands for it."""
+
     def changed(self) -> None:
         """Take note that the gradient's elements have changed."""
 
@@ -113,6 +122,8 @@ class AveragedGradient(SeesCalls, SeesOperations):
                 f"has ended. Use it in on_after_backward, or change the gradient in a hook of "
                 f"param.register_hook, which is called with this rank's own."
             )
+        if self.own is None and self.note.source is not None:
+            self.note.source.look()  # whether it is still there
         if self.own is not None:
             return self.own
         if self.note.is_gone:
@@ -124,10 +135,19 @@ class AveragedGradient(SeesCalls, SeesOperations):
             )
         return self.note.source.sharded()
 
-    def lose(self) -> None:
-        """Stand for a gradient that is gone: user code that has kept this object gets an error."""
-        if self.own is None:
+    def lose(self, elements: Tensor | None) -> None:
+        """Stand for a gradient that is in no `.grad` any more, for user code that has kept this.
+
+        Args:
+            elements: This rank's, which nobody else writes to; None where they are gone, so that
+                user code gets an error.
+        """
+        if self.own is not None:
+            return
+        if elements is None or self.note.source is None:
             self.note = GradientNote(self.note.param_name, is_gone=True)
+        else:
+            self.own = self.note.source.apart(elements)
 
     def leave_graph(self) -> None:
         """Forget the graph of what autograd has added, where backward creates one."""
@@ -159,8 +179,7 @@ class AveragedGradient(SeesCalls, SeesOperations):
             )
         if self.own is not None and note.source is not None:
             own, self.own = self.own, None
-            note.source.sharded().local.copy_(own.local)
-            note.source.changed()
+            note.source.take(self, own.local)
 
     @classmethod
     @override
@@ -302,7 +321,8 @@ def gone(param_name: str) -> ConfigError:
     )
 
 
-def _zero(target: Tensor | Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
+def _zero(target: Tensor | Sequence[Tensor]) -> Tensor | None:
+    """Zero what stands in `.grad`; an operation on a list returns nothing."""
     for tensor in [target] if isinstance(target, Tensor) else target:
         if not isinstance(tensor, AveragedGradient):
             tensor.zero_()
@@ -310,7 +330,7 @@ def _zero(target: Tensor | Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
             tensor.own.zero_()
         else:
             tensor.note.zero()
-    return target
+    return target if isinstance(target, Tensor) else None
 
 
 def _flat(args: Sequence[Any]) -> list[Any]:

@@ -263,6 +263,12 @@ class FlatGradients:
         return self.buffer.kept(index)
 
     @unrecorded
+    def take_average(self, index: int, shown: AveragedGradient, elements: Tensor) -> None:
+        """Let a gradient have other elements on this rank, and `shown` stand for them."""
+        self.buffer.hold(index, shown)
+        self.averaged(index).copy_(elements)
+
+    @unrecorded
     def begin_reduce(self) -> None:
         """Start averaging the full buffer over the ranks; each rank must call."""
         self.finish_reduce()

@@ -203,6 +203,15 @@ class GradientBuffer:
         self._kept.begin(self.local)
         return self.local
 
+    def hold(self, index: int, shown: AveragedGradient) -> None:
+        """Make room for an average that user code has put into `.grad`, in place of what was."""
+        self.flat.stand_ins.leave([index], self._copy_of_average)
+        self.flat.stand_ins.adopt(index, shown)
+        if not self.average_views:
+            _ = self.allocate() if self.accumulates else self._allocate_local()
+        self.states.leave(index)
+        self.states.show(index)
+
     def store(self, index: int, grad: Tensor) -> None:
         """Put a gradient into `full`, or add it to an earlier micro-batch's; show it."""
         if self.states.is_local[index]:  # or reentrant checkpointing
@@ -385,8 +394,16 @@ class GradientBuffer:
         for index in indices if self.shows_sums and self.views else ():
             if getrefcount(self.views[index]) > _OWN_REFERENCES:
                 self._leave_to_user(index)
-        self.flat.stand_ins.leave(indices)
+        self.flat.stand_ins.leave(indices, self._copy_of_average)
         self.states.forget(indices)
+
+    def _copy_of_average(self, index: int) -> Tensor | None:
+        """Return what user code finds in a stand-in that it has kept; None where nothing is."""
+        states = self.states
+        if not states.is_reduced[index] or states.is_local[index] or not self.average_views:
+            return None
+        kept = self.kept(index).clone()
+        return kept.zero_() if self.flat.stand_ins.note(index).zeroed else kept
 
     @as_they_are
     def drop(self) -> None:
@@ -411,12 +428,14 @@ class GradientBuffer:
 
     @as_they_are
     def release(self) -> None:
-        """After a reduction, let `.grad` stand for the averages that lie in shards."""
+        """After a reduction, let `.grad` stand for the averages that lie in shards.
+
+        A tensor that stands there has come since the reduction began, and waits to be taken.
+        """
         if self.is_plain:
             return
         grads = enumerate(map(OWN_GRAD, self.flat.params))
-        others = [index for index, grad in grads if not isinstance(grad, AveragedGradient)]
-        self.flat.stand_ins.put(others)
+        self.flat.stand_ins.put([index for index, grad in grads if grad is None])
 
     @as_they_are
     def settle(self) -> None:

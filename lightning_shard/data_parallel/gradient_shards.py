@@ -64,6 +64,14 @@ class ParameterSpread:
         return (*self.shard_groups(), *self.split.groups_of(self.param))
 
     @property
+    def num_elements(self) -> int:
+        """Number of this rank's elements, whether a gradient is there or not."""
+        if self.own_shape is None:
+            return 0
+        start, stop = self.bounds or (0, self.own_shape.numel())
+        return stop - start
+
+    @property
     def counts(self) -> bool:
         """Whether this rank's elements count, and are not also another rank's."""
         return self.split.counts(self.param)
@@ -230,6 +238,12 @@ class GradientShards:
         """Return the tensor for the `.grad` of a parameter that only other ranks have."""
         return AveragedGradient(param, self._sources[param].note)
 
+    def settle(self, params: Iterable[nn.Parameter]) -> None:
+        """Take what user code has computed and put into `.grad` of parameters for their own."""
+        for param in params:
+            if isinstance(param.grad, AveragedGradient):
+                param.grad.settle(self._sources[param].note)
+
     def ready(self) -> None:
         """Average the gradients that were only accumulated; each rank must call."""
         self._reduce_owed()
@@ -255,9 +269,10 @@ class GradientShards:
 
     def _partial(self, source: "_Source", order: float) -> Tensor:
         grad = source.spread.param.grad
+        if isinstance(grad, AveragedGradient):
+            grad.settle(source.note)  # on every rank, so that all know the same norms
         if not (isinstance(grad, AveragedGradient) and source.spread.counts_once):
             return partial_norm(torch.empty(0), order).to(self._device)
-        grad.settle(source.note)
         return partial_norm(source.local(), order).to(self._device)
 
     def _over_all(self, tensor: Tensor, op: ReduceOpName) -> Tensor:
@@ -300,16 +315,33 @@ class _Source:
         """Return the gradient as a sharded tensor, which looks full."""
         self.shards.ready()
         local = self.local()
-        tensor = ShardedTensor(local, self.spread)
+        tensor = self.apart(local)
         tensor.norm_of_all = partial(self._norm, local)
         tensor.on_change = self.changed
         return tensor
+
+    def look(self) -> None:
+        """Learn from `.grad` whether user code has zeroed the gradient."""
+        if self.place is not None:
+            gradients, index = self.place
+            gradients.buffer.observe(index)
+
+    def apart(self, local: Tensor) -> ShardedTensor:
+        """Return a tensor of other elements that is spread as the gradient is."""
+        return ShardedTensor(local, self.spread)
 
     def _norm(self, local: Tensor, order: float) -> Tensor:
         """Return the norm of the gradient's elements, unless others have come to their place."""
         if self.place is not None and self.local().data_ptr() != local.data_ptr():
             raise gone(self.note.param_name)
         return self.shards.norm(self.number, order)
+
+    def take(self, shown: AveragedGradient, local: Tensor) -> None:
+        """Let the gradient have other elements, also where it was None; `shown` stands for it."""
+        if self.place is not None:
+            gradients, index = self.place
+            gradients.take_average(index, shown, local)
+        self.changed()
 
     def changed(self) -> None:
         """Forget the norms of all gradients, since this one has changed."""
@@ -328,8 +360,10 @@ class _Source:
         if ranks is None or own_shape is None:
             return tensor
         is_full = tensor.shape in (self.spread.shape, own_shape)
-        # a rank's shard may be all of a parameter of one dimension: ranks agree what is meant
-        if not is_full and (len(own_shape) != 1 or tensor.shape != self.local().shape):
+        # a rank's shard may be all of a parameter of one dimension: ranks agree what is meant; one
+        # number is a factor for all of it, also where this rank's shard is one element
+        may_be_shard = len(own_shape) == 1 and tensor.shape == (self.spread.num_elements,)
+        if not is_full and (tensor.numel() == 1 or not may_be_shard):
             return tensor
         return agreed(
             tensor,
@@ -380,6 +414,7 @@ class AbsentGradients:
 
     def hide(self) -> None:
         """Hide the gradients that only other ranks have from this rank's optimizer."""
+        self._shards.settle(self._absent)
         self._hidden = {param: param.grad for param in self._absent}
         for param in self._absent:
             param.grad = None

@@ -5,11 +5,11 @@ offload its shard is the host's. They share a note. User code may keep them: one
 kept stands for the next gradient, too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
@@ -51,6 +51,11 @@ class StandIns:
                 stand_in = made[form] = AveragedGradient(param, self.notes[index])
             SET_OWN_GRAD(param, stand_in)
 
+    def adopt(self, index: int, shown: AveragedGradient) -> None:
+        """Let what user code has put into `.grad` be a stand-in."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._made[index][shown.shape, shown.dtype, shown.device] = shown
+
     @as_they_are
     def lift(self, indices: Sequence[int]) -> list[int]:
         """Take stand-ins out of `.grad` while their parameters come to show other shapes.
@@ -71,11 +76,16 @@ class StandIns:
                 lifted.append(index)
         return lifted
 
-    def leave(self, indices: Iterable[int]) -> None:
-        """Note that parameters' gradients are gone, also for code that has kept a `.grad`."""
+    def leave(self, indices: Iterable[int], elements: Callable[[int], Tensor | None]) -> None:
+        """Note that parameters' gradients are gone, also for code that has kept a `.grad`.
+
+        Args:
+            indices: The parameters'.
+            elements: Returns a copy of what this rank has of a gradient; None for nothing.
+        """
         for index in indices:
             made = self._made[index]
             for form in list(made):
                 if getrefcount(made[form]) > _OWN_REFERENCES:
-                    made.pop(form).lose()
+                    made.pop(form).lose(elements(index))
             self.notes[index].zeroed = False  # of a gradient that is gone

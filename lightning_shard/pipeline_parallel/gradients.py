@@ -77,7 +77,7 @@ class GradientStash:
         return self._sums[param]
 
     def take(self, param: Tensor) -> Tensor:
-        """Return a parameter's sum and forget it; zeros when there is none."""
+        """Return a parameter's sum and forget it."""
         total = self.own(param)  # type: ignore[arg-type]
         del self._sums[param]  # type: ignore[arg-type]
         self._own.discard(param)
@@ -88,7 +88,7 @@ class GradientStash:
         self._sums.clear()
         self._own.clear()
 
-    def holds(self, param: nn.Parameter) -> bool:
+    def holds(self, param: Tensor) -> bool:
         """Whether a parameter has had a gradient."""
         return param in self._sums
 

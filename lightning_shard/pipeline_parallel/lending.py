@@ -84,10 +84,13 @@ class Lending:
 
     @torch.no_grad()
     def give_back(self, stash: GradientStash) -> None:
-        """Add the gradients of borrowed values to those of their owners."""
-        sending = []
+        """Add the gradients of borrowed values to those of their owners.
+
+        A value that its borrower has not used brings no gradient, as on one device.
+        """
+        sending, used = [], self._used(stash)
         for tag, (key, param, owner, borrower) in enumerate(self._each()):
-            if not param.requires_grad or self._group.rank not in (owner, borrower):
+            if not used[tag] or self._group.rank not in (owner, borrower):
                 continue
             if self._group.rank == borrower:
                 grad = stash.take(self._leaves[key])
@@ -101,6 +104,15 @@ class Lending:
                 sending.append(self._group.send(grad.contiguous(), owner, tag, async_op=True))
         for pending in sending:
             pending.wait()
+
+    def _used(self, stash: GradientStash) -> list[bool]:
+        """Ask all ranks which borrowed values have a gradient."""
+        mine = [key in self._leaves and stash.holds(self._leaves[key]) for key in self._loans]
+        device = next((param.device for param in self._loans.values()), None)
+        used = torch.tensor(mine, dtype=torch.uint8, device=device)
+        if mine:
+            self._group.all_reduce(used, "max").wait()
+        return used.bool().tolist()
 
     def _each(self) -> Iterator[tuple[tuple[int, str], nn.Parameter, int, int]]:
         """Yield every loan, its parameter, and the ranks of its owner and its borrower."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
 from lightning_shard.tensor_parallel.cross_entropy import LossOptions, parallel_cross_entropy
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
@@ -69,7 +70,9 @@ def _property(func: Any, sharded: Any, *value: Any) -> Any:
         return NotImplemented
     part: Part = sharded.part
     is_gradient = func in _OF_GRADIENTS
-    result = func(part.local, *map(part.own_gradient if is_gradient else part.narrow, value))
+    own: Rule = part.own_gradient if is_gradient else part.narrow
+    given = (one if isinstance(one, AveragedGradient) else own(one) for one in value)
+    result = func(part.local, *given)
     widen: Rule = part.wide_gradient if is_gradient else part.widen
     # A gradient whose elements lie on several ranks knows them all.
     return result if _is_of_all_ranks(result) else widen(result)

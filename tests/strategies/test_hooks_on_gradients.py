@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -218,3 +218,78 @@ class SetByHand(OfRanks):
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero3", "tensor", "tensor_zero2"])
 def test_gradients_set_by_hand_were_refused_where_one_rank_has_the_samples(scheme: str) -> None:
     assert_as_alone(SetByHand, scheme)
+
+
+class AssignedThenRead(OfRanks):
+    def on_after_backward(self) -> None:
+        first, *others = [param for param in self.parameters() if param.grad is not None]
+        first.grad = first.grad * 0.5
+        assert others[-1].grad.norm() > 0
+        for param in others:
+            param.grad = param.grad / (1 + first.grad.norm())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        total = torch.stack([param.grad.norm() for param in self.parameters()]).norm()
+        for param in self.parameters():
+            param.grad = param.grad / (1 + total)
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("scheme", ["pipeline", "tensor", "zero2", "hybrid"])
+def test_norms_of_assigned_gradients_are_known_to_all_ranks_alike(scheme: str) -> None:
+    """Stages disagreed on whose norms were known, and one waited for messages of others."""
+    assert_as_alone(AssignedThenRead, scheme)
+
+
+class FilledWithZeros(OfRanks):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3, foreach=True)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("scheme", ["zero1", "zero2", "zero3", "tensor", "pipeline"])
+def test_gradients_are_filled_with_zeros_by_an_operation_on_lists(scheme: str) -> None:
+    """What stands in `.grad` returned the list, and torch raised an error of its own."""
+    assert_as_alone(FilledWithZeros, scheme)
+
+
+class OddBatches(OfRanks):
+    """Every second batch leaves a layer out, registered after the blocks and called before."""
+
+    options: ClassVar[dict[str, Any]] = {"accumulate_grad_batches": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0] if batch_idx % 2 else self.branch(batch[0])
+        return F.cross_entropy(self(x), batch[1])
+
+    def on_after_backward(self) -> None:
+        self.there = [param.grad is not None for param in self.branch.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.there == [batch_idx % 2 == 0] * 2
+
+
+class OddMicrobatches(OddBatches):
+    options: ClassVar[dict[str, Any]] = {"accumulate_grad_batches": 2}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx // 2)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.there == [batch_idx // 2 % 2 == 0] * 2
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.filterwarnings("ignore:.*parameters outside of their stage")
+@pytest.mark.parametrize("style", [OddBatches, OddMicrobatches])
+@pytest.mark.parametrize("scheme", ["pipeline", "hybrid", "tensor", "zero2", "zero3"])
+def test_a_gradient_that_no_batch_brought_is_none(style: type[OfRanks], scheme: str) -> None:
+    """What a first stage had borrowed and not used came back as zeros, and momentum went on."""
+    assert_as_alone(style, scheme)
