@@ -237,10 +237,10 @@ class Reducer:
 
         It asks `if p.grad is not None`, and must find the same on every rank.
         """
-        shown = [one for one in self._gradients if self._is_met() and not one.buffer.shows_sums]
-        for gradients in shown:
-            gradients.buffer.observe_all()
-        return bool(shown)
+        shows = self._is_met() and not all(one.buffer.shows_sums for one in self._gradients)
+        for gradients in self._gradients if shows else ():
+            gradients.buffer.observe_all()  # of all, since `settle` shows what it knows of all
+        return shows
 
     def _flush_frozen(self) -> None:
         """Reduce what was accumulated before a unit was frozen, after all others on each rank."""

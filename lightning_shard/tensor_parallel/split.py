@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.model_split import in_place
 from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.sharded_parameter import bring_full
-from lightning_shard.data_parallel.torch_private import pass_for_parameter
+from lightning_shard.data_parallel.torch_private import pass_for_parameter, untraced
+from lightning_shard.data_parallel.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.layout.boxes import PlacedBox
 from lightning_shard.placeholders import Placeholder, is_placeholder
@@ -88,6 +90,7 @@ class SplitModel:
         self._attributes = Attributes()
         self._hooks: list[RemovableHandle] = []
         self._is_in_step = False
+        self._shown: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # parts and what shows them
         around_dropout = layers_around_dropout(model, layers)
         self._crossings = Crossings(group, around_dropout, sequence_parallel=sequence_parallel)
         for layer in self._layers:
@@ -182,8 +185,19 @@ class SplitModel:
             return tensor
         if is_placeholder(tensor):
             return Placeholder.of(tensor, shape, getattr(tensor, "origin", ""))
-        wide = from_local(tensor, self.group, sharding.dim, len(sharding.blocks))
-        pass_for_parameter(wide)
+        return self._wide(sharding, tensor)
+
+    @untraced
+    def _wide(self, sharding: Sharding, part: Tensor) -> Tensor:
+        """Return what shows a weight for as long as a step runs: a tied one is the same twice."""
+        refuse_transforms(OF_RANKS)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        key = (id(part), part.requires_grad, part.dtype, *modes)
+        known, wide = self._shown.get(key, (None, part))
+        if known is not part:
+            wide = from_local(part, self.group, sharding.dim, len(sharding.blocks))
+            pass_for_parameter(wide)
+            self._shown[key] = part, wide
         return wide
 
     def _part(self, how: tuple[Sharding, torch.Size], tensor: Tensor) -> Tensor:
@@ -209,6 +223,7 @@ class SplitModel:
                 yield
         finally:
             self._is_in_step = before
+            self._shown.clear()
             self._crossings.forget()  # else what entered last is there until the next step
 
     def _sum_gradients(self, module: nn.Module) -> None:

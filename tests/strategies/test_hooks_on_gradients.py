@@ -293,3 +293,23 @@ class OddMicrobatches(OddBatches):
 def test_a_gradient_that_no_batch_brought_is_none(style: type[OfRanks], scheme: str) -> None:
     """What a first stage had borrowed and not used came back as zeros, and momentum went on."""
     assert_as_alone(style, scheme)
+
+
+class FrozenInMidRun(OfRanks):
+    options: ClassVar[dict[str, Any]] = {"accumulate_grad_batches": 2}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2:
+            self.embed.requires_grad_(False)
+            self.blocks[1].requires_grad_(False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        frozen = [*self.embed.parameters(), *self.blocks[1].parameters()]
+        assert {p.grad is None for p in frozen} == {self.global_step >= 2}
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("scheme", ["tensor", "shard_ddp", "zero1", "zero3", "hybrid", "pipeline"])
+def test_a_layer_that_is_frozen_in_mid_run_stays_where_it_is(scheme: str) -> None:
+    """Under tensor parallel a gradient that was set to None came back, and the layer moved on."""
+    assert_as_alone(FrozenInMidRun, scheme)
