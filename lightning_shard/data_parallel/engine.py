@@ -27,6 +27,7 @@ from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.building import build_gradients, build_units, placed, reducing_of
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.early_clipping import EarlyClipping
 from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.full_values import FullValues
@@ -73,6 +74,7 @@ class DataParallelEngine:
         adoption: Takes over what user code assigns.
         edits: Averages the gradients that user code has made or edited.
         owners: Who updates the parameters that an optimizer needs full.
+        clipping: Clips gradients before they are sent, where a compressor keeps some of them.
         copier: Copies to and from host memory, and counts them; None without offload.
         seeing_shards: Makes the context in which the engine works: each step and backward, and what
             takes over values, which a hook that sees full weights may have begun.
@@ -121,6 +123,8 @@ class DataParallelEngine:
         record = None if self._unsharder is None else self._unsharder.record
         usage = agreement(self.gradients, reducing, self.split, self.device, record, self._weights)
         self.reducer = Reducer(self.gradients, reducing.dp, usage, lambda: self.edits.are_expected)
+        self.clipping = EarlyClipping(self.gradients, reducing.dp)
+        self.reducer.before_last = self.clipping.prepare
         self._arrivals = ArrivalHooks(self._positions, self._arrival)
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
@@ -338,6 +342,8 @@ class DataParallelEngine:
     def note_update(self, *, ends: bool) -> None:
         """Note that an optimizer will step on this model, or (`ends`) that it has."""
         self._buffers.has_stepped = ends or bool(self._buffers.has_stepped)
+        if ends:
+            self.clipping.end_step()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards inside only accumulate; stages 2 and 3 reduce all the same."""

@@ -330,9 +330,15 @@ class FlatGradients:
                 f"optimizer's step, expected one: the compressor sends momentum or freezes Adam's "
                 f"second moment, and would count every micro-batch as a step. {advice}."
             )
-        return exchange.passes(full, used)
+        exchange.was_dense = exchange.passes(full, used)
+        return exchange.was_dense
 
-    @unrecorded
+    @property
+    def sent_next(self) -> list[Tensor | None]:
+        """This rank's gradient of each parameter that the next reduction sends, or None."""
+        sent = zip(self.buffer.views, self._contributions(), strict=True)
+        return [view if is_sent else None for view, is_sent in sent]
+
     def continue_reduce(self) -> None:
         """Start the second half of a compressed reduction, or of one over several copies.
 

@@ -53,6 +53,7 @@ class Reducer:
         was_held_up: Whether units have ever waited until a backward's end, in the order that was
             learnt, for one of which some parameters were not used.
         has_arrived: Whether autograd has put a gradient on a parameter in this backward.
+        before_last: Called before the reductions that begin at the end of a backward.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Reducer:
         self._gradients = gradients
         self._collectives = collectives
         self.usage = usage
+        self.before_last: Callable[[], None] = lambda: None
         self._is_met = is_met
         self._order = list(reversed(range(len(gradients))))
         self._order_is_learned = False
@@ -209,6 +211,8 @@ class Reducer:
         for gradients in self._gradients:
             gradients.accept_waiting()
         self._see_held_up()
+        if any(one.must_reduce and self._reduces_now(one) for one in self._gradients):
+            self.before_last()
         for position in self._order:
             gradients = self._gradients[position]
             if gradients.must_reduce and self._reduces_now(gradients):

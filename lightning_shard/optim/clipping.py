@@ -88,7 +88,8 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale the gradients so that their norm over full parameters is at most `max_norm`.
 
-    Each rank must call, with the same parameters.
+    Each rank must call, with the same parameters. Where a compressor keeps some of what it sends,
+    gradients have been clipped before; the norm is then of what has come.
 
     Returns:
         Shape (): the norm before clipping.
@@ -108,7 +109,8 @@ def clip_grad_norm(
                 f"expected a finite one to clip by. Skip the step, or pass "
                 f"error_if_nonfinite=False."
             )
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        if not engine.clipping.ask(params, max_norm, norm_type):
+            nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
 
@@ -119,5 +121,7 @@ def clip_grad_value(
     """Clamp every element of the gradients to [-max_value, max_value]; no communication."""
     with engine.optimizer_view():
         held = [param for param in params if param.grad is not None]
-        if held:  # torch's refuses a rank without a shard of any of them
+        if (
+            not engine.clipping.ask(params, max_value, None) and held
+        ):  # torch's refuses a rank without a shard of any of them
             nn.utils.clip_grad_value_(held, max_value)

@@ -56,7 +56,11 @@ from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
 from lightning_shard.trainer.callbacks import prepare_callbacks
 from lightning_shard.trainer.full_counts import counted_full
-from lightning_shard.trainer.hook_advice import hooks_inside, may_edit_gradients
+from lightning_shard.trainer.hook_advice import (
+    hooks_inside,
+    may_edit_gradients,
+    usual_clipping,
+)
 from lightning_shard.trainer.model_graphs import draw_graphs
 from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
 from lightning_shard.trainer.weight_averaging import (
@@ -343,6 +347,7 @@ class DataParallelStrategy(EndingStrategy):
         if self._is_fitting():
             self._activations.attach(engine)
             callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
+            engine.clipping.expect(*usual_clipping(run.module), self.model.parameters())
             engine.edits.are_expected = may_edit_gradients(run.module, callbacks)
         plugin.attach(engine)
         if isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None:

@@ -63,6 +63,15 @@ def may_edit_before_backward(module: "pl.LightningModule", callbacks: Sequence[C
     return _overrides(_BEFORE_BACKWARD, module, callbacks)
 
 
+def usual_clipping(module: "pl.LightningModule") -> tuple[float | None, float | None]:
+    """Return the limit by which Lightning clips each step, and p of the norm or None for values."""
+    trainer, overridden = module.trainer, ("configure_gradient_clipping",)
+    if not module.automatic_optimization or _overrides(overridden, module, ()):
+        return None, None
+    by_value = trainer.gradient_clip_algorithm == "value"
+    return trainer.gradient_clip_val or None, None if by_value else 2.0
+
+
 def may_set_weights(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
     """Whether user code overrides a hook between two steps; Lightning's own set no weights."""
     users = [

@@ -122,6 +122,10 @@ class Exchange(ABC):
         fills_variance: Whether a value that had no gradient in the warm-up is given the others'
             second moment; else it is left alone, since no value decodes to zero.
         update_limit: Greatest change of a value in a step after the warm-up, in learning rates.
+        keeps: Whether something of the values is kept for later averages.
+        clips_by: What the values are clipped by before anything of them is kept: a factor, of shape
+            () and 1 at most, or the greatest magnitude; None for not at all.
+        was_dense: Whether the last average was uncompressed, of values that were not clipped.
     """
 
     keeps_momentum = False
@@ -131,6 +135,9 @@ class Exchange(ABC):
     sends_momentum = False
     fills_variance = False
     update_limit = 1.0
+    keeps = False
+    clips_by: Tensor | float | None = None
+    was_dense = False
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
@@ -196,6 +203,13 @@ class Exchange(ABC):
     @abstractmethod
     def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
         """Take over a state of any number of ranks; names that are not here are passed over."""
+
+    def _clip(self, values: Tensor) -> None:
+        """Clip values without a loss scale, in place."""
+        if isinstance(self.clips_by, Tensor):
+            values.mul_(self.clips_by.clamp(max=1.0))
+        elif self.clips_by is not None:
+            values.clamp_(-self.clips_by, self.clips_by)
 
     def _count(self, sent_bytes: int) -> None:
         self.tally.raw_bytes += self.buffer.dense_bytes

@@ -106,7 +106,7 @@ class CodecExchange(Exchange):
         num_slots = len(buffer.layout.slots)
         self.momentum_factors = [codec.momentum or 0.9] * num_slots  # Adam's are told
         self._kept_values = ErrorFeedback(codec, buffer, self.momentum_factors)
-        self._tells_usage = codec.error_feedback or self.keeps_momentum
+        self.keeps = self._tells_usage = codec.error_feedback or self.keeps_momentum
         self._used = torch.ones(num_slots, dtype=torch.uint8, device=buffer.device)
         self._used_all = True
         self._unused: list[int] = []  # tensors of the buffer that no rank has values for
@@ -176,6 +176,7 @@ class CodecExchange(Exchange):
         taken[numel:].zero_()
         if (scale := self.loss_scale()) is not None:
             taken.div_(scale)
+        self._clip(taken)
         for gap in self.buffer.gaps:  # what decoding has made of them must not come back
             taken[gap] = 0.0
         return taken.view(self._shape)

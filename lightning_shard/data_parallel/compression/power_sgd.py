@@ -104,6 +104,8 @@ class LowRankExchange(Exchange):
         buffer: The buffer that is averaged.
     """
 
+    keeps = True
+
     def __init__(self, settings: PowerSGD, buffer: FlatBuffer) -> None:
         super().__init__(buffer)
         self._settings = settings
@@ -170,6 +172,7 @@ class LowRankExchange(Exchange):
         self._work = work = values.to(torch.float32, copy=True)
         if self._scale is not None:
             work.div_(self._scale)
+        self._clip(work)
         self.froze_variance = self.freezes_variance
         self._mark_used(work, used)
         for one in self._factors:

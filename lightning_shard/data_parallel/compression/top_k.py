@@ -31,7 +31,7 @@ _WARMUP_STAGES = 4  # 25 %, 6.25 %, 1.6 %, 0.4 %
 class TopK(Codec):
     """The share `ratio` of values that are greatest in each segment, as values and positions.
 
-    Clip as ever by Trainer(gradient_clip_val=...), which sees the average of what was sent.
+    Trainer(gradient_clip_val=...) clips each rank's gradients before they are sent.
 
     Args:
         ratio: Share of its values that a rank sends, and of their average up to thrice that; 0.01
