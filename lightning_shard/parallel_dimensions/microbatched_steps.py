@@ -26,6 +26,7 @@ from lightning_shard.pipeline_parallel.microbatches import (
     merge_outputs,
     split_batch,
 )
+from lightning_shard.pipeline_parallel.needs import Checked, Step
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.placeholders import is_placeholder, tensors_given
@@ -122,17 +123,19 @@ class MicrobatchedSteps(StepRunner):
     def _microbatches(self, batch: Any) -> list[Microbatch]:
         return split_batch(batch, min(self._num_parts, batch_size_of(batch)))
 
-    def _recorded(
-        self, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[[Microbatch, bool], Any]:
+    def _recorded(self, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
         """Return what runs the module's step on one microbatch, and records what it logs."""
         completed = self._run.completed
 
-        def recorded(microbatch: Microbatch, is_last: bool) -> Any:
-            size = microbatch.size
-            with self._logs.recording(size, counts=is_last, completed=completed) as note:
+        def recorded(microbatch: Microbatch, checked: Checked | None) -> Any:
+            is_last, may_repeat = checked is not None, self._pipeline.is_rehearsing
+            with self._logs.recording(
+                microbatch.size, counts=is_last, may_repeat=may_repeat, completed=completed
+            ) as note:
                 with tensors_given() as given, asking(OfLastStage(given)), _telling(microbatch):
                     result = completed(step(microbatch.content, *args[1:], **kwargs))
+                if checked is not None:  # in here: what it refuses has logged and counted nothing
+                    checked(result)
                 loss = _loss(result)
                 note.loss = None if loss is None or is_placeholder(loss) else loss.detach()
                 return result

@@ -20,7 +20,8 @@ from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.placeholders import OtherStageError
 
 _SKIPPED = Needed((), -1)  # the step has returned None before it called the network
-Step = Callable[[Microbatch, bool], Any]  # the flag: whether it runs on the last stage
+Checked = Callable[[Any], None]  # refuses a step's result, where it is another stage's
+Step = Callable[[Microbatch, Checked | None], Any]  # None on other stages than the last
 
 
 class Needs:
@@ -161,5 +162,5 @@ class Needs:
         probe = Probe(self._model.partition.bounds[stage], self._model.forget)
         self._randomness.begin(microbatch.index)
         with self._model.buffers_kept(), self._model.running(probe, stage):
-            probe.forward(lambda: step(microbatch, False))
+            probe.forward(lambda: step(microbatch, None))
         return probe

@@ -256,6 +256,11 @@ class Pipeline:
         self._rehearsed.add(batch.kind)
         return True
 
+    @property
+    def is_rehearsing(self) -> bool:
+        """Whether a step that asks for what another stage has is run again."""
+        return self._wanted is not None
+
     def _begin_again(self, batch: RunningBatch, wanted: Sequence[Wanted]) -> None:
         for kept in (batch.runs, batch.inbox, batch.results, batch.losses):
             kept.clear()
@@ -318,7 +323,8 @@ class Pipeline:
         try:
             model, stage = self._model, run.stage
             with model.running(run, stage), self.edits.step(stage, lambda: model.trainable):
-                run.forward(lambda: batch.step(microbatch, run.stage == self.num_stages - 1))
+                checked = run.check if stage == self.num_stages - 1 else None
+                run.forward(lambda: batch.step(microbatch, checked))
         except OtherStageError as error:
             if self._wanted is None or not lendable(self._model.params, error.origins):
                 raise

@@ -118,14 +118,24 @@ class StageRun:
         if self.result is None and not self._entered:
             self.is_skipped = True
             return
+        self.check(self.result)
+        self.result = map_tensors(self.result, _value_of)
+
+    def check(self, result: Any) -> None:
+        """Refuse what a step has returned if it missed blocks, or if the result is not known here.
+
+        Raises:
+            ConfigError: As `forward` says.
+        """
+        if result is None and not self._entered:
+            return
         if not self._entered or (self._needed is not None and not self._cut):
             missed = self._names[self._stop if self._entered else self._first]
             raise ConfigError(
                 f"Stage {self.stage}: the step ended without calling the block {missed!r}, "
                 f"expected it to call the network once, all blocks in order."
             )
-        self.result = map_tensors(self.result, _value_of)
-        for tensor in tensors_in(self.result):
+        for tensor in tensors_in(map_tensors(result, _value_of)):
             self._refuse_placeholder(tensor, "the step's result")
 
     @contextmanager

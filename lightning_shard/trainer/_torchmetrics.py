@@ -25,6 +25,12 @@ def is_persistent(metric: Metric) -> bool:
     return any(metric._persistent.values())
 
 
+def copied_state(metric: Metric) -> dict[str, Any]:
+    """Return the metric's state, in tensors and lists that no update changes."""
+    copied: dict[str, Any] = apply_to_collection(metric.metric_state, Tensor, Tensor.clone)
+    return copied
+
+
 def set_state(metric: Metric, states: dict[str, Any], update_count: int) -> None:
     """Give the metric a state as if it had been updated to it."""
     for name, state in states.items():

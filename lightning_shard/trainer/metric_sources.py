@@ -48,7 +48,7 @@ class MetricSources:
         self.find()
 
     @contextmanager
-    def step(self, *, counts: bool) -> Iterator[None]:
+    def step(self, *, counts: bool, may_repeat: bool = False) -> Iterator[None]:
         """Run the step of one microbatch on one stage inside.
 
         A metric that computes inside does so over the data-parallel ranks of this stage alone.
@@ -57,13 +57,22 @@ class MetricSources:
 
         Args:
             counts: Whether the step is the last stage's, which alone changes the metrics.
+            may_repeat: Whether a step that raises is run again: its updates are taken back.
         """
         self._in_step = True
+        before = [
+            (one, _torchmetrics.copied_state(one), one.update_count)
+            for one in (self._metrics() if counts and may_repeat else ())
+        ]
         try:
             with ExitStack() as stack:
                 if not counts:
                     self._silence(stack)
                 yield
+        except BaseException:
+            for metric, state, count in before:
+                _torchmetrics.set_state(metric, state, count)
+            raise
         finally:
             self._in_step = False
             for metric in self._metrics():

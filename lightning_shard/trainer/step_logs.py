@@ -93,6 +93,7 @@ class StepLogs:
         size: int,
         *,
         counts: bool = True,
+        may_repeat: bool = False,
         completed: Callable[[Any], Any] = lambda value: value,
     ) -> Iterator[StepNote]:
         """Run the step of one microbatch on one stage inside, where `module.log` only records.
@@ -103,6 +104,7 @@ class StepLogs:
             size: Number of samples of the microbatch.
             counts: Whether the step is the last stage's; other stages' logs and metric updates
                 are dropped.
+            may_repeat: Whether a step that raises is run again, as `MetricSources.step` says.
             completed: Turns items that the step adds to the module's lists into ones that other
                 ranks can take.
 
@@ -122,7 +124,7 @@ class StepLogs:
 
         with (
             patch.object(self._module, "log", record),
-            self._metrics.step(counts=counts),
+            self._metrics.step(counts=counts, may_repeat=may_repeat),
             self._attributes.step(size, counts=counts, completed=completed) as note,
         ):
             yield note

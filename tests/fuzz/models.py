@@ -503,7 +503,7 @@ def _(draft: Draft, random: Random) -> None:
 def _(draft: Draft, random: Random) -> None:
     draft.blocks = [
         "for number, block in enumerate(self.blocks):",
-        "    if number != 2 or batch_idx % 2 == 0:",
+        "    if number != 2 or batch_idx % 2 == 1:",
         "        h = block(h)",
     ]
 

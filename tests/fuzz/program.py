@@ -164,6 +164,14 @@ def _method(signature: str, lines: Lines) -> str:
     return f"\n    def {signature}:\n{_body(lines or ['pass'], 2)}\n"
 
 
+def _logged(name: str) -> Lines:
+    """Log a loss as of so many samples, which Lightning cannot tell of a batch of lists."""
+    return [
+        "size = len(self.unpack(batch)[1])",
+        f'self.log("{name}", self.plain_loss(batch, batch_idx), batch_size=size, sync_dist=True)',
+    ]
+
+
 def _fields(draft: Draft) -> dict[str, str]:
     """Return by name the source of one sample's fields, of `g` and `index`."""
     fields = {"x": "torch.randn(WIDTH, generator=g, dtype=DTYPE)"}
@@ -204,11 +212,8 @@ def _module(draft: Draft) -> str:
         ],
     }
     if draft.validates:
-        logged = 'self.log("val_loss", self.plain_loss(batch, batch_idx), sync_dist=True)'
-        methods["validation_step(self, batch, batch_idx, dataloader_idx=0)"] = [logged]
-    methods["test_step(self, batch, batch_idx)"] = [
-        'self.log("test_loss", self.plain_loss(batch, batch_idx), sync_dist=True)'
-    ]
+        methods["validation_step(self, batch, batch_idx, dataloader_idx=0)"] = _logged("val_loss")
+    methods["test_step(self, batch, batch_idx)"] = _logged("test_loss")
     methods["predict_step(self, batch, batch_idx)"] = ["return self(self.unpack(batch)[0])"]
     written = [_method(signature, lines) for signature, lines in methods.items()]
     written += [_method(signature, lines) for signature, lines in draft.hooks.items()]

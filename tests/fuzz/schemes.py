@@ -197,13 +197,13 @@ _add("async", "AsyncSGDStrategy", "staleness_bound=0", ranks=[2], leaves_out=ASY
 _add("elastic", "ElasticStrategy", ranks=[2, 4])
 _add("elastic zero3", "ElasticStrategy", 'scheme="zero3"', ranks=[2])
 _add("elastic shard_ddp", "ElasticStrategy", 'scheme="shard_ddp"', ranks=[2])
-# All of the values travel, in float32.
+# All of the values travel, in bfloat16; what is lost comes with the next ones.
 _add(
     "compressed",
     "ZeRO2Strategy",
     "compression=TopK(ratio=1.0)",
     ranks=[2],
-    tolerance=1e-4,
+    tolerance=5e-3,
     leaves_out=["nonlinear"],
 )
 _add("zero2 over Gloo", "ZeRO2Strategy", ranks=[2], backend="gloo", share=0.1)

@@ -23,7 +23,10 @@ def _(draft: Draft, random: Random) -> None:
 @feature("loss logged in the step", gives=["logs"])
 def _(draft: Draft, random: Random) -> None:
     epoch = random.choice(["on_step=True", "on_epoch=True", "on_step=True, on_epoch=True"])
-    draft.terms.append(f'self.log("train", loss, sync_dist=True, {epoch})')
+    draft.terms += [
+        "size = len(self.unpack(batch)[1])",
+        f'self.log("train", loss, batch_size=size, sync_dist=True, {epoch})',
+    ]
 
 
 @feature("manual optimization", slot="step", gives=[MANUAL])
@@ -262,7 +265,7 @@ def _(draft: Draft, random: Random) -> None:
     at = random.choice(
         [
             "on_train_batch_end(self, outputs, batch, batch_idx)",
-            "on_before_zero_grad(self, optimizer)",
+            "on_train_batch_start(self, batch, batch_idx)",
         ]
     )
     update = random.choice(
@@ -312,7 +315,7 @@ def _(draft: Draft, random: Random) -> None:
     draft.terms.append("loss = loss + 1e-2 * sum(h.square().mean() for h in self.hidden)")
 
 
-@feature("mean over ranks in the step")
+@feature("mean over ranks in the step", gives=["of whole batch"])
 def _(draft: Draft, random: Random) -> None:
     draft.terms += [
         "x = self.unpack(batch)[0]",

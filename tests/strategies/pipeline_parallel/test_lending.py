@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_shard import HybridParallelStrategy
 from tests.strategies.parity import UPSTREAM_WARNINGS
@@ -155,6 +157,50 @@ def test_with_layers_in_parts_and_other_copies_too(zero_stage: int) -> None:
     )
     alone, staged = fit(PenaltyOfWeights), fit(PenaltyOfWeights, strategy)
     torch.testing.assert_close(staged.weights, alone.weights, rtol=1e-5, atol=2e-7)
+
+
+class CountsWhatItSaw(Stack):
+    """Logs, counts and keeps what a step has seen before its loss asks for another stage's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits = MulticlassAccuracy(num_classes=3, average="micro")
+        self.seen = SumMetric()
+        self.kept: list[Tensor] = []
+        self.num_steps = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("plain", loss, on_step=True, on_epoch=True)
+        self.hits(logits, batch[1])
+        self.seen.update(len(batch[1]))
+        self.kept.append(loss.detach())
+        self.num_steps += 1
+        return self.with_penalty(loss)
+
+    def with_penalty(self, loss: Tensor) -> Tensor:
+        return loss + 0.1 * self.embed.weight.square().sum()  # a placeholder is returned
+
+    def on_train_epoch_end(self) -> None:
+        self.log("hits", self.hits.compute())
+        self.log("seen", self.seen.compute())
+        self.log("num_kept", float(len(self.kept)))
+
+
+class AsksWithinTheStep(CountsWhatItSaw):
+    def with_penalty(self, loss: Tensor) -> Tensor:
+        return loss + 0.1 * self.embed.weight.square().sum().item()  # it raises within the step
+
+
+@pytest.mark.parametrize("style", [CountsWhatItSaw, AsksWithinTheStep])
+def test_a_step_that_is_run_again_with_what_it_asked_for_counts_once(style: type[Stack]) -> None:
+    """The first microbatch was logged twice, and counted twice by torchmetrics."""
+    strategy = pipeline(2, "1f1b", num_microbatches=4)
+    alone, staged = fit(style, max_epochs=1), fit(style, strategy, max_epochs=1)
+    logged, expected = staged.trainer.callback_metrics, alone.trainer.callback_metrics
+    torch.testing.assert_close(logged, expected, rtol=1e-5, atol=2e-7)
+    assert staged.model.num_steps == alone.model.num_steps
 
 
 def test_it_is_said_how_much_is_lent() -> None:
