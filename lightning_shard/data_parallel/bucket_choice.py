@@ -102,8 +102,8 @@ def _trial(options: EngineOptions, links: Links, sizes: Counter[torch.dtype]) ->
         links.reducing,
         links.device,
         param_dtype=param_dtype,
-        gather_dtype=options.full_dtype(matrix),
-        reduce_dtype=options.reduce_dtype(matrix),
+        gather_dtype=options.full_dtype(matrix, in_block=True),
+        reduce_dtype=options.reduce_dtype(matrix, in_block=True),
     )
 
 

@@ -5,6 +5,7 @@ Exchange
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
@@ -69,11 +70,12 @@ def _build_unit(
     copier: HostCopier | None,
 ) -> Unit:
     keeps_shard = options.offload == "optimizer"
+    formats_of = partial(options.full_dtype, in_block=bool(spec.modules))
+    travels_as = partial(options.reduce_dtype, in_block=bool(spec.modules))
 
     def kind(item: tuple[str, nn.Parameter]) -> tuple[object, ...]:
         param = item[1]
-        of_all = param.dtype, options.full_dtype(param), options.reduce_dtype(param)
-        formats = map(str, of_all)
+        formats = map(str, (param.dtype, formats_of(param), travels_as(param)))
         is_apart = is_shared_out(param, split)
         return *formats, spec.matching.flags_of(param), param in owners, is_apart
 
@@ -94,8 +96,8 @@ def _build_unit(
             named,
             ranks_of(named[0][1], groups, split),
             stage=options.stage,
-            compute_dtype=options.full_dtype(named[0][1]),
-            reduce_dtype=options.reduce_dtype(named[0][1]),
+            compute_dtype=formats_of(named[0][1]),
+            reduce_dtype=travels_as(named[0][1]),
             is_split=bool(split.groups_of_layers)
             or any(param in split.full_shapes for _, param in named),
             owners=[owners[param] for _, param in named if param in owners],

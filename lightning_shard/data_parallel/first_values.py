@@ -84,5 +84,6 @@ def first_values(
     host = HostShard(own, copier)
     if not keeps_shard:
         return FirstValues(full, host.tensor, host)
-    host.know(full[part])
-    return FirstValues(full, full[part].clone() if reshards else full[part], host)
+    shard = own.clone() if reshards else full[part]
+    host.know(shard)
+    return FirstValues(full, shard, host)

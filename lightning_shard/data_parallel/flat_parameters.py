@@ -10,8 +10,8 @@ A parameter can show itself in two ways, and `param.data` is pointed at one or t
     stage 3           full   storage freed when not in use    shard = memory of its own
     once per host     full   one copy, edits are each rank's  shard = this rank's part of it
     low precision     full   in the compute format            shard = memory of its own (master)
-    offload           shard as without, in the compute format; the optimizer's is `host`, and the
-                      shard itself where the device keeps none
+    offload           shard as without; the optimizer's is `host`, and the shard itself where the
+                      device keeps none
 
 Resharding resizes the storage of `full` to zero and unsharding gives it back, so that views which
 autograd has saved stay valid. While it is resharded, no parameter points at it.
@@ -64,7 +64,7 @@ class FlatParameters:
             values are taken by every rank.
         groups: The data-parallel ranks, each of which must construct this.
         stage: ZeRO stage, 0 to 3.
-        compute_dtype: Format of the full parameters in forward and backward.
+        compute_dtype: Format of the full parameters in forward and backward, until `gather_in`.
         reduce_dtype: Format in which their gradients travel; None for that of the full parameters.
         is_split: Whether some of the parameters are tensor-parallel parts, or other ranks of the
             model have other parameters. Even the full gradients here are then not the model's, and
@@ -82,9 +82,9 @@ class FlatParameters:
         host: The optimizer's shard in host memory; None without offload.
         common: The full parameters where they exist once per host, of which `shard` is a part under
             every stage; None where each rank has its own.
+        compute_dtype: Format in which autocast's regions use the full parameters.
         master_dtype: Format of the shard that the optimizer updates.
         master_views: View of each parameter's elements in that shard.
-        has_master: Whether `shard` has another format than `full`.
         on_assigned: Called when a parameter shows a tensor that user code has assigned; must adopt
             the value.
     """
@@ -105,11 +105,11 @@ class FlatParameters:
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage, self.reduce_dtype = stage, reduce_dtype or compute_dtype
+        self.compute_dtype = compute_dtype
         self.groups, self.memory = groups, FlatMemory(groups.shard)
         self.master_dtype = master_dtype = self.params[0].dtype
         self._is_here = True  # of parameters in common, which have memory at all times
         self.is_away = copier is not None and not keeps_shard
-        self.has_master = master_dtype != compute_dtype and (copier is None or self.is_away)
         self.is_split = is_split
         self.shard_index = groups.shard.rank if stage > 0 else 0
         shapes = [(name, tuple(param.shape)) for name, param in named_params]
@@ -147,6 +147,27 @@ class FlatParameters:
     def reshards(self) -> bool:
         """Whether the full parameters exist only while a forward or backward needs them."""
         return self.stage == 3
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the full parameters are rounded, as those of blocks under stage 3 may be."""
+        return self.full.dtype != self.master_dtype
+
+    def gather_in(self, dtype: torch.dtype) -> Tensor:
+        """Have full parameters in another format from now on; they are resharded after it.
+
+        Returns:
+            The buffer of the full parameters until now: graphs that have saved views of it are the
+            only ones to read it, if there are any.
+        """
+        if self.is_unsharded:
+            self.take_in_edits()
+        before, self.full = self.full, torch.empty_like(self.full, dtype=dtype)
+        self.full_views = full_views(self.full, self.layout)
+        if self.reduce_dtype == torch.float16:  # too narrow for what comes from outside autocast
+            self.reduce_dtype = dtype
+        self.reshard()
+        return before
 
     @property
     def is_owned(self) -> bool:

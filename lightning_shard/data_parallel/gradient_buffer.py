@@ -81,7 +81,7 @@ class GradientBuffer:
             return self.full
         kind = self.flat.master_dtype if self.accumulates else self.flat.full.dtype
         kept = self._spare.take()
-        if kept is not None:
+        if kept is not None and kept[0].dtype == kind:
             self.full, self.views = kept
         else:
             self.full = self.flat.memory.like(self.flat.full, kind)

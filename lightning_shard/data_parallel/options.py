@@ -81,19 +81,20 @@ class EngineOptions:
 
     start: ValuesAtStart | None = None
 
-    def full_dtype(self, param: torch.Tensor) -> torch.dtype:
-        """Return the format of the full parameters: what user code sees under the stages 0 to 2.
+    def full_dtype(self, param: torch.Tensor, *, in_block: bool) -> torch.dtype:
+        """Return the format of a full parameter, which autocast rounds by itself.
 
-        There autocast rounds them itself; stage 3 brings together what has been rounded.
+        Stage 3 brings together what has been rounded of the parameters of blocks.
         """
-        return self.dtypes.compute_dtype(param) if self.stage == 3 else param.dtype
+        is_rounded = self.stage == 3 and in_block
+        return self.dtypes.compute_dtype(param) if is_rounded else param.dtype
 
-    def reduce_dtype(self, param: torch.Tensor) -> torch.dtype:
+    def reduce_dtype(self, param: torch.Tensor, *, in_block: bool) -> torch.dtype:
         """Return the format in which the gradient of `param` (full shape) travels.
 
         A scaled loss has gradients outside autocast that are too large for float16.
         """
-        own, rounded = self.full_dtype(param), self.dtypes.compute_dtype(param)
+        own, rounded = self.full_dtype(param, in_block=in_block), self.dtypes.compute_dtype(param)
         return self.dtypes.reduce or (own if rounded == torch.float16 else rounded)
 
     @property

@@ -32,6 +32,7 @@ class Unit:
             do not see may need it.
         brought: Whether the unit was unsharded for user code, which may change it until it is
             resharded.
+        is_rounded: Whether full parameters are rounded to the 16 bits of autocast's regions.
         was_met: Whether user code has run while the unit was unsharded, and may have changed it.
     """
 
@@ -47,6 +48,8 @@ class Unit:
         self._forwarded: set[nn.Module] = set()
         self._pending: list[Pending | Uploaded] | None = None
         self.is_full = True
+        self.is_rounded = any(flat.has_master for flat in self.flats)
+        self._rounds_again = False  # when the unit is resharded
         self.on_unshard: Callable[[], None] = lambda: None
 
     @property
@@ -93,6 +96,38 @@ class Unit:
             flat.present_full()
         self.is_full = True
 
+    def widen(self, *, for_good: bool) -> None:
+        """Have full parameters as their shards are, for code outside autocast; each must call.
+
+        Graphs keep what they have saved of rounded ones.
+
+        Args:
+            for_good: Whether to keep the format; else the parameters are rounded again when they
+                are resharded and no backward is to come.
+        """
+        self._rounds_again = not for_good and (self.is_rounded or self._rounds_again)
+        if not self.is_rounded:
+            return
+        if self._pending is not None:
+            self.ensure_full()
+        was_full, are_saved = self.is_full, self.passages.are_open
+        rounded = [flat for flat in self.flats if flat.has_master]
+        before = [flat.gather_in(flat.master_dtype) for flat in rounded]
+        self.is_rounded = False
+        if not (was_full or are_saved):
+            return
+        self.on_unshard()
+        pending = [flat.begin_unshard() for flat in (rounded if was_full else self.flats)]
+        for handle in pending:
+            if handle is not None:
+                handle.wait()
+        for flat in self.flats:
+            flat.present_full()
+        self.is_full = True
+        for flat, known in zip(rounded, () if was_full else before, strict=False):
+            known.untyped_storage().resize_(known.nbytes)  # for the backwards that are to come
+            known.copy_(flat.full)
+
     def reshard(self, *, edited: bool = False) -> None:
         """Let the parameters show this rank's shards and give the full memory back.
 
@@ -108,6 +143,10 @@ class Unit:
             for flat in self.flats:
                 flat.reshard()
         self._pending, self.is_full = None, False
+        if self._rounds_again and not self.passages.are_open:
+            for flat in (one for one in self.flats if one.full.dtype != one.compute_dtype):
+                flat.gather_in(flat.compute_dtype)
+            self.is_rounded, self._rounds_again = True, False
         self.brought = self.was_met = False
         self._forwarded.clear()
 

@@ -72,6 +72,7 @@ class Unsharder:
         self._within = False
         self._handles: list[RemovableHandle] = []
         self._is_removed = False
+        self._device_type = next((f.full.device.type for one in units for f in one.flats), "cpu")
         self.copies = ShardCopies(
             [flat for unit in units for flat in unit.flats], lambda: self._in_step or self._holds
         )
@@ -136,14 +137,17 @@ class Unsharder:
         """Hook a part of a block, which another method than the block's forward may use."""
 
         def keep() -> None:
+            self._widen(unit)
             unit.ensure_full()
             unit.kept = True
 
-        keep_full = _Hook(keep)
+        keep_full, widen = _Hook(keep), _Hook(partial(self._widen, unit))
 
         def before(_: nn.Module, __: Any) -> None:
             if not unit.is_full:
                 keep_full()
+            elif unit.is_rounded and not torch.is_autocast_enabled(self._device_type):
+                widen()
 
         def before_other(called: nn.Module, _: Any) -> None:
             if not self._is_copy(called):
@@ -232,6 +236,7 @@ class Unsharder:
         """
         self.reshard_all()
         for unit in self._units:
+            unit.widen(for_good=False)  # which ranks could not do later
             unit.ensure_full()
         self._holds = self._has_stepped = True
 
@@ -269,6 +274,7 @@ class Unsharder:
         """
         brings = (self._in_step or anywhere) and not self.is_updating
         if brings:
+            unit.widen(for_good=True)
             unit.ensure_full()
             unit.kept = unit.brought = True
         return brings
@@ -340,6 +346,7 @@ class Unsharder:
     def _before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not unit.is_full:
             refuse_transforms(OF_SHARDS)
+        self._widen(unit)
         unit.ensure_full()
         if in_backward():  # recomputation of a checkpointed block
             return
@@ -349,6 +356,11 @@ class Unsharder:
         if not torch.is_grad_enabled():
             return
         unit.passages.begin_call(args, kwargs)
+
+    def _widen(self, unit: Unit) -> None:
+        """Before what runs outside autocast, have a unit's parameters unrounded."""
+        if not torch.is_autocast_enabled(self._device_type):
+            unit.widen(for_good=self._in_step)
 
     def _after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
         if in_backward():

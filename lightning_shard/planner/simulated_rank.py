@@ -263,7 +263,7 @@ class SimulatedRank:
         parameters = 0
         for flat in flats:
             parameters += 0 if stage == 3 else flat.full.numel() * flat.full.itemsize
-            parameters += flat.shard.numel() * flat.full.itemsize if on_device else 0
+            parameters += flat.shard.numel() * flat.shard.itemsize if on_device else 0
         shards = sum(masters.values()) + sum(masters[flat] for flat in trained)
         return replace(
             found,

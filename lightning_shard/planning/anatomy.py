@@ -43,7 +43,7 @@ class Weights:
     """The parameters of a part of the model on one rank, in bytes.
 
     Attributes:
-        used: Bytes in the format of autocast's regions, which stage 3 brings together.
+        used: Bytes in the format that stage 3 brings them together in.
         own: Bytes in their own format, in which gradients and each value of state are, too.
         trained: The part of `own` that is trained.
         numel: Number of elements.
@@ -214,14 +214,15 @@ class Anatomy:
         places = self._places(copied)
         found = dict.fromkeys(("before", "block", "after", "both"), Weights())
         for param, part in model.parts.items():
-            own, used = part.nbytes, part.numel() * dtypes.compute_dtype(param).itemsize
+            own, place = part.nbytes, places(param)
+            rounded = part.numel() * dtypes.compute_dtype(param).itemsize
             one = Weights(
-                used=used,
+                used=rounded if place == "block" else own,
                 own=own,
                 trained=own if param.requires_grad else 0,
                 numel=part.numel(),
             )
-            found[places(param)] += one
+            found[place] += one
         return found
 
     def _places(self, module: nn.Module) -> Callable[[nn.Parameter], str]:

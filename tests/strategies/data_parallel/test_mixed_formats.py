@@ -18,14 +18,20 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
+from lightning_shard import ZeRO3Strategy
 from tests.strategies.models import Trained
-from tests.strategies.parity import UPSTREAM_WARNINGS, Curve, GlobalBatches, quiet_trainer
+from tests.strategies.parity import (
+    SMALL_BUCKET_MB,
+    UPSTREAM_WARNINGS,
+    Curve,
+    GlobalBatches,
+    quiet_trainer,
+)
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
 STEPS, DECAY = 4, 0.999
 SCHEMES = ["shard_ddp", "zero1", "zero2", "zero3", "tensor_parallel", "pipeline_parallel"]
-FULL = [name for name in SCHEMES if name != "zero3"]  # full fp32 parameters in a step, too
 
 
 class Block(nn.Module):
@@ -41,11 +47,12 @@ class Net(Trained):
     """Blocks between a stem and a head."""
 
     rate = 0.0
+    block: type[Block] = Block
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
         self.head = nn.Linear(6, 3)
         self.formats: set[torch.dtype] = set()
 
@@ -130,9 +137,42 @@ class Islands(Net):
         return F.mse_loss(out + routed + used, batch[1])
 
 
+class RoutedBlock(Block):
+    """A block with a router that computes outside autocast, before and after its own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            routed = self.router(x.float())
+            assert self.router.weight.dtype == routed.dtype == torch.float32
+        return x + self.down(routed.sigmoid() @ self.up.weight.T)
+
+
+class RoutedInBlocks(Net):
+    """Routers in blocks; one block is called outside autocast, too, and one weight is penalised."""
+
+    rate = 0.05
+    block = RoutedBlock
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.autocast(self.device.type, enabled=False):
+            again = self.blocks[1](batch[0].float())
+            assert again.dtype == torch.float32
+        return loss + again.square().mean() + self.blocks[3].up.weight.square().sum()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():  # outside autocast
+            self.formats.add(self(torch.ones(2, 6)).dtype)
+
+
 def fit(
     kind: type[Net],
-    strategy: str | None = None,
+    strategy: str | ZeRO3Strategy | None = None,
     precision: str = "bf16-mixed",
     scale: float = 2.0**10,
     **options: Any,
@@ -144,7 +184,8 @@ def fit(
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         ranks = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
     if strategy is not None:
-        ranks |= {"strategy": f"{strategy}_in_process", "devices": 2}
+        named = f"{strategy}_in_process" if isinstance(strategy, str) else strategy
+        ranks |= {"strategy": named, "devices": 2}
     plain = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "callbacks": [curve]}
     trainer = quiet_trainer(max_steps=STEPS, **(plain | options | ranks))
     trainer.fit(module, datamodule=GlobalBatches(module, STEPS))
@@ -163,7 +204,10 @@ def one_device(kind: type[Net], precision: str = "bf16-mixed") -> tuple[Net, lis
     [
         *((Decayed, name) for name in SCHEMES),
         *((Copied, name) for name in ("shard_ddp", "zero2", "zero3")),
-        *((DecayedInStep, name) for name in ("shard_ddp", "zero1", "zero2", "tensor_parallel")),
+        *(
+            (DecayedInStep, name)
+            for name in ("shard_ddp", "zero1", "zero2", "zero3", "tensor_parallel")
+        ),
     ],
 )
 def test_what_hooks_and_steps_edit_is_not_rounded(
@@ -195,14 +239,42 @@ def test_averages_of_callbacks_are_those_of_one_device(strategy: str, accumulate
 
 @pytest.mark.few_cases(3)
 @pytest.mark.filterwarnings("ignore:A step uses . parameters? outside of their stage")
-@pytest.mark.parametrize("strategy", FULL)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        *((Islands, name) for name in SCHEMES),
+        *((RoutedInBlocks, name) for name in ("shard_ddp", "zero2", "zero3")),
+    ],
+)
 def test_what_computes_outside_autocast_trains_as_on_one_device(
-    strategy: str, precision: str
+    kind: type[Net], strategy: str, precision: str
 ) -> None:
     """It raised torch's error of formats, or computed with rounded weights."""
-    found, expected = fit(Islands, strategy, precision)[1], one_device(Islands, precision)[1]
+    found, expected = fit(kind, strategy, precision)[1], one_device(kind, precision)[1]
     assert found == pytest.approx(expected, rel=4e-3)  # bfloat16 rounds to 2^-9
+
+
+def test_only_what_a_step_computes_outside_autocast_stays_unrounded_under_zero3() -> None:
+    """A hook's call outside autocast leaves no block in fp32, which would take twice the memory."""
+
+    class Called(RoutedInBlocks):
+        block = Block
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            with torch.autocast(self.device.type, enabled=False):
+                again = self.blocks[1](batch[0].float())
+            return Net.training_step(self, batch, batch_idx) + again.square().mean()
+
+        def on_train_end(self) -> None:
+            if isinstance(self.trainer.strategy, ZeRO3Strategy):
+                units = self.trainer.strategy.engine.units
+                self.rounded = {unit.name: unit.is_rounded for unit in units}
+
+    strategy = ZeRO3Strategy(backend="in_process", bucket_mb=SMALL_BUCKET_MB / 10)
+    module, losses = fit(Called, strategy)
+    assert losses == pytest.approx(one_device(Called)[1], rel=4e-3)
+    assert [module.rounded[f"blocks.{index}"] for index in range(4)] == [True, False, True, True]
 
 
 def test_a_scaled_loss_overflows_no_gradient_that_is_fp32_on_one_device() -> None:

@@ -30,7 +30,7 @@ class Count(L.Callback):
         held: After the last batch.
         blocks: Elements of this rank's shards of blocks, padding included.
         rest: Of all other shards.
-        compute: Bytes of this rank's shards of everything in the format of forward.
+        compute: Bytes of this rank's shards of everything on the device.
     """
 
     copied: list[tuple[int, int]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Count(L.Callback):
                 numel = flat.shard.numel()
                 self.blocks += 0 if unit.is_root else numel
                 self.rest += numel if unit.is_root else 0
-                self.compute += numel * flat.full.itemsize
+                self.compute += numel * flat.shard.itemsize
 
 
 def count(place: str, precision: str, accumulate: int = 1, **options: Any) -> Count:
