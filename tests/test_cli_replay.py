@@ -26,7 +26,7 @@ class Stumbling(pl.Callback):
     """Raises in the second step, on the last rank."""
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        if (trainer.global_step, trainer.global_rank) == (1, 1):
+        if (trainer.global_step, trainer.strategy.mesh_rank) == (1, 1):
             raise ValueError("stumbled")
 
 

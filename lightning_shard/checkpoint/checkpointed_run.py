@@ -36,11 +36,11 @@ class CheckpointedRun(Protocol):
         """The grid of the run's ranks."""
 
     @property
-    def global_rank(self) -> int:
+    def mesh_rank(self) -> int:
         """Number of this rank in the mesh."""
 
     @property
-    def world_size(self) -> int:
+    def mesh_size(self) -> int:
         """Number of ranks."""
 
     @property

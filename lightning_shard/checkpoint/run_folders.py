@@ -74,12 +74,12 @@ class RunFolders:
             alone: Whether this rank has everything, and asks nobody.
             step: As for `BackgroundSaves.write`.
         """
-        keeps = alone or run.global_rank == 0
+        keeps = alone or run.mesh_rank == 0
         state, meta = folder_entries(checkpoint, run.optimizers, names_of(run), keeps=keeps)
         section, mesh = writable_section(meta), run.mesh
         section["layout"] = {
             "scheme": scheme,
-            "ranks": run.world_size,
+            "ranks": run.mesh_size,
             "mesh": {**asdict(mesh), "axis_order": list(mesh.axis_order)},
         }
         lightning = checkpoint.get("pytorch-lightning_version", lightning_version())
@@ -141,7 +141,7 @@ def load_folder(
         in_full: Whether weights are read, full, since others than this package look at them.
     """
     folder = StoredFolder(path, weights_only)
-    verify_share(folder, run.global_rank, run.world_size)
+    verify_share(folder, run.mesh_rank, run.mesh_size)
     return checkpoint_of(folder, in_full=in_full)
 
 

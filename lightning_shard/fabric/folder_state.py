@@ -74,12 +74,12 @@ class FolderRun:
         return ParallelMesh(dp=self.collectives.size)
 
     @property
-    def global_rank(self) -> int:
+    def mesh_rank(self) -> int:
         """Number of this rank."""
         return self.collectives.rank
 
     @property
-    def world_size(self) -> int:
+    def mesh_size(self) -> int:
         """Number of ranks."""
         return self.collectives.size
 

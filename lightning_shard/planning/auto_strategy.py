@@ -110,11 +110,11 @@ class AutoStrategy(DataParallelStrategy):
         """
         memory = self._memory_of_device()
         folder = trainer.log_dir or trainer.default_root_dir
-        choice = self.broadcast(self._choice(trainer, memory) if self.global_rank == 0 else None)
+        choice = self.broadcast(self._choice(trainer, memory) if self.mesh_rank == 0 else None)
         assert choice is not None
         if choice.refusal:
             raise ConfigError(choice.refusal)
-        if self._auto.choice_file is not None and self.global_rank == 0:
+        if self._auto.choice_file is not None and self.mesh_rank == 0:
             path = Path(folder, self._auto.choice_file)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(choice.config, encoding="utf-8")
@@ -187,10 +187,10 @@ class AutoStrategy(DataParallelStrategy):
         return plan(
             module,
             batch,
-            devices=self.world_size,
+            devices=self.mesh_size,
             nodes=self.num_nodes,
             device_memory=memory,
-            global_batch=size * self.world_size * trainer.accumulate_grad_batches,
+            global_batch=size * self.mesh_size * trainer.accumulate_grad_batches,
             batch_size=size,
             machine=self._machine(),
             precision=str(self.precision_plugin.precision),

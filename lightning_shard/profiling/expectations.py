@@ -56,7 +56,7 @@ class Expectations:
             lambda: self._strategy.dry_run(
                 self._module,
                 _shapes(batch),
-                world_size=self._strategy.world_size,
+                world_size=self._strategy.mesh_size,
                 precision=self._precision,
             ),
         )

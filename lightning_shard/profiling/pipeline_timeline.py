@@ -290,7 +290,8 @@ def _pipelined(trainer: Trainer) -> PipelineParallelStrategy | HybridParallelStr
     if not isinstance(strategy, kinds) or strategy.mesh.pp == 1:
         raise ConfigError(
             f"PipelineTimeline shows what the stages of a pipeline do, but there is no pipeline: "
-            f"the Trainer's strategy is {type(strategy).__name__} over {trainer.world_size} ranks. "
-            f"Pass strategy='pipeline_parallel' and two devices or more, or leave the callback out."
+            f"the Trainer's strategy is {type(strategy).__name__} over "
+            f"{trainer.num_devices * trainer.num_nodes} ranks. Pass strategy='pipeline_parallel' "
+            f"and two devices or more, or leave the callback out."
         )
     return strategy

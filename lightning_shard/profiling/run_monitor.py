@@ -89,7 +89,7 @@ class RunMonitor(OnlyLooks, Callback):
         self, trainer: "pl.Trainer", kind: str, step: int | None = None, **figures: Any
     ) -> None:
         """Write a record, of the present step unless another is given."""
-        rank = trainer.global_rank
+        rank = own_strategy(trainer, type(self).__name__).mesh_rank
         if self._file is None or self._file.rank != rank:  # elastic ranks move up
             if self._file is not None:
                 self._file.close()
@@ -136,9 +136,9 @@ def _described(trainer: "pl.Trainer", strategy: DataParallelStrategy) -> dict[st
         "backend": strategy.backend.name,
         "in_process": strategy.is_in_process,
         "device": strategy.root_device.type,
-        "world_size": strategy.world_size,
+        "world_size": strategy.mesh_size,
         "mesh": {axis: mesh.size(axis) for axis in mesh.axes},
-        "coordinates": mesh.coordinates(strategy.global_rank),
+        "coordinates": mesh.coordinates(strategy.mesh_rank),
         "data_rank": data.rank,
         "data_size": data.size,
         "precision": str(trainer.precision),

@@ -70,7 +70,7 @@ class StepMonitor(RunMonitor):
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.global_rank == 0:
+        if stage == "fit" and trainer.is_global_zero:
             strategy = own_strategy(trainer, type(self).__name__)
             self._expectations = Expectations(pl_module, strategy, str(trainer.precision))
 
@@ -81,7 +81,7 @@ class StepMonitor(RunMonitor):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._note_generation(trainer)
         expectations, self._expectations = self._expectations, None
-        if expectations is not None and trainer.global_rank == 0:
+        if expectations is not None and trainer.is_global_zero:
             self._note_flops(trainer, expectations, batch)
         if self._clock is None or self._counters is None:
             self._counters = AxisCounters(own_strategy(trainer, type(self).__name__))
@@ -141,7 +141,7 @@ class StepMonitor(RunMonitor):
         if trainer.sanity_checking or self._clock is None:
             return
         self._clock.go_on()
-        if trainer.global_rank == 0:
+        if trainer.is_global_zero:
             values = {
                 name: float(value)
                 for name, value in trainer.callback_metrics.items()
@@ -216,7 +216,7 @@ class StepMonitor(RunMonitor):
         }
         found = {_RATES[name]: number for name, number in in_a_second.items()}
         for name, flops in self._flops_per.items():
-            of_rank = flops * in_a_second.get(name, 0.0) / strategy.world_size
+            of_rank = flops * in_a_second.get(name, 0.0) / strategy.mesh_size
             found["flops_per_second_and_rank"] = of_rank
             if self._machine is not None:
                 found["mfu"] = of_rank / self._machine.flops(str(trainer.precision))

@@ -54,7 +54,7 @@ class TrafficMonitor(RunMonitor):
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and self._takes_dry_run and trainer.global_rank == 0:
+        if stage == "fit" and self._takes_dry_run and trainer.is_global_zero:
             strategy = own_strategy(trainer, type(self).__name__)
             self._expectations = Expectations(pl_module, strategy, str(trainer.precision))
 
@@ -64,7 +64,7 @@ class TrafficMonitor(RunMonitor):
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         expectations, self._expectations = self._expectations, None
-        if expectations is not None and trainer.global_rank == 0:
+        if expectations is not None and trainer.is_global_zero:
             self._note_dry_run(trainer, expectations, batch)
         if self._counters is None:
             self._counters = AxisCounters(own_strategy(trainer, type(self).__name__))

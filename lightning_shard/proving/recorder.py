@@ -31,7 +31,7 @@ from lightning_shard.proving.records import (
 )
 from lightning_shard.proving.strategies import (
     full_gradients,
-    place_in_data,
+    places,
     trains_by_itself,
 )
 
@@ -59,11 +59,9 @@ class Recorder(Callback):
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        data_rank, num_data_ranks = place_in_data(trainer.strategy)
-        self._record = Record(
-            rank=trainer.global_rank, data_rank=data_rank, num_data_ranks=num_data_ranks
-        )
-        self._sink.records[trainer.global_rank] = self._record
+        rank, data_rank, num_data_ranks = places(trainer.strategy)
+        self._record = Record(rank=rank, data_rank=data_rank, num_data_ranks=num_data_ranks)
+        self._sink.records[rank] = self._record
         enter = self._in_fit.enter_context
         enter(self._noting_batches(trainer))
         enter(self._noting_logs(pl_module))
@@ -155,7 +153,7 @@ class Recorder(Callback):
             state = module.state_dict()
         else:
             state = trainer.strategy.lightning_module_state_dict()
-        if trainer.global_rank == 0 or trains_by_itself(trainer.strategy):
+        if trainer.is_global_zero or trains_by_itself(trainer.strategy):
             state = {**dict(module.named_buffers()), **state}
             for name, value in state.items():
                 if isinstance(value, Tensor):
@@ -218,7 +216,7 @@ class Recorder(Callback):
             dict(optimizer.state_dict()) if is_own else trainer.strategy.optimizer_state(optimizer)
         )
         entries_of: dict[Any, Any] = state.get("state", {})
-        is_told = is_own or trainer.global_rank == 0
+        is_told = is_own or trainer.is_global_zero
         for at, entries in entries_of.items() if is_told else ():
             param = names.get(params[at], f"parameter {at}") if isinstance(at, int) else at
             for key, value in entries.items() if isinstance(entries, dict) else ():

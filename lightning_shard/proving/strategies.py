@@ -73,11 +73,11 @@ def trains_by_itself(strategy: Strategy) -> bool:
     return isinstance(strategy, LocalSGDStrategy) and strategy.local_engine.is_alone
 
 
-def place_in_data(strategy: Strategy) -> tuple[int, int]:
-    """Return a rank's number among those of different samples, and how many there are."""
+def places(strategy: Strategy) -> tuple[int, int, int]:
+    """Return a rank's number among all and among those of other samples, and how many these are."""
     if not isinstance(strategy, ShardStrategy):
-        return 0, 1
-    return strategy.data_collectives.rank, strategy.data_collectives.size
+        return 0, 0, 1
+    return strategy.mesh_rank, strategy.data_collectives.rank, strategy.data_collectives.size
 
 
 def full_gradients(module: "pl.LightningModule") -> list[tuple[str, Tensor]]:

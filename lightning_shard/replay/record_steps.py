@@ -157,8 +157,8 @@ class RecordSteps(OnlyLooks, Callback):
         assert isinstance(strategy, DataParallelStrategy)
         self._must_begin, self._num_losses = False, 0
         self._record = RankRecord(
-            rank=trainer.global_rank,
-            num_ranks=trainer.world_size,
+            rank=strategy.mesh_rank,
+            num_ranks=strategy.mesh_size,
             start=step,
             step=step,
             reason="",

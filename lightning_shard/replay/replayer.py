@@ -95,7 +95,7 @@ class Replayer(OnlyLooks, Callback):
 
     def _prepare(self, trainer: "pl.Trainer") -> None:
         """Set the random streams as they were when this batch was fetched."""
-        given = self._shelf.records[trainer.global_rank].given[self._number]
+        given = self._shelf.records[_rank_of(trainer)].given[self._number]
         trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = given.is_last
         load_random_state(given.random, trainer.strategy.root_device)
         self._number += 1
@@ -116,7 +116,7 @@ class Replayer(OnlyLooks, Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self._number == len(self._shelf.records[trainer.global_rank].given):
+        if self._number == len(self._shelf.records[_rank_of(trainer)].given):
             self._note_state(trainer)
             self._shelf.play(on=False)
             trainer.should_stop = True
@@ -144,7 +144,7 @@ class Replayer(OnlyLooks, Callback):
             self._outcome(trainer).state = digest
 
     def _outcome(self, trainer: "pl.Trainer") -> Outcome:
-        return self._shelf.outcomes[trainer.global_rank]
+        return self._shelf.outcomes[_rank_of(trainer)]
 
 
 class RecordedData(pl.LightningDataModule):
@@ -161,8 +161,13 @@ class RecordedData(pl.LightningDataModule):
     @override
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
-        record = self._shelf.records[self.trainer.global_rank]
+        record = self._shelf.records[_rank_of(self.trainer)]
         return _Batches(record, partial(_bring, self.trainer, record))
+
+
+def _rank_of(trainer: "pl.Trainer") -> int:
+    assert isinstance(trainer.strategy, DataParallelStrategy)
+    return trainer.strategy.mesh_rank
 
 
 def _bring(trainer: "pl.Trainer", record: RankRecord) -> None:

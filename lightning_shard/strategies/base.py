@@ -134,6 +134,25 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         return True
 
     @property
+    def mesh_rank(self) -> int:
+        """Number of this rank among all, whichever samples they are given: its place in the mesh.
+
+        `global_rank` and `world_size` count as user code is to: ranks of other samples. Here these
+        are all.
+        """
+        return self.global_rank
+
+    @property
+    def mesh_size(self) -> int:
+        """Number of all ranks."""
+        return self.world_size
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return self.mesh_rank == 0
+
+    @property
     def backend(self) -> Backend:
         """The communication backend in use."""
         return self._local_ranks.backend_on(
@@ -303,7 +322,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     def _adopt(self) -> None:
         """Take over the default group of an earlier run of this process."""
-        check_adopted(self.global_rank, self.world_size, "Trainer")
+        check_adopted(self.mesh_rank, self.mesh_size, "Trainer")
 
     def leave(self) -> None:
         """End the groups at exit."""
@@ -356,7 +375,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         """Let batch norms know all batches of a step, where the user has asked for it."""
         assert self.model is not None
         data = self.gradient_groups.dp  # what ranks compute of one sample counts together
-        self._synced = layer_sync_over(data, layer_sync(self), self.root_device, self.world_size)
+        self._synced = layer_sync_over(data, layer_sync(self), self.root_device, self.mesh_size)
         if self._synced is not None:
             self.model = self._synced.apply(self.model)
 

@@ -108,7 +108,7 @@ class CheckpointingStrategy(ShardStrategy):
     @property
     def mesh(self) -> ParallelMesh:
         """The grid of this run's ranks; here all are given different samples."""
-        return ParallelMesh(dp=self.world_size)
+        return ParallelMesh(dp=self.mesh_size)
 
     @property
     def engine(self) -> DataParallelEngine:
@@ -306,7 +306,7 @@ class CheckpointingStrategy(ShardStrategy):
         save = trainer.save_checkpoint
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            with self._streaming(trainer), explaining_weights_elsewhere(self.global_rank):
+            with self._streaming(trainer), explaining_weights_elsewhere(self.mesh_rank):
                 save(*args, **kwargs)
 
         self._in_run.enter_context(patch.object(trainer, "save_checkpoint", save_checkpoint))
@@ -377,7 +377,7 @@ class CheckpointingStrategy(ShardStrategy):
             assert self.lightning_module is not None
             together = None if self.is_in_process else self.present_collectives
             checkpoint = self.checkpoint_io.load_mapped(
-                checkpoint_path, weights_only, self.lightning_module, together, self.global_rank
+                checkpoint_path, weights_only, self.lightning_module, together, self.mesh_rank
             )
             self._mapped = checkpoint.get("state_dict")
             return checkpoint
@@ -459,7 +459,7 @@ class CheckpointingStrategy(ShardStrategy):
     def _check_full(self) -> None:
         if self._left_sharded:
             raise CheckpointError(
-                f"Rank {self.global_rank}: the last run failed and left shards of its state on the "
+                f"Rank {self.mesh_rank}: the last run failed and left shards of its state on the "
                 f"ranks, expected full tensors to save. Resume from an earlier checkpoint."
             )
 

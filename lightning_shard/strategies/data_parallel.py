@@ -198,7 +198,7 @@ class DataParallelStrategy(EndingStrategy):
         self._start = values_at_start(
             self.model,
             run.device,
-            self.global_rank,
+            self.mesh_rank,
             self._random_state,
             in_full_on=lambda start: (
                 (torch.device("cpu") if is_brought else run.device)
@@ -243,7 +243,7 @@ class DataParallelStrategy(EndingStrategy):
             return
         if self.keeps_optimizers:
             raise ConfigError(
-                f"Rank {self.global_rank}: the optimizers were replaced in the middle of a fit by "
+                f"Rank {self.mesh_rank}: the optimizers were replaced in the middle of a fit by "
                 f"{', '.join(type(one).__name__ for one in raw) or 'none'}, but "
                 f"{type(self).__name__} works with those that configure_optimizers has returned. "
                 f"Change their param_groups instead, or use strategy='zero2'."
@@ -290,7 +290,7 @@ class DataParallelStrategy(EndingStrategy):
             module=self.lightning_module,
             model=self.model,
             mesh=self.mesh,
-            rank=self.global_rank,
+            rank=self.mesh_rank,
             device=self.root_device,
             is_fitting=self._is_fitting(),
             layer_sync=layer_sync(self),

@@ -134,7 +134,7 @@ class EndingStrategy(CheckpointingStrategy):
         holds_full = self._has_full_parameters or self.dimensions or self._averages
         if self._failed or not chooses or holds_full:
             return True
-        return self._fits(engine, "full parameters to rank 0 alone") or self.global_rank == 0
+        return self._fits(engine, "full parameters to rank 0 alone") or self.mesh_rank == 0
 
     def _fits(self, engine: DataParallelEngine, otherwise: str) -> bool:
         """Whether the full state would fit into the memory of every rank; each rank must call."""
@@ -228,7 +228,7 @@ class EndingStrategy(CheckpointingStrategy):
                 alive._wake("gather")
             return alive is not None
 
-        self._at_rest = ShardsAtRest(self.lightning_module, self.global_rank, wake_if_alive)
+        self._at_rest = ShardsAtRest(self.lightning_module, self.mesh_rank, wake_if_alive)
 
     @override
     def teardown(self) -> None:
@@ -333,7 +333,7 @@ class EndingStrategy(CheckpointingStrategy):
         known, found = self._states_in_shards, [flat.layout for flat in self.engine.flats]
         if known is not None and known != found:
             raise ConfigError(
-                f"Rank {self.global_rank}: the fit has left its optimizers' states in shards, but "
+                f"Rank {self.mesh_rank}: the fit has left its optimizers' states in shards, but "
                 f"this run cuts the model in another way; expected the same. Save and load a "
                 f"checkpoint in between, freeze and unfreeze parameters after this run, or set "
                 f"full_parameters_after_fit=True."

@@ -58,7 +58,7 @@ class HybridParallelStrategy(ModelParallelStrategy):
     def mesh(self) -> ParallelMesh:
         dp = self._data_parallel_size if isinstance(self._data_parallel_size, int) else -1
         mesh = ParallelMesh.of_world(
-            self.world_size, **self._sizes(), dp=dp, axis_order=self._axis_order
+            self.mesh_size, **self._sizes(), dp=dp, axis_order=self._axis_order
         )
         if isinstance(self._data_parallel_size, int) or self.stage == 0:
             return mesh

@@ -93,7 +93,7 @@ class LocalSGDStrategy(LocalUpdates):
     @override
     def _make_groups(self) -> None:
         super()._make_groups()
-        own = dist.new_group([self.global_rank], use_local_synchronization=True)
+        own = dist.new_group([self.mesh_rank], use_local_synchronization=True)
         self._alone = DataGroups.of(self.backend.collectives(own))
 
     @override
@@ -204,7 +204,7 @@ class LocalSGDStrategy(LocalUpdates):
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._steps_by_trainer:
             raise ConfigError(
-                f"Rank {self.global_rank}: a step of {type(optimizer).__name__} went past the "
+                f"Rank {self.mesh_rank}: a step of {type(optimizer).__name__} went past the "
                 f"Trainer, expected steps that local SGD can count. Take the optimizer from "
                 f"self.optimizers() without use_pl_optimizer=False."
             )
@@ -295,7 +295,7 @@ class LocalSGDStrategy(LocalUpdates):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
         section = section_of(checkpoint)
-        own = own_entry(section, self.mesh, self.global_rank)
+        own = own_entry(section, self.mesh, self.mesh_rank)
         self._loaded_own = own.get("local_sgd")
         self._loaded = _with_means(section) if self._loaded_own is None else section["local_sgd"]
         states = checkpoint["optimizer_states"]

@@ -69,7 +69,7 @@ class MemoryNotes:
 
     def _description(self) -> str:
         strategy = self._strategy
-        rank = f"Rank {strategy.global_rank} of {strategy.world_size}"
+        rank = f"Rank {strategy.mesh_rank} of {strategy.mesh_size}"
         engine: DataParallelEngine | None = strategy.present_engine
         if engine is None:
             return f"{rank} had not laid its model out yet: it held the module in full."

@@ -71,13 +71,39 @@ class ModelParallelStrategy(DataParallelStrategy):
 
     @property
     @override
+    def mesh_rank(self) -> int:
+        return super().global_rank
+
+    @property
+    @override
+    def mesh_size(self) -> int:
+        return super().world_size
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """Number of this rank among those that are given other samples."""
+        if self._made is not None:
+            return self._made.samples.rank
+        return self.mesh.peers(self._sample_axes, self.mesh_rank).index(self.mesh_rank)
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """Number of ranks that are given other samples."""
+        if self._made is not None:
+            return self._made.samples.size
+        return prod(self.mesh.size(axis) for axis in self._sample_axes)
+
+    @property
+    @override
     def mesh(self) -> ParallelMesh:
-        return ParallelMesh.of_world(self.world_size, **self._sizes())
+        return ParallelMesh.of_world(self.mesh_size, **self._sizes())
 
     def _sizes(self) -> dict[str, Any]:
         """Return the number of ranks along the axis of each dimension."""
-        world_size = self.world_size
-        return {one.axis: world_size if one.size is None else one.size for one in self.dimensions}
+        mesh_size = self.mesh_size
+        return {one.axis: mesh_size if one.size is None else one.size for one in self.dimensions}
 
     @property
     def _axes(self) -> list[Axis]:
@@ -128,7 +154,7 @@ class ModelParallelStrategy(DataParallelStrategy):
     @property
     def model_ranks(self) -> tuple[int, ...]:
         """The global ranks that share this rank's model, and are given the same samples."""
-        return self.mesh.peers(self._model_axes, self.global_rank)
+        return self.mesh.peers(self._model_axes, self.mesh_rank)
 
     @property
     def _model_axes(self) -> list[Axis]:
@@ -141,7 +167,7 @@ class ModelParallelStrategy(DataParallelStrategy):
             hosts = self.collectives.all_gather_object(self.node_rank)
             placement = self.placement(self.num_processes)
             tell_placement(self.mesh, placement, hosts, announces=self._announces)
-        peers = partial(self.mesh.peers, rank=self.global_rank)
+        peers = partial(self.mesh.peers, rank=self.mesh_rank)
         samples, averaging = self._group(peers(self._sample_axes)), peers(self._gradient_axes)
         is_more = len(averaging) > samples.size
         self._made = RunGroups(
@@ -171,8 +197,8 @@ class ModelParallelStrategy(DataParallelStrategy):
             return DataGroups.of(dp)
         return DataGroups(
             dp=dp,
-            shard=self._group(shard_ranks(ranks, self.global_rank, size)),
-            replicate=self._group(replicate_ranks(ranks, self.global_rank, size)),
+            shard=self._group(shard_ranks(ranks, self.mesh_rank, size)),
+            replicate=self._group(replicate_ranks(ranks, self.mesh_rank, size)),
         )
 
     def _group(self, ranks: Sequence[int]) -> Collectives:
@@ -238,7 +264,7 @@ class ModelParallelStrategy(DataParallelStrategy):
         owner: Any = trainer
         averages = averaging_callbacks(owner.callbacks, fitting=True)  # which know of shards
         callbacks = [one for one in owner.callbacks if one not in averages]
-        self._weights = weights = WeightsInHooks(self.engine, self.global_rank, self._finish_copies)
+        self._weights = weights = WeightsInHooks(self.engine, self.mesh_rank, self._finish_copies)
         self.engine.seeing_shards = weights.hidden  # a hook may train, as the learning-rate finder
         self._in_hooks.enter_context(
             hooks_inside(weights.shown, self.lightning_module, callbacks, without=_OF_FAILURES)

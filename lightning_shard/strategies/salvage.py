@@ -38,8 +38,8 @@ def salvaging(
             return _saving_after_signal(strategy, error)
         return _saving_together(strategy)
     if has_all:
-        left = (rank for rank in range(strategy.world_size) if rank not in gone)
-        writes = strategy.global_rank == next(left, 0)
+        left = (rank for rank in range(strategy.mesh_size) if rank not in gone)
+        writes = strategy.mesh_rank == next(left, 0)
         return saving_alone(strategy, strategy.present_engine, writes=writes)
     return saving_nothing(
         strategy,
@@ -111,7 +111,7 @@ def saving_nothing(strategy: Any, reason: str) -> Iterator[None]:
 
     def refuse(*_: Any) -> NoReturn:
         raise CheckpointError(
-            f"Rank {strategy.global_rank}: nothing is saved on this exception, since {reason}. Go "
+            f"Rank {strategy.mesh_rank}: nothing is saved on this exception, since {reason}. Go "
             f"on from the last checkpoint; one that is saved every few hundred steps "
             f"(ModelCheckpoint(every_n_train_steps=...)) costs little."
         )

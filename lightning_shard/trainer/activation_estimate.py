@@ -40,9 +40,9 @@ def _kept(strategy: Any, module: Any, batch: Any, choice: Any) -> int:
         strategy.with_checkpointing(choice),
         module,
         batch,
-        world_size=strategy.world_size,
+        world_size=strategy.mesh_size,
         precision=str(strategy.precision_plugin.precision),
-        ranks_per_node=strategy.world_size,
+        ranks_per_node=strategy.mesh_size,
         state_values=0,
     )
     return dry.ranks[0].memory.activations + dry.ranks[0].memory.recomputed

@@ -49,10 +49,10 @@ def announce(strategy: Any, name: str, num_parameters: int) -> None:
     held = [mine]
     if strategy.engine.split.groups_of_layers:  # ranks have different layers
         held = strategy.collectives.all_gather_object(mine)
-    unit = "rank" if strategy.world_size == 1 else "ranks"
+    unit = "rank" if strategy.mesh_size == 1 else "ranks"
     rank_zero_info(
         announcement(
-            f"{name} on {strategy.world_size} {unit}",
+            f"{name} on {strategy.mesh_size} {unit}",
             f"{strategy.backend.name}, {launcher_of(strategy.cluster_environment)}",
             num_parameters,
             held,

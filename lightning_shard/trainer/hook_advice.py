@@ -128,8 +128,8 @@ def explaining_weights_elsewhere(rank: int) -> Iterator[None]:
         raise ConfigError(
             f"Rank {rank}: on_save_checkpoint asks for elements of a weight ({error}), but the "
             f"weights of a checkpoint come together on rank 0, and are tensors without elements "
-            f"here. Work with them where self.global_rank == 0, and take what is to be there on "
-            f"all ranks from the parameters themselves."
+            f"here. Work with them where self.trainer.is_global_zero, and take what is to be there "
+            f"on all ranks from the parameters themselves."
         ) from error
 
 

@@ -115,7 +115,7 @@ class KeptState:
             shared, own = shared_state(engine), self._own_state(run, engine)
         if run.checkpoint_format != "sharded":
             return {**shared, **_gathered(run, own, file)}
-        return {**shared, **(entry_alone(own, run.mesh, run.global_rank) if own else {})}
+        return {**shared, **(entry_alone(own, run.mesh, run.mesh_rank) if own else {})}
 
     def keep(self, run: KeepingRun, *, failed: bool) -> None:
         """At the end of a fit, keep its state for checkpoints that are saved later; collective."""
@@ -133,7 +133,7 @@ class KeptState:
     def load(self, run: KeepingRun, checkpoint: Mapping[str, Any]) -> None:
         """Go on from what the ranks have kept; no communication."""
         section = section_of(checkpoint)
-        own = own_entry(section, run.mesh, run.global_rank)
+        own = own_entry(section, run.mesh, run.mesh_rank)
         assert run.present_engine is not None
         compressor = run.present_engine.options.compression
         if compressor is not None:

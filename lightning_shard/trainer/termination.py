@@ -111,11 +111,13 @@ class CoordinatedShutdown(ParallelStrategy):
             if self.lightning_module is not None:
                 mark_terminated(self.lightning_module.trainer)
             raise SIGTERMException(liveness.TERMINATED_STATUS)
+        assert self.cluster_environment is not None
+        rank, size = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
         raise RankFailedError(
-            f"Rank {self.global_rank} of {self.world_size} stopped because rank "
-            f"{self._lifeline.terminated_rank} received SIGTERM: somebody ended the job, its "
-            f"scheduler for example. All ranks stopped before the same step. Go on from what is "
-            f"saved there (ckpt_path='last'), or from the last checkpoint."
+            f"Rank {rank} of {size} stopped because rank {self._lifeline.terminated_rank} received "
+            f"SIGTERM: somebody ended the job, its scheduler for example. All ranks stopped before "
+            f"the same step. Go on from what is saved there (ckpt_path='last'), or from the last "
+            f"checkpoint."
         )
 
     @property

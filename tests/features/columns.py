@@ -85,7 +85,9 @@ COLUMNS = {
 }
 QUICK = ("zero3",)  # the others are slow tests
 PIPELINES = ("pipeline_parallel", "hybrid_parallel")
-NOT_PIPELINES = tuple(name for name in COLUMNS if name not in PIPELINES)
+OF_OTHER_SAMPLES = tuple(
+    name for name in COLUMNS if name not in (*PIPELINES, "tensor_parallel")
+)  # whose ranks are all given other samples
 
 
 @dataclass(frozen=True)

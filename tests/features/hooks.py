@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.features.columns import NOT_PIPELINES, PIPELINES, Here
+from tests.features.columns import OF_OTHER_SAMPLES, PIPELINES, Here
 from tests.features.declared import add, by, feature
 from tests.features.network import Block, Loaders, Network, Report, fitted, left_by
 
@@ -198,7 +198,7 @@ MODULES: dict[str, tuple[type[Network], dict[str, Any]]] = {
     "training_step that returns a dictionary": (_Dictionary, {}),
     "training_step that returns None": (
         _Skipping,
-        {"refused": by(NOT_PIPELINES, "Skipping the `training_step` by returning None")},
+        {"refused": by(OF_OTHER_SAMPLES, "Skipping the `training_step` by returning None")},
     ),
     "on_train_batch_start that returns -1": (_Ending, {}),
     "on_after_batch_transfer": (_Doubling, {}),

@@ -61,7 +61,7 @@ class Groups(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy: Any = trainer.strategy
-        rank = torch.tensor(float(strategy.global_rank))
+        rank = torch.tensor(float(strategy.mesh_rank))
         self.seen = {
             "samples": strategy.distributed_sampler_kwargs["num_replicas"],
             "gradients": strategy.gradient_groups.dp.size,

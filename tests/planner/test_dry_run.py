@@ -55,7 +55,7 @@ class Census(L.Callback):
         self._held = trainer.strategy.held_bytes()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._totals.append(totals(trainer.strategy.mesh, trainer.global_rank))
+        self._totals.append(totals(trainer.strategy.mesh, trainer.strategy.mesh_rank))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         dp = trainer.strategy.collectives

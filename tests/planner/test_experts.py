@@ -44,7 +44,7 @@ class Sent(L.Callback):
         self.in_step = self.total = 0
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_rank == 0:
+        if trainer.strategy.mesh_rank == 0:
             now = trainer.strategy.along("ep").traffic["all_to_all"].elements
             self.in_step, self.total = now - self.total, now
 

@@ -46,7 +46,7 @@ class Failing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         norm = trainer.strategy.gradient_norm(optimizer).item()  # type: ignore[attr-defined]
-        if (trainer.global_rank, trainer.global_step) == (self._rank, self._step):
+        if (trainer.strategy.mesh_rank, trainer.global_step) == (self._rank, self._step):
             raise ValueError(f"the norm is {norm.hex()} at {optimizer.param_groups[0]['lr'].hex()}")
 
 
@@ -59,7 +59,7 @@ class NotFinite(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        is_it = trainer.global_rank == self._rank and trainer.global_step >= self._step
+        is_it = trainer.strategy.mesh_rank == self._rank and trainer.global_step >= self._step
         with torch.no_grad():
             pl_module.frozen.bias.fill_(float("inf") if is_it else 0.0)  # type: ignore[union-attr]
 

@@ -111,7 +111,7 @@ class SumsWeights(Decoder):
 
 class SumsOnRankZero(SumsWeights):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.global_rank == 0:
+        if self.trainer.is_global_zero:
             super().on_save_checkpoint(checkpoint)
 
 

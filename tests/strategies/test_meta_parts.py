@@ -119,7 +119,7 @@ class DrawnApart(Deep):
     def configure_model(self) -> None:
         if hasattr(self, "blocks"):
             return
-        torch.manual_seed(self.trainer.global_rank if self.apart else 0)
+        torch.manual_seed(self.trainer.strategy.mesh_rank if self.apart else 0)
         with torch.device("meta"):
             built = Deep()
         torch.manual_seed(7)

@@ -150,7 +150,7 @@ class Telling(Pretrained):
         try:
             super().configure_model()
         except CheckpointError as error:
-            self.told[self.trainer.global_rank] = str(error)
+            self.told[self.trainer.strategy.mesh_rank] = str(error)
             self.trainer.strategy.barrier()
             raise
 

@@ -191,7 +191,7 @@ class UnlikeOnRanks(L.LightningModule):
 
     def configure_model(self) -> None:
         if not hasattr(self, "block"):
-            torch.manual_seed(self.global_rank)
+            torch.manual_seed(self.trainer.strategy.mesh_rank)
             self.block = Block(rate=0.0)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

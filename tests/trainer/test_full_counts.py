@@ -25,10 +25,10 @@ def test_a_summary_in_a_hook_counted_parts(layout: str) -> None:
 
     class Summarised(Model):
         def on_fit_start(self) -> None:
-            seen["before", self.trainer.global_rank] = counts(self)
+            seen["before", self.trainer.strategy.mesh_rank] = counts(self)
 
         def on_train_batch_end(self, *_: Any) -> None:
-            seen["after", self.trainer.global_rank] = counts(self)
+            seen["after", self.trainer.strategy.mesh_rank] = counts(self)
 
     torch.manual_seed(0)
     model = fit(LAYOUTS[layout](), Summarised(), max_steps=1)

@@ -432,7 +432,7 @@ def test_averages_of_full_weights_are_refused(callback: Callback) -> None:
 
 class Fails(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2 and trainer.global_rank == 1:
+        if trainer.global_step == 2 and trainer.strategy.mesh_rank == 1:
             raise RuntimeError("no space left")
 
 

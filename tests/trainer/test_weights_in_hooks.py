@@ -96,7 +96,7 @@ def test_what_cannot_be_cut_is_refused_by_name(
 
 class OnOneRank(Hooked):
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.global_rank == 0:
+        if self.trainer.is_global_zero:
             self.see(self.blocks[1].layer.weight.norm())
 
 

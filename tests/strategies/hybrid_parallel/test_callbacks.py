@@ -256,7 +256,7 @@ class RankZeroClock(Timer):
     """Its time is over on rank 0 alone."""
 
     def time_elapsed(self, *_: Any) -> float:
-        return 0.0 if self.trainer.global_rank or self.trainer.global_step < 2 else 1.0
+        return 0.0 if not self.trainer.is_global_zero or self.trainer.global_step < 2 else 1.0
 
     def setup(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         self.trainer = trainer

@@ -292,7 +292,7 @@ def test_blocks_that_take_other_arguments_in_a_later_step() -> None:
 def test_ranks_that_are_given_different_batches() -> None:
     class Shuffled(Stack):
         def train_dataloader(self) -> Any:
-            inputs, classes = samples(seed=1 + self.trainer.global_rank)
+            inputs, classes = samples(seed=1 + self.trainer.strategy.mesh_rank)
             return DataLoader(TensorDataset(inputs, classes), BATCH)
 
     refused(Shuffled, "must be given the same")

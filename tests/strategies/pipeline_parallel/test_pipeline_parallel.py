@@ -154,7 +154,7 @@ def test_live_activations_are_those_of_the_theory(schedule: str, num_ranks: int)
     class Counting(PipelineParallelStrategy):
         def teardown(self) -> None:
             with suppress(ConfigError):  # the second time
-                peaks[self.global_rank] = self.pipeline.peak_activations
+                peaks[self.mesh_rank] = self.pipeline.peak_activations
             super().teardown()
 
     model = build("layers")

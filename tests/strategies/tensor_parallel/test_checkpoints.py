@@ -121,7 +121,7 @@ class Failing(L.Callback):
     """Stops rank 1 in its second step: where all ranks fail at one place the model is full."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2 and trainer.global_rank == 1:
+        if trainer.global_step == 2 and trainer.strategy.mesh_rank == 1:
             raise RuntimeError("the disk is full")
 
 

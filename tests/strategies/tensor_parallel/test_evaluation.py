@@ -201,7 +201,7 @@ class Stopping(Callback):
         self.ranks = ranks
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 1 and trainer.global_rank in self.ranks:
+        if trainer.global_step == 1 and trainer.strategy.mesh_rank in self.ranks:
             raise RuntimeError("no space left")
 
 

@@ -71,7 +71,7 @@ def test_with_its_own_style_it_has_the_same() -> None:
 class OfEachRank(ExampleGPT):
     def loss(self, batch: Any) -> Tensor:
         assert self.trainer is not None
-        return super().loss(batch) * (1 + self.trainer.global_rank * self.num_given)
+        return super().loss(batch) * (1 + self.trainer.strategy.mesh_rank * self.num_given)
 
     num_given = 1.0
 
