@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
 from typing_extensions import override
 
 from lightning_shard.data_parallel.differentiation import asking
@@ -18,11 +22,11 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import ModuleStep, StepKind, StepRunner
+from lightning_shard.pipeline_parallel.batch_reading import BatchLists, BatchReader
 from lightning_shard.pipeline_parallel.differentiated import OfLastStage
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.microbatches import (
     Microbatch,
-    batch_size_of,
     merge_outputs,
     split_batch,
 )
@@ -32,6 +36,19 @@ from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.placeholders import is_placeholder, tensors_given
 from lightning_shard.trainer.hook_advice import may_edit_before_backward
 from lightning_shard.trainer.step_logs import StepLogs
+
+_LOADERS: dict[StepKind, str] = {
+    "training": "train_dataloader",
+    "validation": "val_dataloaders",
+    "test": "test_dataloaders",
+    "predict": "predict_dataloaders",
+}
+_CHANGING = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_RAGGED = (
+    "A batch has lists of samples whose tensors differ in shape, and a step that pads them would "
+    "pad a microbatch to another length than the batch. So such batches run in one part, while "
+    "other stages wait. Set batch_lists='samples' where the loss does not depend on padding."
+)
 
 
 class MicrobatchedSteps(StepRunner):
@@ -44,6 +61,7 @@ class MicrobatchedSteps(StepRunner):
         split: The split that says which stages are on this rank.
         logs: What the module logs in a step.
         num_parts: Microbatches of a batch that has as many samples.
+        lists: What lists in batches are, see `BatchReader`.
         on_training: Called with the number of microbatches of each training batch.
     """
 
@@ -56,11 +74,14 @@ class MicrobatchedSteps(StepRunner):
         logs: StepLogs,
         *,
         num_parts: int,
+        lists: BatchLists,
         on_training: Callable[[int], None],
     ) -> None:
         self._run, self._engine, self._pipeline = run, engine, pipeline
         self._split, self._logs = split, logs
-        self._num_parts, self._on_training = num_parts, on_training
+        self._num_parts, self._lists, self._on_training = num_parts, lists, on_training
+        self._readers: dict[str, BatchReader] = {}
+        self._ragged = False  # whether a batch has been left whole for that
         self._num_in_step = 1  # microbatches of the training step that runs
 
     @override
@@ -86,9 +107,10 @@ class MicrobatchedSteps(StepRunner):
             )
 
     def _train(self, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        microbatches = self._microbatches(args[0])
+        microbatches = self._microbatches("training", args)
         self._num_in_step = len(microbatches)
-        self._on_training(self._num_in_step)
+        if not self._ragged:
+            self._on_training(self._num_in_step)
         recorded, scale = self._recorded(step, args, kwargs), self._run.loss_scale()
         with self._engine.step(), isolate_rng():
             try:
@@ -111,7 +133,7 @@ class MicrobatchedSteps(StepRunner):
     def _evaluate(
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        microbatches = self._microbatches(args[0])
+        microbatches = self._microbatches(kind, args)
         loader = ", ".join(str(one) for one in args[2:])
         with self._engine.step(), isolate_rng():
             recorded = self._recorded(step, args, kwargs)
@@ -120,8 +142,21 @@ class MicrobatchedSteps(StepRunner):
             return step(*args, **kwargs)
         return self._shared(results, microbatches)[0]
 
-    def _microbatches(self, batch: Any) -> list[Microbatch]:
-        return split_batch(batch, min(self._num_parts, batch_size_of(batch)))
+    def _microbatches(self, kind: StepKind, args: Sequence[Any]) -> list[Microbatch]:
+        """Cut a batch, unless a step that pads its samples would pad parts to other lengths."""
+        batch, (index, *_) = args[0], (*args[2:], 0)
+        key = f"{kind} {index}"
+        if key not in self._readers:
+            self._readers[key] = _reader(self._run.module, kind, index, self._lists)
+        reader = self._readers[key]
+        size = reader.num_samples(batch)
+        num_parts = min(self._num_parts, size)
+        if num_parts > 1 and reader.lists == "auto" and reader.is_ragged(batch, size):
+            num_parts = 1
+            if not self._ragged:
+                rank_zero_warn(_RAGGED)
+            self._ragged = True
+        return split_batch(batch, num_parts, reader)
 
     def _recorded(self, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
         """Return what runs the module's step on one microbatch, and records what it logs."""
@@ -168,6 +203,24 @@ class MicrobatchedSteps(StepRunner):
             return outputs
         handed = stash.hand_over(loss, self._engine.take_gradient)
         return {**outputs, "loss": handed} if isinstance(outputs, Mapping) else handed
+
+
+def _reader(module: Any, kind: StepKind, index: int, lists: BatchLists) -> BatchReader:
+    """Return who reads the batches of a loader, from what the loader tells."""
+    trainer = module.trainer
+    loader = getattr(trainer, _LOADERS[kind])
+    if kind != "training" and isinstance(loader, list | tuple):
+        loader = loader[index]
+    if not isinstance(loader, DataLoader):
+        return BatchReader(lists)
+    owners = [(module, pl.LightningModule), (trainer.datamodule, pl.LightningDataModule)]
+    is_default = loader.collate_fn is default_collate and not any(
+        owner is not None and is_overridden(name, owner, parent)
+        for owner, parent in owners
+        for name in _CHANGING
+    )
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return BatchReader("fields" if is_default and lists == "auto" else lists, size)
 
 
 @contextmanager

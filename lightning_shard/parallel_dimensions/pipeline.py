@@ -157,6 +157,7 @@ class PipelineDimension(ParallelDimension):
             self._split,
             self._logs,
             num_parts=self.num_parts,
+            lists=self.options.batch_lists,
             on_training=self._warn_of_bubble,
         )
 

@@ -5,6 +5,7 @@ from typing import Literal, cast
 
 from torch import nn
 
+from lightning_shard.pipeline_parallel.batch_reading import BatchLists
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import (
     BlockCosts,
@@ -30,6 +31,7 @@ class StageOptions:
         num_microbatches: Microbatches of a batch; None for twice the ranks.
         blocks: Path of the list of repeated blocks; None finds it.
         split: What the stages have alike, or the first block of each stage but the first.
+        batch_lists: What lists in batches are, see `BatchReader`.
         joins_halves: Whether both halves of a backward run at once, since each would compute the
             activations of checkpointed blocks again.
     """
@@ -38,6 +40,7 @@ class StageOptions:
     num_microbatches: int | None
     blocks: str | None
     split: str | list[int]
+    batch_lists: BatchLists = "auto"
     joins_halves: bool = False
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_shard.pipeline_parallel.microbatches import held_values, with_values
+from lightning_shard.pipeline_parallel.containers import held_values, with_values
 
 _PLAIN = {type(None), bool, int, float, str}
 

@@ -4,21 +4,27 @@
     {"x": (10, S)}   ──>   (3, S) (3, S) ...   ──>   loss, logits ──>   mean by size, (10, C)
 
 What belongs to the samples is known by its size alone: a tensor whose first dimension is the batch
-size is split, also where the two are equal by chance. Everything else is passed whole.
+size is split, also where the two are equal by chance, and so is a list of as many values. All else
+is passed whole.
 """
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.batch_reading import BatchReader, are_alike, may_be_fields
+from lightning_shard.pipeline_parallel.containers import (
+    held_tensors,
+    held_values,
+    is_sequence,
+    with_values,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,34 +53,32 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         ConfigError: There is no such tensor, or a packed sequence.
     """
-    for tensor in _tensors(batch):
-        if tensor.ndim:
-            return tensor.shape[0]
-    raise ConfigError(
-        f"A batch of type {type(batch).__name__} cannot be split into microbatches: got no tensor "
-        f"with a dimension in it, expected the samples along the first dimension of one. Let the "
-        f"collate function make tensors, in dictionaries, lists, tuples or dataclasses."
-    )
+    return BatchReader("fields").num_samples(batch)
 
 
-def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
+def split_batch(
+    batch: Any, num_microbatches: int, reader: BatchReader | None = None
+) -> list[Microbatch]:
     """Cut a batch of B samples into microbatches, the larger ones first.
 
-    A tensor whose first dimension is B is split (into views). So is a list or tuple of B values
-    that holds no such tensor, like one string per sample. Everything else goes whole into every
-    microbatch.
+    A tensor whose first dimension is B is split (into views). So is a list or tuple of B values,
+    like one string per sample, or its boxes, whatever these hold. Everything else goes whole into
+    every microbatch.
 
     Args:
         batch: Tensors in any nesting of mappings, lists, tuples and dataclasses.
         num_microbatches: Number of microbatches, at least 1.
+        reader: Knows how the batch is to be read; by default from what it holds.
 
     Returns:
         Sizes as of `torch.tensor_split`: 10 samples in 4 are 3, 3, 2 and 2.
 
     Raises:
-        ConfigError: Fewer samples than microbatches, or no samples can be found.
+        ConfigError: Fewer samples than microbatches, or no samples can be found, or a list can be
+            read as samples and as fields.
     """
-    size = batch_size_of(batch)
+    reader = reader or BatchReader()
+    size = reader.num_samples(batch)
     if size < num_microbatches:
         raise ConfigError(
             f"A batch of {size} samples cannot be split into {num_microbatches} microbatches, "
@@ -87,7 +91,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     return [
         Microbatch(
             index=index,
-            content=_samples(batch, size, slice(stop - part, stop)),
+            content=_samples(batch, size, slice(stop - part, stop), reader, is_batch=True),
             size=part,
             weight=part / size,
         )
@@ -105,8 +109,8 @@ def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     | tensors of differing first dimension, else of one shape    | concatenated                |
     | other tensors of one shape, scalars among them; numbers    | equal ones kept, else the   |
     |                                                            | mean by size                |
-    | lists, tuples with one value per sample, holding no tensor | concatenated                |
-    | with the microbatch's size as first dimension              |                             |
+    | lists, tuples with one value per sample, unless all are    | concatenated                |
+    | tensors of the microbatch's size                           |                             |
     | mappings of the same keys, dataclasses, other sequences of | merged value by value       |
     | one length                                                 |                             |
     | equal values, None                                         | kept                        |
@@ -136,73 +140,34 @@ def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     return _merge_leaves(outputs, sizes)
 
 
-def held_values(container: Any) -> dict[Any, Any] | None:
-    """Return the values of a mapping, list, tuple or dataclass by key; None for anything else."""
-    if isinstance(container, Mapping):
-        return dict(container.items())
-    if isinstance(container, list | tuple):
-        return dict(enumerate(container))
-    if is_dataclass(container) and not isinstance(container, type):
-        return {field.name: getattr(container, field.name) for field in fields(container)}
-    return None
-
-
-def with_values(container: Any, values: dict[Any, Any]) -> Any:
-    """Return a copy of `container` that holds `values`, by the keys of `held_values`."""
-    if isinstance(container, list | tuple):
-        is_named = hasattr(container, "_fields")
-        return type(container)(*values.values()) if is_named else type(container)(values.values())
-    copied = copy.copy(container)
-    for key, value in values.items():
-        if isinstance(container, Mapping):
-            copied[key] = value
-        else:
-            object.__setattr__(copied, key, value)  # the dataclass may be frozen
-    return copied
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, PackedSequence):
-        raise ConfigError(
-            "A PackedSequence cannot be split into microbatches: its samples are interleaved, "
-            "expected them along a first dimension. Put the padded tensor and the lengths into "
-            "the batch and call pack_padded_sequence in the model."
-        )
-    if isinstance(batch, Tensor):
-        yield batch
-    for value in (held_values(batch) or {}).values():
-        yield from _tensors(value)
-
-
-def _has_first_dimension(values: Any, size: int) -> bool:
-    return any(tensor.ndim > 0 and tensor.shape[0] == size for tensor in _tensors(values))
-
-
-def _samples(value: Any, batch_size: int, part: slice) -> Any:
+def _samples(
+    value: Any, batch_size: int, part: slice, reader: BatchReader, *, is_batch: bool = False
+) -> Any:
     """Return the samples `part` of `value`, or `value` where it does not belong to samples."""
     if isinstance(value, Tensor | np.ndarray):
         return value[part] if value.ndim and value.shape[0] == batch_size else value
-    is_per_sample = _is_sequence(value) and len(value) == batch_size
-    if is_per_sample and not _has_first_dimension(value, batch_size):
+    if reader.holds_samples(value, batch_size, is_batch=is_batch):
         return type(value)(value[part])
     held = held_values(value)
     if held is None:
         return value
-    return with_values(value, {key: _samples(one, batch_size, part) for key, one in held.items()})
-
-
-def _is_sequence(value: Any) -> bool:
-    """Whether `value` may hold one value per sample; a named tuple holds fields."""
-    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    parts = {key: _samples(one, batch_size, part, reader) for key, one in held.items()}
+    return with_values(value, parts)
 
 
 def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
-    if not all(_is_sequence(output) and type(output) is type(outputs[0]) for output in outputs):
+    if not all(is_sequence(output) and type(output) is type(outputs[0]) for output in outputs):
         return False
     pairs = list(zip(outputs, sizes, strict=True))
     if all(len(output) == size for output, size in pairs):
-        return not any(_has_first_dimension(output, size) for output, size in pairs)
+        return all(_hold_samples(output, size) for output, size in pairs)
     return len({len(output) for output in outputs}) > 1
+
+
+def _hold_samples(output: Any, size: int) -> bool:
+    if not any(len(one) == size for one in held_tensors(output)):
+        return True
+    return are_alike(output) and not may_be_fields(output, size)
 
 
 def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Any:

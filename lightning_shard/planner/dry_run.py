@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_shard.mesh import NodePlacement
+from lightning_shard.pipeline_parallel.batch_reading import BatchReader
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of, split_batch
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.pipeline_parallel.simulation import replay
@@ -63,13 +64,13 @@ def dry_run(
         copied = stand_ins.module(module, dtype=dtype, left_out=left_out)
         model = SimulatedModel(copied.train(), options)
         if schedule is None:
-            (full,) = split_batch(batch, 1)
+            (full,) = split_batch(batch, 1, BatchReader("fields"))
             ranks = [SimulatedRank(0, model)]
             kept = [run_unpipelined(ranks[0], full)]
             idle: tuple[float, ...] = (0.0,)
             table = None
         else:
-            parts = split_batch(batch, min(num_microbatches, size))
+            parts = split_batch(batch, min(num_microbatches, size), BatchReader("fields"))
             table = schedule(len(parts))
             pipeline = SimulatedPipeline(model, table, parts)
             pipeline.run()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.batch_reading import BatchReader
 from lightning_shard.pipeline_parallel.microbatches import Microbatch, split_batch
 from lightning_shard.planner.dry_run import apart
 from lightning_shard.planner.live_bytes import LiveBytes
@@ -65,7 +66,7 @@ def trace_step(
     if options.cut is not None:
         raise ConfigError("A step is traced on one rank, but the options have a pipeline.")
     stand_ins = NoElements()
-    (content,) = split_batch(stand_ins.batch(batch), 1)
+    (content,) = split_batch(stand_ins.batch(batch), 1, BatchReader("fields"))
     with apart():
         copied = stand_ins.module(module, dtype=dtype, left_out=left_out)
         model = SimulatedModel(copied.train(), options)

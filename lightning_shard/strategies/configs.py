@@ -23,6 +23,7 @@ from lightning_shard.mesh import AXES, Axis, ParallelMesh
 from lightning_shard.parallel_dimensions.pipeline import PipelineDimension
 from lightning_shard.parallel_dimensions.stage_options import StageOptions
 from lightning_shard.parallel_dimensions.tensor import TensorDimension
+from lightning_shard.pipeline_parallel.batch_reading import BatchLists
 from lightning_shard.pipeline_parallel.partition import Split
 from lightning_shard.pipeline_parallel.schedules import check_name
 from lightning_shard.precision.policy import dtype_policy
@@ -241,6 +242,7 @@ class ScheduleConfig(OptionGroup):
     num_microbatches: int | None = None
     blocks: str | None = None
     split: str | list[int] = "parameters"
+    batch_lists: BatchLists = "auto"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
@@ -249,6 +251,11 @@ class ScheduleConfig(OptionGroup):
             raise ConfigError(
                 f"split must be one of {', '.join(map(repr, get_args(Split)))}, or the first block "
                 f"of each stage but the first, got {self.split!r}."
+            )
+        if self.batch_lists not in get_args(BatchLists):
+            raise ConfigError(
+                f"batch_lists must be one of {', '.join(get_args(BatchLists))}, got "
+                f"{self.batch_lists!r}."
             )
         if self.num_microbatches is not None and self.num_microbatches < 1:
             raise ConfigError(f"num_microbatches must be at least 1, got {self.num_microbatches}.")
@@ -265,6 +272,7 @@ class ScheduleConfig(OptionGroup):
             num_microbatches=self.num_microbatches,
             blocks=self.blocks,
             split=self.split,
+            batch_lists=self.batch_lists,
             joins_halves=recomputes,
         )
         return PipelineDimension(size, options)

@@ -24,6 +24,7 @@ from lightning_shard.data_parallel.compression import Compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
 from lightning_shard.data_parallel.options import Offload
 from lightning_shard.mesh import Axis
+from lightning_shard.pipeline_parallel.batch_reading import BatchLists
 
 ReduceDType = Literal["float32", "bfloat16", "float16"]
 CheckpointFormat = Literal["full", "sharded"]
@@ -192,12 +193,16 @@ class ScheduleOptions(TypedDict, total=False):
         blocks: Path of the list of repeated blocks; found where there is one.
         split: What the stages have alike: "parameters", "flops" or "memory" (measured in the
             first batch); or the first block of each stage but the first.
+        batch_lists: What lists and tuples in a batch are that can be read in two ways: "samples",
+            one value for each, or "fields", each of all samples. "auto" goes by the loader, refuses
+            what it cannot tell, and leaves batches of samples of different shapes whole.
     """
 
     schedule: str
     num_microbatches: int | None
     blocks: str | None
     split: str | list[int]
+    batch_lists: BatchLists
 
 
 class TensorParallelOptions(SplitOptions, PlanOptions, total=False):

@@ -25,7 +25,13 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from lightning_shard.elastic.data_loaders import (
     batches_asked_for,
@@ -116,6 +122,9 @@ def assigns_batch_samplers(
 
     def prepare_or_assign(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         if not (has_own_batches(dataloader) and is_assigned_by_trainer(trainer, dataloader)):
+            keeps_order = isinstance(getattr(dataloader, "sampler", None), SequentialSampler)
+            if keeps_order and place()["num_replicas"] == 1:  # as on one device
+                shuffle = False
             return _prepared(trainer, dataloader, partial(prepare, dataloader), shuffle, mode)
         if mode == RunningStage.PREDICTING:
             with without_samplers_of_ranks(trainer):

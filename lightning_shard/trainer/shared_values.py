@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.streams import sent_up
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.microbatches import held_values, with_values
+from lightning_shard.pipeline_parallel.containers import held_values, with_values
 from lightning_shard.placeholders import Placeholder
 
 _MAX_FORMS = 64  # names that change with every batch must not fill the memory

@@ -1,0 +1,226 @@
+"""How many samples a batch has, and which of its lists hold one value for each of them.
+
+    [x, y]                         fields, as torch's collate function makes them
+    (x, [boxes, boxes, ...])       fields, of which the second is a list of samples
+    [ids, ids, ids, ...]           a list of samples
+    [view, view] of equal shapes   either, where the loader does not tell
+
+A tensor has as many rows as there are samples, a list as many values. Where these disagree inside
+a batch (a sample's own tensor has any number of rows), the loader's batch size decides, then what
+can be read in one way only, then the way in which its earlier batches were read.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import reduce
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.containers import held_tensors, held_values, is_sequence
+
+BatchLists = Literal["auto", "samples", "fields"]
+_Path = tuple[Any, ...]
+
+
+class BatchReader:
+    """Reads the batches of one loader.
+
+    Args:
+        lists: What a list or tuple is that can be read in two ways: one value for each sample, or
+            fields, each of all samples. "auto" refuses what it cannot tell.
+        loader_size: Samples that the loader takes for a batch, of which its last may have fewer;
+            None where that is not known.
+    """
+
+    def __init__(self, lists: BatchLists = "auto", loader_size: int | None = None) -> None:
+        self.lists, self._loader_size = lists, loader_size
+        self._place: _Path | None = None  # whose size has been the number of samples
+
+    def num_samples(self, batch: Any) -> int:
+        """Return the number of samples of a batch.
+
+        Raises:
+            ConfigError: No tensor in it has a dimension, there is a packed sequence, the number can
+                be read in two ways, or rows are of samples that an index names.
+        """
+        first = next(_tensors(batch)).shape[0]
+        if self.lists == "fields":
+            return first
+        sizes, places = _sizes(batch), dict(_places(batch, ()))
+        size = self._told(batch, sizes, places)
+        if self._place is None:
+            _refuse_indexed(batch, size, self._loader_size)
+            paths = (path for path, one in places.items() if one == size)
+            place = next(paths)
+            if place or not may_be_fields(batch, size, is_batch=True):  # else not sure
+                self._place = place
+        return size
+
+    def _told(self, batch: Any, sizes: frozenset[int], places: dict[_Path, int]) -> int:
+        if self._loader_size is not None:
+            if self._loader_size in sizes:
+                return self._loader_size
+            if self._place is None and self._loader_size in places.values():
+                return self._loader_size
+        if len(sizes) == 1:
+            return next(iter(sizes))
+        if self._place in places:
+            return places[self._place]
+        rows = next(_tensors(batch)).shape[0]
+        if isinstance(batch, tuple) and all(isinstance(one, Tensor) for one in batch):
+            return rows  # collate functions make lists of samples of lists
+        if self.lists == "samples":
+            return len(batch) if is_sequence(batch) else max(sizes - {rows}, default=rows)
+        raise _undecidable(batch, sizes)
+
+    def holds_samples(self, values: Any, num_samples: int, *, is_batch: bool = False) -> bool:
+        """Whether a list or tuple holds one value for each of a batch's samples.
+
+        Args:
+            values: The list or tuple, or anything else.
+            num_samples: Number of the batch's samples.
+            is_batch: Whether it is the batch itself; then a tuple is read as fields.
+
+        Raises:
+            ConfigError: It may hold as well fields that have as many rows.
+        """
+        if not is_sequence(values) or len(values) != num_samples:
+            return False
+        rows = [len(one) for one in held_tensors(values)]
+        fields = may_be_fields(values, num_samples, is_batch=is_batch)
+        if not rows or not (num_samples in rows or fields):
+            return True
+        if self.lists == "fields" or not are_alike(values):
+            return False
+        if (is_batch and self._place == ()) or not fields:
+            return True
+        if is_batch and isinstance(values, tuple):
+            return False
+        if self.lists == "auto":
+            raise _undecidable(values, (num_samples,))
+        return True
+
+    def is_ragged(self, batch: Any, num_samples: int, *, is_batch: bool = True) -> bool:
+        """Whether a list of samples in a batch holds tensors of other shapes for some of them."""
+        if self.holds_samples(batch, num_samples, is_batch=is_batch):
+            return len({tuple(one.shape for one in held_tensors(value)) for value in batch}) > 1
+        held = (held_values(batch) or {}).values()
+        return any(self.is_ragged(one, num_samples, is_batch=False) for one in held)
+
+
+def may_be_fields(values: Any, num_samples: int, *, is_batch: bool = False) -> bool:
+    """Whether each value has a row for each sample, or is a list that may be of them.
+
+    A sample's own mapping is one of many in a list, but in a batch there may be two for all.
+    """
+    return all(_may_be_field(one, num_samples, is_batch=is_batch) for one in values)
+
+
+def _may_be_field(value: Any, num_samples: int, *, is_batch: bool) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim > 0 and len(value) == num_samples
+    if is_sequence(value) and len(value):
+        is_list = len(value) == num_samples and are_alike(value)
+        return is_list or may_be_fields(value, num_samples, is_batch=is_batch)
+    rows = {len(one) for one in held_tensors(value)}
+    return is_batch and rows == {num_samples}
+
+
+def _undecidable(batch: Any, sizes: Iterable[int]) -> ConfigError:
+    return ConfigError(
+        f"A {type(batch).__name__} of {len(held_values(batch) or ())} values in a batch can be "
+        f"read as one value for each sample and as fields, each with a row for each sample "
+        f"({' or '.join(map(str, sorted(sizes)))} samples). Set batch_lists='samples' or "
+        f"batch_lists='fields', or let the loader's collate function make a dictionary, or one "
+        f"tensor of all samples."
+    )
+
+
+def _sizes(value: Any) -> frozenset[int]:
+    """Return the numbers of samples that a value can have; none where it does not tell."""
+    if isinstance(value, Tensor):
+        return frozenset(value.shape[:1])
+    each = [sizes for one in (held_values(value) or {}).values() if (sizes := _sizes(one))]
+    if each and is_sequence(value) and are_alike(value):
+        return frozenset.intersection(*each) | {len(value)}
+    return reduce(lambda found, one: found & one or found, each) if each else frozenset()
+
+
+def _places(value: Any, path: _Path) -> Iterator[tuple[_Path, int]]:
+    """Yield the sizes in a value: of tensors, and of lists of values that are alike."""
+    if isinstance(value, Tensor) and value.ndim:
+        yield path, len(value)
+    if is_sequence(value) and len(value) and are_alike(value):
+        yield path, len(value)
+    for key, one in (held_values(value) or {}).items():
+        yield from _places(one, (*path, key))
+
+
+def are_alike(values: Any) -> bool:
+    """Whether values may be samples of one dataset, of which some may lack theirs."""
+    given = [_kind(one) for one in values if one is not None]
+    return len(set(given)) == 1 and (len(given) > 1 or len(values) == 1)
+
+
+def _kind(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return value.dtype, value.ndim
+    return type(value), isinstance(value, tuple) and len(value)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch that have a dimension.
+
+    Raises:
+        ConfigError: There is none, or a packed sequence.
+    """
+    found = list(held_tensors(batch))
+    if _has_packed(batch):
+        raise ConfigError(
+            "A PackedSequence cannot be split into microbatches: its samples are interleaved, "
+            "expected them along a first dimension. Put the padded tensor and the lengths into "
+            "the batch and call pack_padded_sequence in the model."
+        )
+    if not found:
+        raise ConfigError(
+            f"A batch of type {type(batch).__name__} cannot be split into microbatches: got no "
+            f"tensor with a dimension in it, expected the samples along the first dimension of "
+            f"one. Let the collate function make tensors, in dictionaries, lists, tuples or "
+            f"dataclasses."
+        )
+    return iter(found)
+
+
+def _has_packed(value: Any) -> bool:
+    held = (held_values(value) or {}).values()
+    return isinstance(value, PackedSequence) or any(map(_has_packed, held))
+
+
+def _refuse_indexed(batch: Any, size: int, loader_size: int | None) -> None:
+    """Raise where rows belong to samples by an index, as nodes do to graphs.
+
+    Raises:
+        ConfigError: There is such an index, of more rows than there are samples.
+    """
+    tensors = list(held_tensors(batch))
+    counts = {len(one) for one in tensors} | {size, loader_size}
+    for one in tensors:
+        is_index = one.ndim == 1 and not (one.is_floating_point() or one.is_complex())
+        if not is_index or one.dtype == torch.bool or len(one) < 2 or one[0] != 0:
+            continue
+        number = int(one[-1]) + 1
+        is_sorted = bool((one[1:] >= one[:-1]).all())
+        if is_sorted and number < len(one) and number in counts and _has_rows(tensors, one):
+            raise ConfigError(
+                f"A batch has an index of {len(one)} rows into {number} samples, like the nodes of "
+                f"graphs, and tensors of as many rows, which cannot be cut into microbatches of "
+                f"whole samples; expected a row for each sample. Set num_microbatches=1, pad the "
+                f"samples to one size, or use strategy='zero3'."
+            )
+
+
+def _has_rows(tensors: list[Tensor], index: Tensor) -> bool:
+    return any(len(one) == len(index) for one in tensors if one is not index)

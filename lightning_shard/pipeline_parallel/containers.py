@@ -1,0 +1,46 @@
+"""What batches and results hold: the values of mappings, lists, tuples and dataclasses."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def held_values(container: Any) -> dict[Any, Any] | None:
+    """Return the values of a mapping, list, tuple or dataclass by key; None for anything else."""
+    if isinstance(container, Mapping):
+        return dict(container.items())
+    if isinstance(container, list | tuple):
+        return dict(enumerate(container))
+    if is_dataclass(container) and not isinstance(container, type):
+        return {field.name: getattr(container, field.name) for field in fields(container)}
+    return None
+
+
+def with_values(container: Any, values: dict[Any, Any]) -> Any:
+    """Return a copy of `container` that holds `values`, by the keys of `held_values`."""
+    if isinstance(container, list | tuple):
+        is_named = hasattr(container, "_fields")
+        return type(container)(*values.values()) if is_named else type(container)(values.values())
+    copied = copy.copy(container)
+    for key, value in values.items():
+        if isinstance(container, Mapping):
+            copied[key] = value
+        else:
+            object.__setattr__(copied, key, value)  # the dataclass may be frozen
+    return copied
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether `value` may hold one value per sample; a named tuple holds fields."""
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def held_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value that have a dimension, in order."""
+    if isinstance(value, Tensor) and value.ndim:
+        yield value
+    for one in (held_values(value) or {}).values():
+        yield from held_tensors(one)

@@ -1,0 +1,113 @@
+"""Batches with lists of samples' own tensors train on stages as on one device."""
+
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from lightning_shard import PipelineParallelStrategy
+from lightning_shard.errors import ConfigError
+from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+BATCH, NUM_SAMPLES, WIDTH = 8, 20, 4  # the last batch has four
+
+
+class Lists(L.LightningModule):
+    """Has boxes for each sample; each may have as many as the batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in "ab"])
+        self.calls = 0
+
+    def sample(self, number: int) -> Any:
+        generator = torch.Generator().manual_seed(number)
+        boxes = torch.randn(1 + number % BATCH, WIDTH, generator=generator)
+        return torch.randn(WIDTH, generator=generator), {"boxes": boxes}
+
+    def collated(self, samples: list[Any]) -> Any:
+        x, targets = zip(*samples, strict=True)
+        return torch.stack(x), list(targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        pairs = zip(self.net(batch[0]), batch[1], strict=True)
+        loss = torch.stack([(out - own["boxes"]).square().mean() for out, own in pairs]).mean()
+        self.log("loss", loss)
+        return loss
+
+    def train_dataloader(self) -> Any:
+        data: Any = [self.sample(number) for number in range(NUM_SAMPLES)]
+        return DataLoader(data, batch_size=BATCH, collate_fn=self.collated)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Padded(Lists):
+    """Pads sequences in its step, and takes the padding for data."""
+
+    def collated(self, samples: list[Any]) -> Any:
+        return [own["boxes"] for _, own in samples]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        loss = self.net(pad_sequence(batch, batch_first=True)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+class Graphs(Lists):
+    """Has nodes of graphs, whose number differs."""
+
+    def collated(self, samples: list[Any]) -> Any:
+        sizes = torch.tensor([len(own["boxes"]) for _, own in samples])
+        index = torch.arange(len(samples)).repeat_interleave(sizes)
+        nodes = torch.cat([own["boxes"] for _, own in samples])
+        return {"nodes": nodes, "graph": index, "labels": torch.stack([x for x, _ in samples])}
+
+
+def fitted(kind: type[Lists], strategy: Any = "auto", devices: int = 1) -> Any:
+    torch.manual_seed(0)
+    model = kind()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=1)
+    trainer.fit(model)
+    return model
+
+
+def pipeline(**options: Any) -> PipelineParallelStrategy:
+    return PipelineParallelStrategy(
+        backend="in_process", announce=False, num_microbatches=2, **options
+    )
+
+
+def assert_same(model: Any, expected: Any) -> None:
+    assert float(model.trainer.callback_metrics["loss"]) == pytest.approx(
+        float(expected.trainer.callback_metrics["loss"])
+    )
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [Lists, Padded])
+def test_a_sample_with_as_many_rows_as_the_batch_samples_took_the_list(kind: type[Lists]) -> None:
+    """Weights were 31 % off; those of sequences that the step pads .3 %."""
+    with pytest.warns(UserWarning, match="lists of samples whose tensors differ in shape"):
+        model = fitted(kind, pipeline(), 2)
+    assert_same(model, fitted(kind))
+
+
+def test_lists_of_samples_are_cut_where_an_option_says_so() -> None:
+    assert_same(fitted(Lists, pipeline(batch_lists="samples"), 2), fitted(Lists))
+    with pytest.raises(ConfigError, match="batch_lists must be one of auto, samples, fields"):
+        pipeline(batch_lists="lists")
+
+
+def test_nodes_with_an_index_were_cut_without_their_graphs() -> None:
+    with pytest.raises(ConfigError, match=r"an index of \d+ rows into 8 samples"):
+        fitted(Graphs, pipeline(), 2)
