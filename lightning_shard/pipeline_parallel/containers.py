@@ -1,11 +1,17 @@
-"""What batches and results hold: the values of mappings, lists, tuples and dataclasses."""
+"""What batches and results hold: values of mappings, lists, tuples and dataclasses; digests."""
 
 import copy
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+
+_SAMPLES = 1 << 16  # elements of a tensor that are digested, evenly spaced
 
 
 def held_values(container: Any) -> dict[Any, Any] | None:
@@ -44,3 +50,30 @@ def held_tensors(value: Any) -> Iterator[Tensor]:
         yield value
     for one in (held_values(value) or {}).values():
         yield from held_tensors(one)
+
+
+def digest(batch: Any) -> int:
+    """Return a checksum of the content of a batch, the same in every process."""
+    checksum = 0
+
+    def add(value: Any) -> Any:
+        nonlocal checksum
+        for part in _bytes_of(value):
+            checksum = zlib.crc32(part, checksum)
+        return value
+
+    apply_to_collection(batch, (Tensor, np.ndarray, str, bytes, int, float), add)
+    return checksum
+
+
+def _bytes_of(value: Any) -> list[bytes]:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if not isinstance(value, Tensor):
+        return [repr(value).encode()]
+    shape = repr((tuple(value.shape), value.dtype)).encode()
+    if value.layout != torch.strided:
+        return [shape]
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLES)].cpu().contiguous()
+    return [shape, some.view(torch.uint8).numpy().tobytes()]

@@ -18,6 +18,7 @@ from lightning_shard.data_parallel.kept_inputs import computed
 from lightning_shard.data_parallel.offload.activations import stay
 from lightning_shard.data_parallel.transforms import OF_STAGES, refuse_transforms
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.alike_steps import NotedCalls
 from lightning_shard.pipeline_parallel.leaves import exchange_tensors, map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.skipped_blocks import (
     SkippedBlock,
@@ -301,17 +302,20 @@ class Probe:
     """Runs a step up to a stage's first block, to find the arguments that are missing there.
 
     Args:
-        first: Index of the stage's first block. Block 0 is run, to learn its result's template.
+        first: Index of the stage's first block. Block 0 is run, to learn its result's template,
+            unless calls are noted.
         forget: Called after block 0 has run: see `template_of_call`.
 
     Attributes:
         needed: The missing tensors; None when the step does not call the block.
         is_skipped: Whether the step has returned None instead.
         template: Template of the result of block 0; None before it has run.
+        noted: Notes what is called before the first block, where that is asked for.
     """
 
     def __init__(self, first: int, forget: Callable[[], None] = lambda: None) -> None:
         self._first, self._forget = first, forget
+        self.noted: NotedCalls | None = None
         self.needed: Needed | None = None
         self.is_skipped = False
         self.template: Template | None = None
@@ -324,7 +328,7 @@ class Probe:
     def forward(self, step: Callable[[], Any]) -> None:
         """Run the step up to the stage's first block."""
         try:
-            with Stance().as_written():
+            with Stance().as_written(), self.noted or nullcontext():
                 self.is_skipped = step() is None
         except StepCutShort:
             return
@@ -339,11 +343,13 @@ class Probe:
     ) -> Any:
         """Skip the blocks of earlier stages, and end the step at the stage's first block."""
         refuse_transforms(OF_STAGES)
+        if self.noted is not None:
+            self.noted.stop()
         if index < self._first:
             return skipped(call, args, kwargs)
         leaves = tensors_in((args, kwargs))
         self.needed = Needed(tuple(placeholders_in((args, kwargs))), len(leaves))
-        if index == 0:
+        if index == 0 and self.noted is None:
             self.template = template_of_call(call, args, kwargs, self._forget)
         raise StepCutShort
 

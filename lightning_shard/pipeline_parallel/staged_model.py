@@ -150,6 +150,11 @@ class StagedModel:
         """Put every parameter back in its place until the next run."""
         self._show(None)
 
+    def held(self) -> Iterator[Tensor]:
+        """Yield parameters and buffers as the running stage has them."""
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
     def buffers(self) -> Iterator[Tensor]:
         """Yield the model's buffers."""
         return self._model.buffers()

@@ -6,19 +6,14 @@ and the ranks of the group compare: the batches 0, 1, 2, 4, 8 ... of each loader
 wrong sampler at once and a rare difference in the end, at a cost that soon is nothing.
 """
 
-import zlib
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
-
-_SAMPLES = 1 << 16  # elements of a tensor that are looked at, evenly spaced
+from lightning_shard.pipeline_parallel.containers import digest
 
 
 class SameBatches:
@@ -68,30 +63,3 @@ class SameBatches:
                 f"own from trainer.distributed_sampler_kwargs and one seed; where samples are "
                 f"changed at random, call seed_everything(seed, workers=True)."
             )
-
-
-def digest(batch: Any) -> int:
-    """Return a checksum of the content of a batch, the same in every process."""
-    checksum = 0
-
-    def add(value: Any) -> Any:
-        nonlocal checksum
-        for part in _bytes_of(value):
-            checksum = zlib.crc32(part, checksum)
-        return value
-
-    apply_to_collection(batch, (Tensor, np.ndarray, str, bytes, int, float), add)
-    return checksum
-
-
-def _bytes_of(value: Any) -> list[bytes]:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        value = torch.from_numpy(np.ascontiguousarray(value))
-    if not isinstance(value, Tensor):
-        return [repr(value).encode()]
-    shape = repr((tuple(value.shape), value.dtype)).encode()
-    if value.layout != torch.strided:
-        return [shape]
-    flat = value.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLES)].cpu().contiguous()
-    return [shape, some.view(torch.uint8).numpy().tobytes()]
