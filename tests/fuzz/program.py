@@ -56,7 +56,8 @@ SKIPS = {skips}  # then a pipeline gives a loss of 0, others none
 
 def note(module, name, value, mean=False):
     """Keep a number of this rank's, to be compared."""
-    NOTES.setdefault(module.trainer.global_rank, []).append((name, float(value), mean))
+    rank = getattr(module.trainer.strategy, "mesh_rank", 0)
+    NOTES.setdefault(rank, []).append((name, float(value), mean))
 
 '''
 
