@@ -9,12 +9,13 @@ two matrices, together and one by one: only LBFGS and its like fail that.
 Optimizers that are not torch's own may treat large matrices, or convolutions, in another way than
 small matrices, or begin with norms after some steps. They take more steps, and take them on a
 tensor of each number of dimensions that a param group has, too. A gradient's rows may be zero.
+They are compared step by step in float64, and with what they keep, see `course`: an optimizer that
+finds its rate takes steps of 1e-8 at first, and looks element-wise in all that is written.
 """
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +24,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
+from lightning_shard.optim.course import Snapshot, Step, are_steps_alike, snapshot
 
 _SHAPE = (4, 6)
 _LARGEST = {2: (256, 256)}  # thresholds are seldom above; its shapes of more dimensions follow
 _LARGEST_OF_MORE = (48, 48, 7, 7, 7)
 _LR = 1e-2
-_NUM_STEPS, _MORE_STEPS = 2, 6  # of torch's own optimizers, and of others
+_NUM_STEPS, _MORE_STEPS, _MANY_STEPS = 2, 6, 60  # of torch's own, of others, of a small matrix
+_SCALES = (1.0, 1.0, 1e-3, 1e3, 1.0)  # of gradients: what depends on their size shows at some
 
+RAISED = "a trial step raised "
 DIFFERENCE = "in a trial, the parts of a whole came out differently from the whole"
 Parts = Callable[[Tensor], list[list[Tensor]]]
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -132,38 +136,44 @@ def _limited(shape: Sequence[int]) -> tuple[int, ...]:
 def _try_shape(
     optimizer: Optimizer, group: dict[str, Any], parts: Parts, shape: tuple[int, ...]
 ) -> str | None:
-    """Try steps without a closure and with one, as a Trainer takes them; some need it."""
+    """Try steps in float64, or in float32 where an optimizer computes in that alone."""
     device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
-    num_steps = _NUM_STEPS if is_of_torch(optimizer) else _MORE_STEPS
+    more = _MANY_STEPS if shape == _SHAPE else _MORE_STEPS
+    num_steps = _NUM_STEPS if is_of_torch(optimizer) else more
     values = torch.randn(1 + num_steps, *shape, generator=generator).to(device)  # weight, gradients
     values[-1, ::2] = 0  # rows that no sample has reached
+    if is_of_torch(optimizer):
+        return _try_values(optimizer, group, parts, values)
+    for step, grad in enumerate(values[1:]):
+        grad.mul_(_SCALES[step % len(_SCALES)])
+    reason = _try_values(optimizer, group, parts, values.double())
+    has_raised = reason is not None and reason.startswith(RAISED)
+    return _try_values(optimizer, group, parts, values) if has_raised else reason
+
+
+def _try_values(
+    optimizer: Optimizer, group: dict[str, Any], parts: Parts, values: Tensor
+) -> str | None:
+    """Try steps without a closure and with one, as a Trainer takes them; some need it."""
     runs = [[parts(value)[i] for value in values] for i in range(len(parts(values[0])))]
     raised: list[str] = []
     losses = (None, _same_loss) if _takes_closure(optimizer) else (None,)
     for loss in losses:
         try:
-            outcome = _outcome(optimizer, group, runs, loss)
-            if loss is not None and torch.equal(outcome[0][0], runs[0][0][0]):  # shows nothing
-                outcome = _outcome(optimizer, group, runs, _falling_loss)
+            are_equal = _are_alike([_course(optimizer, group, run, loss) for run in runs])
+            if loss is not None and are_equal is None:  # a line search, say
+                falling = [_course(optimizer, group, run, _falling_loss) for run in runs]
+                are_equal = _are_alike(falling)
+        except _PartsError as error:  # of an optimizer that can step on the whole
+            raised.append(f"with parts of a whole, {error}")
+            continue
         except Exception as error:  # whatever it raises, it says why
             raised.append(_raised(error))
             continue
-        reason = _difference(outcome)
-        if reason is not None:
-            return reason
+        if are_equal is False:
+            return DIFFERENCE
     return raised[0] if len(raised) == len(losses) else None
-
-
-def _outcome(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    runs: Sequence[Sequence[list[Tensor]]],
-    loss: Loss | None,
-) -> list[list[Tensor]]:
-    """Return the updated values of the first run, which has all, and of the runs of its parts."""
-    full, *shards = [_steps(optimizer, group, weight, grads, loss) for weight, *grads in runs]
-    return [full, list(chain(*shards))]
 
 
 def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None:
@@ -192,7 +202,7 @@ def are_alike(runs: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _raised(error: Exception) -> str:
-    return f"a trial step raised {type(error).__name__}: {error}"
+    return f"{RAISED}{type(error).__name__}: {error}"
 
 
 def in_shards(matrix: Tensor) -> list[list[Tensor]]:
@@ -208,28 +218,56 @@ def one_by_one(matrix: Tensor) -> list[list[Tensor]]:
     return [[upper, lower], [upper], [lower]]
 
 
-def _steps(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    values: list[Tensor],
-    grads: Sequence[list[Tensor]],
-    loss: Loss | None,
-) -> list[Tensor]:
-    """Take one step per gradient with a trial of the optimizer; returns the updated values.
+def _course(
+    optimizer: Optimizer, group: dict[str, Any], run: Sequence[list[Tensor]], loss: Loss | None
+) -> Iterator[Optimizer]:
+    """Take one step per gradient with a trial of the optimizer; yield it first, and after each.
 
-    Without a loss the steps are taken without a closure.
+    Args:
+        optimizer: The optimizer to try.
+        group: The param group whose settings the trial has.
+        run: The values of the parameters, and gradients of them for each step.
+        loss: What a closure returns; None takes the steps without a closure.
     """
+    values, *grads = run
     params = [torch.nn.Parameter(value.clone()) for value in values]
     settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
     if "lr" in settings:  # a warm-up may begin at zero, where every optimizer does the same
         settings["lr"] = _LR
     trial = trial_optimizer(optimizer, {**settings, "params": params})
+    yield trial
     for step in grads:
         closure = _closure(params, step, loss or _same_loss)
         closure()
         step_of: Callable[..., Any] = type(optimizer).step
         step_of(trial, *([] if loss is None else [closure]))
-    return [param.detach() for param in params]
+        yield trial
+
+
+class _PartsError(Exception):
+    """A step has raised on parts of what it has taken as a whole."""
+
+
+def _are_alike(courses: Sequence[Iterator[Optimizer]]) -> bool | None:
+    """Whether each step of the parts does what the whole's does; None where nothing has moved."""
+    before: list[Snapshot] | None = None
+    has_moved = False
+    first, *others = courses
+    for whole in first:
+        try:
+            parts = [next(course) for course in others]
+        except Exception as error:
+            raise _PartsError(_raised(error)) from error
+        after = [snapshot([whole]), snapshot(parts)]
+        if before is not None:
+            step, other = (Step(*one) for one in zip(before, after, strict=True))
+            if not are_steps_alike(step, other):
+                return False
+            if not step.is_finite:
+                break
+            has_moved |= bool(step.update.any())
+        before = after
+    return True if has_moved else None
 
 
 def _same_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
+from lightning_shard.optim.course import Snapshot, Step, are_steps_alike, snapshot
 from lightning_shard.optim.elementwise import (
     DIFFERENCE,
     Parts,
@@ -32,7 +33,6 @@ from lightning_shard.optim.owned_parameters import has_elements_only
 _SHAPE = (4, 6)
 _SCALES = (1.0, 1e-3, 1e3)  # what depends on the size of a gradient shows at some
 _RATE = 1e-2
-_ROUNDING = 2e-7  # of a value in float32, which some cast to
 
 
 class LaterSteps:
@@ -70,8 +70,8 @@ class LaterSteps:
                 f"Rank {self._rank}: from its step {self._trials[0].num_steps} on, "
                 f"{type(self._optimizer).__name__} does not update each element or parameter by "
                 f"itself ({DIFFERENCE}), but this strategy gives it shards, parts or some of the "
-                f"parameters, which would make its updates wrong from now on; the first steps "
-                f"were right. Use strategy='shard_ddp'."
+                f"parameters, which would make its updates wrong from now on; the steps before "
+                f"came out alike. Use strategy='shard_ddp'."
             )
 
     def _end(self, error: Exception) -> None:
@@ -129,28 +129,20 @@ class _Trial:
             self._runs = [self._made(run) for run in self._parts(weight)]
         self._follow_options()
         grad = grad * _SCALES[self.num_steps % len(_SCALES)]
-        before = self._values()
+        before = self._snapshots()
         for run, grads in zip(self._runs, self._parts(grad), strict=True):
             _take(type(self._optimizer).step, run, grads, with_closure)
         self.num_steps += 1
         if is_new:  # its state is there now
             self._follow_counters()
-        return self._are_alike(before, self._values())
-
-    def _values(self) -> list[Tensor]:
-        """Return the elements of the whole, and those of the parts."""
-        full, *shards = [one.param_groups[0]["params"] for one in self._runs]
-        parts = [part for shard in shards for part in shard]
-        return [torch.cat([p.detach().flatten() for p in held]) for held in (full, parts)]
-
-    def _are_alike(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-        """Whether whole and parts were changed by the same, however small the rate."""
-        expected, got = (new - old for old, new in zip(before, after, strict=True))
-        if not all(change.isfinite().all() for change in (expected, got)):
+        whole, parts = (Step(*one) for one in zip(before, self._snapshots(), strict=True))
+        if not whole.is_finite:
             self._runs = []  # thousands of steps at this rate lead away: begin again
-            return bool((expected.isfinite() == got.isfinite()).all())
-        smallest = 1e-5 * expected.abs().max() + _ROUNDING * before[0].abs().max()
-        return torch.allclose(got, expected, rtol=1e-5, atol=float(smallest))
+        return are_steps_alike(whole, parts)
+
+    def _snapshots(self) -> list[Snapshot]:
+        """Return what the whole holds, and what the parts do."""
+        return [snapshot(self._runs[:1]), snapshot(self._runs[1:])]
 
     def _made(self, values: Sequence[Tensor]) -> Optimizer:
         params = [torch.nn.Parameter(value.clone()) for value in values]

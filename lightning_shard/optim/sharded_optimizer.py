@@ -27,7 +27,7 @@ from lightning_shard.data_parallel.torch_private import step_hooks_between
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
 from lightning_shard.optim.edited_state import EditedState
-from lightning_shard.optim.elementwise import why_not_separate
+from lightning_shard.optim.elementwise import RAISED, why_not_separate
 from lightning_shard.optim.failing_steps import FailingSteps
 from lightning_shard.optim.flat_step import FlatStep
 from lightning_shard.optim.frozen_adam import FrozenAdam
@@ -213,6 +213,13 @@ def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:
     elif engine.split.groups_of_layers:
         unit, cut = "parameter", "pipeline parallel gives each rank the parameters of its stages"
         reason = why_not_separate(optimizer)
+    if reason is not None and reason.startswith(RAISED):
+        raise ConfigError(
+            f"{type(optimizer).__name__} could not be tried on a small matrix ({reason}), and "
+            f"{cut}, so that nobody knows whether its updates would be right; expected an "
+            f"optimizer whose copy, made with its defaults, takes steps. Use "
+            f"strategy='shard_ddp', or let its constructor take what its defaults say."
+        )
     if reason is not None:
         works = "" if why_not_separate(optimizer) is not None else _WORKS_WITH_OWNERS
         raise ConfigError(

@@ -16,7 +16,7 @@ from lightning_shard.optim.later_steps import _Trial
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 
-WARM_UP = 8
+WARM_UP = 64  # steps more than the trial before a fit takes
 
 
 class NormsAfterWarmUp(optim.SGD):
@@ -32,12 +32,14 @@ class NormsAfterWarmUp(optim.SGD):
 
 
 class NormsOfLargeOnes(optim.SGD):
-    """Clips each gradient that is large, which those of a trial are not at first."""
+    """Clips each gradient that is large."""
+
+    limit = 100.0
 
     def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
-            if param.grad is not None and param.grad.norm() > 100:
-                param.grad = param.grad * (100 / param.grad.norm())
+            if param.grad is not None and param.grad.norm() > self.limit:
+                param.grad = param.grad * (self.limit / param.grad.norm())
         return super().step(closure)
 
 
@@ -134,14 +136,14 @@ def test_the_step_is_named() -> None:
     class Ends(NormsAfterWarmUp):
         """The same; its error ends the run."""
 
-    with pytest.raises(ConfigError, match="from its step 9 on, Ends does not update each element"):
-        train(lambda params: Ends(params, lr=0.1), stage=2, num_steps=10, catches=False)
+    with pytest.raises(ConfigError, match="from its step 65 on, Ends does not update each element"):
+        train(lambda params: Ends(params, lr=0.1), stage=2, num_steps=WARM_UP + 2, catches=False)
 
 
-def test_norms_of_large_gradients_passed_the_trial() -> None:
-    make = lambda params: NormsOfLargeOnes(params, lr=0.1)  # noqa: E731
-    assert why_not_elementwise(make([nn.Parameter(torch.ones(3))])) is None
-    assert train(make, stage=2, num_steps=5) < 4
+def test_norms_of_large_gradients_are_found_before_a_fit() -> None:
+    """The trial had gradients of one size, and they were found by its continuation."""
+    optimizer = NormsOfLargeOnes([nn.Parameter(torch.ones(3))], lr=0.1)
+    assert why_not_elementwise(optimizer) is not None
 
 
 def test_norms_that_a_scheduler_switches_on_passed_the_trial() -> None:

@@ -1,0 +1,133 @@
+"""What a step of an optimizer makes of a whole and of its parts: updates, and what it keeps.
+
+    values      each element of the parameters; their change, however small, is compared
+    elements    state that has an element for each: moments, slow weights
+    numbers     what an optimizer keeps of a parameter, a group or itself: the `d` of D-Adaptation
+
+An update by 1e-8 of a weight of 1 tells of a norm as well as a large one does, and so does a number
+that is not used yet: whoever keeps a sum over all elements will divide by it some steps later.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_RELATIVE = 1e-5  # of what is compared
+_ROUNDING = {True: 3e-7, False: 1e-15}  # of a value, where a step has written float32, and else
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What optimizers hold after a step, or before the first; several are parts of one.
+
+    Attributes:
+        values: All elements of the parameters, in order, shape (n,), float64.
+        elements: State by its name, of all elements in order.
+        numbers: Numbers by name, of each parameter, or of each optimizer.
+    """
+
+    values: Tensor
+    elements: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def snapshot(runs: Sequence[Optimizer]) -> Snapshot:
+    """Return what optimizers hold now, each of which has one group."""
+    elements: dict[str, list[Tensor]] = {}
+    numbers: dict[str, list[Tensor]] = {}
+    values = []
+    for run in runs:
+        for param in run.param_groups[0]["params"]:
+            values.append(_flat(param))
+            for name, value in run.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.shape == param.shape and value.ndim:
+                    _add(elements, name, value)
+                else:
+                    _add(numbers, name, value)
+        for name, value in _own(run):
+            _add(numbers, name, value)
+    joined = ({name: torch.cat(held) for name, held in one.items()} for one in (elements, numbers))
+    return Snapshot(torch.cat(values), *joined)
+
+
+def _own(run: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield what an optimizer keeps that is no parameter's."""
+    group = run.param_groups[0]
+    others = {key: value for key, value in run.state.items() if not isinstance(key, Tensor)}
+    for place, held in (("group", group), ("optimizer", vars(run)), ("state", others)):
+        for name, value in held.items():
+            entries = value if place == "state" and isinstance(value, dict) else {"": value}
+            for entry, one in entries.items():
+                yield f"{place} {name} {entry}", one
+
+
+def _add(found: dict[str, list[Tensor]], name: Any, value: Any) -> None:
+    if isinstance(value, float):
+        value = torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, Tensor) and value.is_floating_point() and not value.is_sparse:
+        found.setdefault(str(name), []).append(_flat(value))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64, copy=True).flatten()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a whole, or of its parts."""
+
+    before: Snapshot
+    after: Snapshot
+
+    @property
+    def update(self) -> Tensor:
+        """The change of each element."""
+        return self.after.values - self.before.values
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step has led to numbers."""
+        return bool(self.update.isfinite().all())
+
+    @property
+    def rounding(self) -> float:
+        """By how much elements may differ that were computed alike."""
+        written = self.after.values
+        is_narrow = torch.equal(written, written.float().double())
+        return _ROUNDING[is_narrow] * float(self.before.values.abs().max())
+
+
+def are_steps_alike(whole: Step, parts: Step) -> bool:
+    """Whether parts were changed as the whole was, and keep what it keeps, but for rounding."""
+    expected, got = whole.update, parts.update
+    if not (whole.is_finite and parts.is_finite):
+        return torch.equal(expected.isfinite(), got.isfinite())
+    if not _are_close(got, expected, whole.rounding):
+        return False
+    both = whole.after.elements.keys() & parts.after.elements.keys()
+    held = [(parts.after.elements[name], whole.after.elements[name]) for name in both]
+    if not all(_are_close(*one, 1e-12) for one in held if len(one[0]) == len(one[1])):
+        return False
+    pairs = ((one, parts.after.numbers.get(key)) for key, one in whole.after.numbers.items())
+    return all(other is None or _are_numbers_alike(other, one) for one, other in pairs)
+
+
+def _are_numbers_alike(got: Tensor, expected: Tensor) -> bool:
+    """Whether numbers are the same; those of one whole parameter are those of each part."""
+    if len(expected) not in (1, len(got)):
+        return True  # vectors, of rows say: what is made of them shows in the updates
+    return all(
+        _are_close(one.view(1), other.view(1), 1e-15)
+        for one, other in zip(got, expected.expand(len(got)), strict=True)
+    )
+
+
+def _are_close(got: Tensor, expected: Tensor, smallest: float) -> bool:
+    finite = expected[expected.isfinite()].abs()
+    most = float(finite.max()) if finite.numel() else 0.0
+    atol = _RELATIVE * most + smallest
+    return torch.allclose(got, expected, rtol=_RELATIVE, atol=atol, equal_nan=True)
