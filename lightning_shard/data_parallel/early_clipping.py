@@ -8,13 +8,12 @@ stay in what is kept, and come back for as many steps. So each rank's own gradie
 Deep Gradient Compression does (arXiv:1712.01887, section 3.2), but all by one factor, of the norm
 of their average: ranks average sums of elements by random signs, few for many, whose squares add up
 to the squared norm in the mean over signs. A dense warm-up averages gradients, which are clipped
-again. Another norm than the Euclidean is that of the ranks' own, by the mean of its powers.
+again.
 
 Source of the sums: Charikar, Chen, Farach-Colton, Finding frequent items in data streams, 2002.
 """
 
 from collections.abc import Iterable, Sequence
-from math import inf
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -24,7 +23,6 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 
 _SMALL = 1e-6  # as in torch's `clip_grad_norm_`
-_EUCLIDEAN = 2.0
 _COLUMNS = 8192  # the norm is 0.8 % off, by its standard deviation
 # the limit, p of the norm or None for each element, and what is clipped together
 _Rule = tuple[float, float | None, frozenset[nn.Parameter]]
@@ -56,10 +54,10 @@ class EarlyClipping:
 
         Args:
             limit: Greatest norm, or magnitude.
-            norm_type: p of the norm, None to clip each element.
+            norm_type: p of the norm, None to clip each element; another than 2 is left for later.
             params: Parameters that are clipped together, where these are all that is trained.
         """
-        is_known = limit is not None and bool(self._gradients) and not self._has_erred
+        is_known = limit is not None and norm_type in (None, 2.0) and not self._has_erred
         self._rule = (limit or 0.0, norm_type, frozenset(params)) if is_known else None
         for gradients, exchange in self._gradients:
             gradients.waits_for_end = is_known  # for the norm of all
@@ -89,60 +87,46 @@ class EarlyClipping:
             )
         self._has_clipped = self._was_asked = False
 
-    @property
-    def _device(self) -> torch.device:
-        return self._gradients[0][1].buffer.device
-
     @torch.no_grad()
     def prepare(self) -> None:
         """Tell exchanges how to clip what they send at a backward's end; each rank must call."""
         clips_by: Tensor | float | None = None
         trained = {p for one, _ in self._gradients for p in one.flat.params if p.requires_grad}
-        if self._rule is not None and trained <= self._rule[2]:
+        if self._gradients and self._rule is not None and trained <= self._rule[2]:
             limit, norm_type, _ = self._rule
-            clips_by = limit if norm_type is None else limit / (self._norm(norm_type) + _SMALL)
+            clips_by = limit if norm_type is None else limit / (self._norm() + _SMALL)
             self._has_clipped = True
         for _, exchange in self._gradients:
             exchange.clips_by = clips_by
 
-    def _norm(self, norm_type: float) -> Tensor:
+    def _norm(self) -> Tensor:
         """Return the norm of the average without the loss scale, shape (), alike on all ranks."""
-        grads = [grad for one, _ in self._gradients for grad in one.sent_next]
-        scale = self._gradients[0][1].loss_scale()
-        if norm_type == _EUCLIDEAN:
-            own = self._sketched(grads)
-        else:
-            own = nn.utils.get_total_norm(
-                [one.float() for one in grads if one is not None], norm_type
-            )
-            own = own.to(self._device)
-        own = own if scale is None else own / scale
-        if norm_type == inf:
-            self._ranks.all_reduce(own, "max").wait()
-            return own
-        powers = own if norm_type == _EUCLIDEAN else own**norm_type
-        self._ranks.all_reduce(powers, "avg").wait()
-        norm: Tensor = powers.norm() if norm_type == _EUCLIDEAN else powers ** (1.0 / norm_type)
+        sums, scale = self._sums(), self._gradients[0][1].loss_scale()
+        if scale is not None:
+            sums /= scale
+        self._ranks.all_reduce(sums, "avg").wait()
+        norm: Tensor = sums.norm()
         return norm
 
-    def _sketched(self, grads: Sequence[Tensor | None]) -> Tensor:
+    def _sums(self) -> Tensor:
         """Return a few sums of a gradient's elements, by fixed random signs, shape (_COLUMNS,).
 
         They are linear, and their norm is nearly the gradient's (exactly that of a short one).
         """
-        sizes = [param.numel() for one, _ in self._gradients for param in one.flat.params]
-        end = sum(sizes) // _COLUMNS + 1 + _COLUMNS
+        params = [param for one, _ in self._gradients for param in one.flat.params]
+        grads = [grad for one, _ in self._gradients for grad in one.sent_next]
+        end = sum(param.numel() for param in params) // _COLUMNS + 1 + _COLUMNS
         if self._signs is None:
             generator = torch.Generator().manual_seed(0)
             signs = torch.randint(0, 2, (3 * end,), generator=generator) * 2.0 - 1.0
-            self._signs = signs.to(self._device)
+            self._signs = signs.to(self._gradients[0][1].buffer.device)
         sums, start = self._signs.new_zeros(_COLUMNS), 0
-        for grad, size in zip(grads, sizes, strict=True):
+        for param, grad in zip(params, grads, strict=True):
             row, column = divmod(start, _COLUMNS)
-            start += size
+            start += param.numel()
             if grad is not None:
-                rest = -(column + size) % _COLUMNS
-                rows = nn.functional.pad(grad.flatten().float(), (column, rest)).view(-1, _COLUMNS)
+                ends = column, -start % _COLUMNS
+                rows = nn.functional.pad(grad.flatten().float(), ends).view(-1, _COLUMNS)
                 # products of signs, of which no two places have the same: r + c and 2 r + c
                 rows = rows * self._signs.as_strided(rows.shape, (1, 1), row)
                 rows *= self._signs.as_strided(rows.shape, (2, 1), end + 2 * row)
