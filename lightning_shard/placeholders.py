@@ -26,7 +26,14 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_calls import SeesCalls, SeesOperations
+from lightning_shard.tensor_calls import (
+    MOVES_MEMORY,
+    OF_MEMORY,
+    SeesCalls,
+    SeesOperations,
+    memory_refused,
+    name_of,
+)
 
 _UPDATES_STATISTICS = ("batch_norm",)  # of another stage: they are its own to keep
 _written_to: ContextVar[dict[str, None] | None] = ContextVar("written_to", default=None)
@@ -140,6 +147,8 @@ class Placeholder(SeesCalls, SeesOperations):
         args = tuple(map(_known, args))
         kwargs = {key: _known(one) for key, one in kwargs.items()}
         if any(map(is_placeholder, args)):
+            if name_of(func) in _OF_ELEMENTS:
+                raise memory_refused(func, args[0], "another stage has its elements")
             note_given((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -248,7 +257,10 @@ _OF_TRAINING: Any = (
     Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     Tensor.requires_grad_,
+    Tensor.detach_,
+    torch.detach_,
 )
+_OF_ELEMENTS = OF_MEMORY | MOVES_MEMORY | {"tolist"}
 _OF_GRADIENT: Any = (Tensor.register_hook, Tensor.retain_grad)  # which its own stage has
 
 

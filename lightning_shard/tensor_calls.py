@@ -5,12 +5,58 @@
 
 Every class that stands for elements elsewhere answers one of the two, or both. (A class that is
 asked in each step's host work has the first function itself: a call less.)
+
+Some calls lead to a tensor's memory. Such a class has none of its own shape, and must not be led to
+another's: an address would be that of garbage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+from lightning_shard.errors import ConfigError
+
+BY_OBJECT = frozenset({"numpy", "array", "dlpack", "to_dlpack"})
+"""Calls whose results keep a tensor's memory alive, by `name_of`."""
+
+OF_MEMORY = BY_OBJECT | {
+    *("data_ptr", "const_data_ptr", "untyped_storage", "storage", "typed_storage", "is_set_to"),
+    "cuda_array_interface",
+}
+"""Calls whose results lead to a tensor's memory."""
+
+MOVES_MEMORY = frozenset({"share_memory"})
+"""Calls that would move a tensor to other memory."""
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a function, or of the property that it reads, without underscores."""
+    name, read = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+    return str(getattr(read, "__name__", name) if name == "__get__" else name).strip("_")
+
+
+BY_ADDRESS = frozenset(
+    getattr(Tensor, name)
+    for name in dir(Tensor)
+    if name.strip("_") in (OF_MEMORY | MOVES_MEMORY) - BY_OBJECT
+)
+"""Functions after which user code may hold nothing but an address."""
+
+
+def memory_refused(func: Any, tensor: Tensor, held: str) -> ConfigError:
+    """Return the error for a call that asks for memory of elements that are elsewhere.
+
+    Args:
+        func: The function that is called.
+        tensor: A tensor without all of its elements.
+        held: Where these are.
+    """
+    return ConfigError(
+        f"{name_of(func)}() was called of a tensor of shape {tuple(tensor.shape)} in a step, but "
+        f"{held}; expected code that computes with it. Ask for the memory of parameters in a hook, "
+        f"such as on_train_batch_end, on every rank."
+    )
 
 
 class SeesCalls(Tensor):

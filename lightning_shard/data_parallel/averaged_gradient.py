@@ -26,7 +26,13 @@ from typing_extensions import override
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, refusal, refuse
 from lightning_shard.data_parallel.torch_private import is_traced
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_calls import SeesCalls, SeesOperations
+from lightning_shard.tensor_calls import (
+    MOVES_MEMORY,
+    OF_MEMORY,
+    SeesCalls,
+    SeesOperations,
+    name_of,
+)
 
 _ADD = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -230,7 +236,7 @@ _OF_STAND_IN = (
 )
 _ITSELF = (Tensor.detach, Tensor.detach_, torch.detach, torch.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_ELEMENTS = ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "__reduce_ex__")
+_ELEMENTS = OF_MEMORY | MOVES_MEMORY | {"tolist", "as_subclass", "reduce_ex"}
 
 
 _Found = dict[int, tuple[ShardedTensor, AveragedGradient]]
@@ -257,7 +263,7 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return None
     if name == "__deepcopy__":
         return _shown(first.beside(first.local.clone()), found, like)
-    if name in _ELEMENTS:
+    if name_of(func) in _ELEMENTS:
         refuse(name, first)
     try:
         result = func(*args, **kwargs)

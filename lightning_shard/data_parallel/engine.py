@@ -49,6 +49,7 @@ from lightning_shard.data_parallel.shard_loading import cut_loaded
 from lightning_shard.data_parallel.sharded_parameter import UserCode, move_out
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
+from lightning_shard.data_parallel.unseen_calls import SeesUnseenCalls
 from lightning_shard.data_parallel.unsharding import Unsharder
 from lightning_shard.data_parallel.usage import agreement
 
@@ -142,6 +143,7 @@ class DataParallelEngine:
             model, self._homes, self.units, self.groups, self.split, lambda: self.adopt_assigned()
         )
         self.user_code = self._look_full()
+        self._unseen_calls = SeesUnseenCalls()
         self.adoption.sources = self.user_code.sources
         self.seeing_shards: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -229,6 +231,7 @@ class DataParallelEngine:
             ConfigError: An assigned value cannot be the parameter's.
         """
         self.view.end_interrupted()
+        self.shards.lent.end()
         with self.seeing_shards():
             self.adoption.adopt()
         if self._unsharder is not None:
@@ -276,9 +279,16 @@ class DataParallelEngine:
         return nullcontext() if self._unsharder is None else self._running_user_code()
 
     @contextmanager
+    def hook(self) -> Iterator[None]:
+        """Run a hook of the user's inside, under stage 3; see `explaining_shards`."""
+        with self.explaining_shards(), self._unseen_calls.watching():
+            yield
+
+    @contextmanager
     def _running_user_code(self) -> Iterator[None]:
         with explaining_shards(self._homes), self.user_code.running():
             yield
+        self.shards.lent.end()
         if self._unsharder is not None:
             self._unsharder.note_user_code()
 
@@ -366,6 +376,7 @@ class DataParallelEngine:
     def _lending(self) -> Iterator[None]:
         with self.view.lent(), self.user_code.running():
             yield
+            self.shards.lent.end()
 
     def send_up(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params` in host memory, bring this rank's device up to date."""
@@ -387,6 +398,7 @@ class DataParallelEngine:
 
     def publish(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params`, bring all ranks' full parameters up to date."""
+        self.shards.lent.changed()
         if self._unsharder is not None or not self.view.differs:
             return
         bring_together(self._touched(params))

@@ -22,6 +22,7 @@ from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, Gr
 from lightning_shard.data_parallel.content import agreed
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.global_values import combine_norms, partial_norm
+from lightning_shard.data_parallel.lent_memory import LentMemory
 from lightning_shard.data_parallel.model_split import ModelSplit, beyond_shards, shards_over
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
@@ -46,6 +47,7 @@ class ParameterSpread:
         bounds: First and one-past-last of this rank's elements in that part, flattened; None where
             this rank has all of it.
         cuts: The bounds of every rank of `shard_groups`.
+        lent: The memory of shards that user code was given.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ParameterSpread:
     own_shape: torch.Size | None
     bounds: tuple[int, int] | None
     cuts: Sequence[tuple[int, int]] = ()
+    lent: LentMemory
 
     @property
     def groups(self) -> Sequence[Collectives]:
@@ -129,6 +132,9 @@ class ParameterSpread:
 class GradientShards:
     """Lends the gradients of a model to user code, one parameter at a time.
 
+    Attributes:
+        lent: The memory of shards that user code was given.
+
     Args:
         gradients: All gradient buffers of the engine.
         named_params: All parameters of the model, the same on every rank.
@@ -152,6 +158,7 @@ class GradientShards:
         self._split, self._device = split, device
         self._all_ranks = all_ranks
         self._shard_groups, self._reduce_owed = shard_groups, reduce_owed
+        self.lent = LentMemory()
         self._num_changes = 0
         self._has_ended = False
         self._known: tuple[int, dict[float, Tensor]] = (-1, {})
@@ -188,6 +195,7 @@ class GradientShards:
             own_shape=own_shape,
             bounds=bounds,
             cuts=cuts,
+            lent=self.lent,
         )
         note.source = _Source(self, number, note, spread, place)
         return note.source

@@ -11,18 +11,25 @@ the one operation, tensor by tensor. Each rank must do the same, in the same ord
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.sharded_tensor import NotShardedError, ShardedTensor
 from lightning_shard.data_parallel.torch_private import is_composite
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_calls import SeesCalls, SeesOperations
+from lightning_shard.tensor_calls import (
+    MOVES_MEMORY,
+    OF_MEMORY,
+    SeesCalls,
+    SeesOperations,
+    name_of,
+)
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -62,6 +69,8 @@ class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
         """Compute in shards, over the ranks, or on full copies."""
         if is_composite(func):
             return func.decompose(*args, **kwargs)  # as under inference mode
+        for base in _bases(_written(func, args, kwargs)):
+            base.spread.lent.changed()
         if torch.Tag.nondeterministic_seeded not in func.tags:
             try:
                 return super().dispatched(func, args, kwargs)
@@ -109,7 +118,12 @@ class ShardView(_ComputedInFull):
     def __new__(cls, like: Tensor, base: ParameterShard, steps: tuple[_Step, ...]) -> "ShardView":
         """Make one of the shape and strides of `like`."""
         view: ShardView = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=base.dtype, device=base.device
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=base.device,
         )
         view.base, view.steps = base, steps
         return view
@@ -158,19 +172,19 @@ _OF_WRAPPER = frozenset(
         _TENSOR.shape.__get__,
     }
 )
-_AS_FULL = ("numpy", "__array__", "tolist", "__dlpack__")
-_PICKLING = ("__reduce_ex__", "__reduce__")
+_AS_FULL = ("tolist", "as_subclass")
+_NEEDS_FULL = ("reduce_ex", "reduce", *MOVES_MEMORY)
 
 
 def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute what user code asks for with shards among the arguments.
 
     Raises:
-        ConfigError: A shard is to be pickled.
+        ConfigError: A shard is to be pickled, or moved to other memory.
     """
     if func in _OF_WRAPPER:
         return func(*args, **kwargs)
-    name = getattr(func, "__name__", "")
+    name = name_of(func)
     gradients: dict[int, AveragedGradient] = {}
 
     def sharded(gradient: AveragedGradient) -> ShardedTensor:
@@ -179,34 +193,53 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return tensor
 
     args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
+    for base in _bases((args, kwargs)):
+        base.spread.lent.take_back(base)
     if func == _DATA:
         return args[0].detach()
     if func == _SET_DATA:
         args[0].copy_(args[1])
         return None
-    if name == "__deepcopy__":
+    if name == "deepcopy":
         return args[0].clone()
-    if name in _PICKLING:
-        raise pickling_refused(_name_of(args[0]))
+    if name in _NEEDS_FULL:
+        raise pickling_refused(_bases(args)[0].spread.name, name)
+    if name in OF_MEMORY:
+        return func(*tree_map_only(Tensor, partial(_lent, name), args), **kwargs)
     if name in _AS_FULL or _is_in_graph(args, kwargs):
         args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
     result = func(*args, **kwargs)
     return tree_map_only(ShardedTensor, lambda one: gradients.get(id(one), one), result)
 
 
-def pickling_refused(name: str) -> ConfigError:
-    """Return the error for a shard that is to be pickled."""
+def pickling_refused(name: str, function: str) -> ConfigError:
+    """Return the error for a shard that is to be pickled, or moved to other memory."""
+    what = f"moved by {function}()" if function in MOVES_MEMORY else "pickled"
     return ConfigError(
         f"What was read of the parameter {name!r} lies in shards on the ranks and is to be "
-        f"pickled, expected full tensors. Take them on every rank with .full_tensor(), save with "
+        f"{what}, expected full tensors. Take them on every rank with .full_tensor(), save with "
         f"trainer.save_checkpoint, or put it into the checkpoint in on_save_checkpoint."
     )
 
 
-def _name_of(tensor: Tensor) -> str:
-    base = tensor.base if isinstance(tensor, ShardView) else tensor
-    assert isinstance(base, ShardedTensor)
-    return base.spread.name
+def _base(value: Any) -> ShardedTensor | None:
+    """Return the sharded tensor that a value is or shows; None for any other."""
+    base = value.base if isinstance(value, ShardView) else value
+    return base if isinstance(base, ShardedTensor) else None
+
+
+def _bases(given: Any) -> list[ShardedTensor]:
+    """Return the sharded tensors that values are or show."""
+    return [base for base in map(_base, tree_leaves(given)) if base is not None]
+
+
+def _lent(function: str, tensor: Tensor) -> Tensor:
+    """Return a tensor with memory of its own in the place of a shard or a view of one."""
+    base = _base(tensor)
+    if base is None:
+        return tensor
+    full = base.spread.lent.of(base, function)
+    return tensor.taken_from(full) if isinstance(tensor, ShardView) else full
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -226,7 +259,8 @@ def _views(
 ) -> Any:
     """Look at elements without bringing them together."""
     seen = args[0]
-    like = torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype, device="meta")
+    like = torch.empty(base.numel(), dtype=base.dtype, device="meta")
+    like = like.view(seen.dtype).as_strided(seen.shape, seen.stride(), seen.storage_offset())
     results = func(like, *args[1:], **kwargs)
 
     def view(one: Tensor, index: int | None) -> ShardView:
@@ -279,6 +313,7 @@ def _put_back(base: ShardedTensor, full: Tensor) -> None:
     own = base.spread.cut(full.reshape(base.spread.shape), base.local)
     assert own is not None
     base.local.copy_(own.reshape(base.local.shape))
+    base.spread.lent.changed()
     if base.on_change is not None:
         base.on_change()
 

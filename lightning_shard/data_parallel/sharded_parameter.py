@@ -40,7 +40,7 @@ from lightning_shard.data_parallel.torch_private import (
     storage_key,
 )
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_calls import SeesOperations
+from lightning_shard.tensor_calls import OF_MEMORY, SeesOperations, name_of
 
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
 _BRING = (
@@ -49,7 +49,11 @@ _BRING = (
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
-_COMPUTES = (SeesOperations.__module__, ParameterShard.__module__)  # for code that calls them
+_COMPUTES = (  # for code that calls them
+    SeesOperations.__module__,
+    ParameterShard.__module__,
+    f"{__name__.rpartition('.')[0]}.unseen_calls",
+)
 
 
 def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -202,6 +206,10 @@ class ShardedParameter(nn.Parameter):
         """Return the full parameter; each rank must call."""
         return _shard_of(self).full_tensor()
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """Return the full parameter as a tensor of a class; torch's own shows it to no class."""
+        return self.full_tensor().as_subclass(cls)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spread = _home_of(self).spread
         return f"ShardedParameter(name={spread.name!r}, shape={tuple(spread.shape)})"
@@ -228,7 +236,8 @@ class ShardedParameter(nn.Parameter):
             home = _home_of(params[0])
             if not (meets_shards or home.user_code.runs):
                 return func(*given[0], **given[1])
-            if home.is_of_part and not is_called_by_user(_COMPUTES):
+            is_asked_inside = home.is_of_part or name_of(func) in OF_MEMORY
+            if is_asked_inside and not is_called_by_user(_COMPUTES):
                 return func(*given[0], **given[1])
             return _of_user(func, params, *given)
 
@@ -240,12 +249,12 @@ _AS_IT_IS = frozenset(
     {
         Tensor.__hash__,
         Tensor.backward,
-        Tensor.data_ptr,
+        Tensor.detach_,  # of a leaf: it is trained no more
+        torch.detach_,
         Tensor.register_hook,
         Tensor.register_post_accumulate_grad_hook,
         Tensor.requires_grad_,
         Tensor.retain_grad,
-        Tensor.untyped_storage,
         _TENSOR.device.__get__,
         _TENSOR.dtype.__get__,
         _TENSOR.grad.__get__,
@@ -318,8 +327,8 @@ def _of_user(
         return args[0]
     if func == _SET_GRAD:
         return _set_gradient(args[0], args[1])
-    if getattr(func, "__name__", "") in ("__reduce_ex__", "__reduce__"):
-        raise pickling_refused(_home_of(params[0]).spread.name)
+    if (name := name_of(func)) in ("reduce_ex", "reduce"):
+        raise pickling_refused(_home_of(params[0]).spread.name, name)
     recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED
     trained = [param for param in params if recorded and param.requires_grad]
     if trained and all(_home_of(param).bring() for param in trained):
@@ -373,6 +382,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
 def _assign(param: nn.Parameter, value: Tensor) -> None:
     """Point a parameter at its shard of an assigned value, which the engine adopts later."""
     shard = _shard_of(param)
+    shard.spread.lent.changed()
     _note_source(param, value)
     if isinstance(value, AveragedGradient):
         value = value.sharded()

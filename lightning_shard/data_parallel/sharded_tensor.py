@@ -50,6 +50,10 @@ class Spread(Protocol):
     def cuts(self) -> Sequence[tuple[int, int]]:
         """Return the bounds of every rank's elements; equal for tensors that are cut alike."""
 
+    @property
+    def lent(self) -> "Any":
+        """Return the memory of shards that user code was given."""
+
     def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
         """Return this rank's shard of a full tensor or of a part; None for another shape."""
 
@@ -200,6 +204,8 @@ def _sharded(given: Any) -> Iterator[ShardedTensor]:
 
 def _viewed(func: Any, tensor: ShardedTensor, shape: Sequence[int], *_: Any) -> ShardedTensor:
     """Return the tensor in its shape or flat: elements stay in their order."""
+    if isinstance(shape, torch.dtype):
+        refuse(func, tensor, f"as {shape}, expected its own format")
     wanted = [tensor.numel() if size == -1 and len(shape) == 1 else size for size in shape]
     if wanted not in ([tensor.numel()], list(tensor.shape)):
         refuse(func, tensor, f"to shape {tuple(shape)}, expected it flat or as it is")

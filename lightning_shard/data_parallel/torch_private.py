@@ -324,7 +324,8 @@ def pass_for_parameter(tensor: Any) -> None:
 
 def storage_key(tensor: Tensor) -> int:
     """Return a number that is equal for tensors of the same storage, even an empty one."""
-    return int(tensor.untyped_storage()._cdata)
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(tensor.untyped_storage()._cdata)
 
 
 def storage_uses(tensor: Tensor) -> int:

@@ -267,7 +267,7 @@ class DataParallelStrategy(EndingStrategy):
         assert self.lightning_module is not None
         contexts = [one.hook_context() for one in self.dimensions]
         if self._options.stage == 3:
-            contexts.insert(0, lambda: self.engine.explaining_shards())
+            contexts.insert(0, lambda: self.engine.hook())
         for context in contexts:
             if context is not None:
                 around = hooks_inside(context, self.lightning_module, callbacks)

@@ -262,7 +262,7 @@ def _named(rule: Rule, names: str) -> dict[str, Rule]:
 
 _RULES: dict[str, Rule] = {
     **_named(_property, "__get__ __set__"),
-    **_named(_method_of_part, "requires_grad_ retain_grad is_contiguous"),
+    **_named(_method_of_part, "requires_grad_ detach_ retain_grad is_contiguous"),
     **_named(_fresh, "new_empty new_zeros new_ones new_full new_tensor"),
     **_named(_backward, "backward"),
     **_named(_grad, "grad"),
@@ -320,7 +320,7 @@ IS_OF_WRAPPER = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel),
     *(Tensor.__len__, Tensor.stride, Tensor.element_size, Tensor.get_device),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
-    *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.__hash__),
+    Tensor.__hash__,
 }
 """Operations that the wrapper answers itself: shapes and types are the full tensor's."""
 

@@ -34,6 +34,7 @@ from lightning_shard.data_parallel.kept_inputs import TakenApart, take_apart_by
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.data_parallel.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_calls import BY_ADDRESS, memory_refused
 from lightning_shard.tensor_parallel.regions import (
     all_gathered,
     copy_to_region,
@@ -288,6 +289,8 @@ class DimShardedTensor(Tensor):
         kwargs = dict(kwargs or {})
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
+        if func in BY_ADDRESS:
+            raise memory_refused(func, args[0], "each rank of a layer has a part of it")
         if func in _rules.of_wrapper:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

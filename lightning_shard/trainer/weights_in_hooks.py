@@ -32,12 +32,16 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.torch_private import innermost_function_mode
 from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_calls import OF_MEMORY, name_of
 from lightning_shard.tensor_parallel.dim_sharded_tensor import writes
 
 _PACKAGE = __name__.partition(".")[0]
 _LAYERS = f"{_PACKAGE}.tensor_parallel."
 _LOADING = f"{_PACKAGE}.checkpoint.conversion.loading."  # on behalf of the hook
-_PASSED_THROUGH = ("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", _LOADING, __name__)
+_PASSED_THROUGH = (
+    *("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", _LOADING, __name__),
+    f"{_PACKAGE}.data_parallel.unseen_calls",
+)
 
 
 @dataclass(eq=False)
@@ -183,7 +187,7 @@ class WeightsInHooks:
         for param, one in fulls.items():
             if param not in self._kept and is_written:
                 self._settle(one)
-            if _shows(result, one.tensor) or func == _SET_DATA:
+            if _shows(result, one.tensor) or func == _SET_DATA or name_of(func) in OF_MEMORY:
                 self._kept[param] = one
         return tree_map_only(
             Tensor, lambda one: own[id(one)].param if id(one) in own else one, result
@@ -384,6 +388,7 @@ _OF_THE_OBJECT = {
     *_getters("dtype device layout is_cuda is_cpu is_meta itemsize is_sparse grad grad_fn is_leaf"),
     *_getters("requires_grad retains_grad _version output_nr _backward_hooks"),
     *(Tensor.requires_grad.__set__, Tensor.requires_grad_),  # type: ignore[attr-defined]
+    *(Tensor.detach_, torch.detach_),  # of a leaf: it is trained no more
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     *(Tensor.get_device, Tensor.element_size, Tensor.__hash__),

@@ -1,0 +1,399 @@
+"""Every public way to a tensor's memory gives the full tensor's, or is refused by name."""
+
+import copy
+import ctypes
+import io
+import pickle
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning as L  # noqa: N812
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, load_file, save, save_file, save_model
+from torch import Tensor, nn
+from torch.utils import dlpack
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_shard import (
+    ConfigError,
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeRO2Strategy,
+    ZeRO3Strategy,
+)
+from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.styles import Net
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+    pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy"),
+    pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),
+]
+
+Way = Callable[[Tensor], Any]
+PLAN = {"net.blocks.*.layer": "colwise_gather_output"}
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "zero2": lambda: ZeRO2Strategy(backend="in_process", num_ranks=2),
+    "zero3": lambda: ZeRO3Strategy(backend="in_process", num_ranks=2),
+    "tensor": lambda: TensorParallelStrategy(backend="in_process", num_ranks=2, plan=PLAN),
+    "pipeline": lambda: PipelineParallelStrategy(backend="in_process", num_ranks=2),
+    "tensor and zero3": lambda: HybridParallelStrategy(
+        backend="in_process", num_ranks=4, tensor_parallel_size=2, zero_stage=3, plan=PLAN
+    ),
+}
+
+
+def at(address: int, like: Tensor) -> Any:
+    """Return a copy of the memory at an address."""
+    pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_double))
+    return np.array(np.ctypeslib.as_array(pointer, (like.numel(),)))
+
+
+def within(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """Return a copy of what lies in a storage where a tensor says."""
+    seen = torch.empty(0, dtype=like.dtype)
+    return seen.set_(storage, like.storage_offset(), (like.numel(),)).clone()
+
+
+def its_pointer(tensor: Tensor) -> Any:
+    return at(tensor.data_ptr(), tensor)
+
+
+def saved(tensor: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    loaded: Tensor = torch.load(file)
+    return loaded
+
+
+def put_into(make: Callable[[Tensor], Tensor]) -> Way:
+    def way(tensor: Tensor) -> Tensor:
+        plain = nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype))
+        plain.data = make(tensor)
+        return plain.data.clone()
+
+    return way
+
+
+def set_in(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype).set_(tensor.detach()).clone()
+
+
+WAYS: dict[str, Way] = {
+    "data_ptr": its_pointer,
+    "data_ptr of detach": lambda w: its_pointer(w.detach()),
+    "data_ptr of cpu": lambda w: its_pointer(w.detach().cpu()),
+    "data_ptr of contiguous": lambda w: its_pointer(w.detach().contiguous()),
+    "data_ptr of clone": lambda w: its_pointer(w.detach().clone()),
+    "data_ptr of a row": lambda w: its_pointer(w.detach()[1]),
+    "data_ptr of a transpose": lambda w: its_pointer(w.detach().T.contiguous()),
+    "data_ptr of a Parameter": lambda w: its_pointer(nn.Parameter(w.detach())),
+    "distance of rows": lambda w: [w.detach()[1].data_ptr() - w.detach().data_ptr()],
+    "same pointers": lambda w: [w.data_ptr() == w.detach().data_ptr() == w[0].data_ptr()],
+    "untyped_storage": lambda w: within(w.untyped_storage(), w),
+    "untyped_storage of data": lambda w: within(w.data.untyped_storage(), w),
+    "storage": lambda w: within(w.storage().untyped(), w),
+    "copy of the storage": lambda w: within(w.untyped_storage().clone(), w),
+    "offset of a row": lambda w: [w.detach()[1].storage_offset() - w.storage_offset()],
+    "as_strided": lambda w: w.detach().as_strided((w.numel(),), (1,), w.storage_offset()),
+    "is_set_to": lambda w: [w.detach().is_set_to(w.detach())],
+    "numpy": lambda w: w.detach().numpy(),
+    "numpy of cpu": lambda w: w.detach().cpu().numpy(),
+    "numpy by force": lambda w: w.numpy(force=True),
+    "np.array": lambda w: np.array(w.detach()),
+    "np.asarray": lambda w: np.asarray(w.data),
+    "memoryview": lambda w: np.asarray(memoryview(w.detach().numpy())),
+    "tolist": lambda w: w.tolist(),
+    "dlpack": lambda w: torch.from_dlpack(w.detach()).clone(),
+    "to_dlpack": lambda w: dlpack.from_dlpack(dlpack.to_dlpack(w.detach())).clone(),
+    "to_dlpack of a parameter": lambda w: dlpack.from_dlpack(dlpack.to_dlpack(w)).clone(),
+    "np.from_dlpack": lambda w: np.from_dlpack(w.detach()).copy(),
+    "set_": set_in,
+    "data of another": put_into(lambda w: w.data),
+    "data of another, a clone": put_into(lambda w: w.data.clone()),
+    "data of another, a parameter": put_into(lambda w: w),
+    "view of another format": lambda w: w.detach().view(torch.int64).view(w.dtype),
+    "to": lambda w: w.detach().to(torch.float64, copy=True).numpy(),
+    "torch.tensor": torch.tensor,
+    "torch.as_tensor": torch.as_tensor,
+    "torch.asarray": lambda w: torch.asarray(w.detach()),
+    "copy.copy": copy.copy,
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda w: pickle.loads(pickle.dumps(w.detach())),
+    "torch.save": lambda w: saved(w.detach()),
+    "share_memory_": lambda w: w.detach().clone().share_memory_(),
+    "safetensors": lambda w: load(save({"w": w}))["w"],
+    "safetensors of detach": lambda w: load(save({"w": w.detach()}))["w"],
+    "safetensors of cpu": lambda w: load(save({"w": w.detach().cpu().contiguous()}))["w"],
+}
+"""What reads all elements by an address, a storage, an array, another tensor or a file."""
+
+
+def write_storage(weight: Tensor) -> None:
+    seen = torch.empty(0, dtype=weight.dtype)
+    seen.set_(weight.untyped_storage(), weight.storage_offset(), (weight.numel(),)).add_(2)
+
+
+def write_array(weight: Tensor) -> None:
+    weight.detach().numpy()[1] += 3
+
+
+def write_dlpack(weight: Tensor) -> None:
+    torch.from_dlpack(weight.detach())[2].sub_(1)
+
+
+def write_address(weight: Tensor) -> None:
+    ctypes.cast(weight.data_ptr(), ctypes.POINTER(ctypes.c_double))[3] = 0.25
+
+
+WRITES = [write_storage, write_array, write_dlpack, write_address]
+
+
+class Asks(L.LightningModule):
+    """Asks one thing of one weight after the second step; `found` holds what each rank got."""
+
+    def __init__(self, ways: dict[str, Way], *, of_gradient: bool = False) -> None:
+        super().__init__()
+        self.net = Net()
+        self.double()
+        self.ways, self.of_gradient = ways, of_gradient
+        self.found: dict[str, list[Any]] = {name: [] for name in ways}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 2 and not self.of_gradient:
+            self.ask(self.net.blocks[1].layer.weight)
+
+    def on_after_backward(self) -> None:
+        if self.global_step == 1 and self.of_gradient:
+            self.ask(self.net.blocks[1].layer.weight.grad)
+
+    def ask(self, weight: Any) -> None:
+        for name, way in self.ways.items():
+            try:
+                self.found[name].append(plain(way(weight)))
+            except ConfigError as error:
+                self.found[name].append(str(error))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        batch = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+        return DataLoader(TensorDataset(batch.repeat(4, 1)), 4)
+
+
+def plain(value: Any) -> Any:
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    value = value.detach().clone().numpy() if isinstance(value, Tensor) else value
+    return value if value is None else np.array(value, dtype=np.float64).ravel()
+
+
+def fit(module: Asks, strategy: Any = "auto") -> Asks:
+    torch.manual_seed(7)
+    for param in module.parameters():
+        nn.init.normal_(param, std=0.3)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module)
+    return module
+
+
+@cache
+def alone() -> Asks:
+    return fit(Asks(WAYS))
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_way_to_a_weight_s_memory_leads_to_all_of_it(strategy: str) -> None:
+    """Under zero3 addresses and storages were those of shards, or none: files had garbage.
+
+    Under tensor and pipeline parallel an address was that of memory that had been given back.
+    """
+    run = fit(Asks(WAYS), STRATEGIES[strategy]())
+    for name, found in run.found.items():
+        for value in found:
+            if isinstance(value, str):
+                assert "net.blocks.1.layer.weight" in value, name
+                assert name in ("pickle", "torch.save", "share_memory_"), name
+            else:
+                np.testing.assert_allclose(value, alone().found[name][0], rtol=1e-9, err_msg=name)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("strategy", ["zero3", "tensor", "pipeline"])
+def test_what_is_written_to_a_weight_s_memory_is_the_weight_s(strategy: str) -> None:
+    """Arrays and storages were copies, and what hooks wrote there was lost."""
+    ways: dict[str, Way] = {}
+    for write in WRITES:
+        ways[write.__name__] = write
+        ways[f"after {write.__name__}"] = lambda w: w.detach().clone()
+    expected, run = fit(Asks(ways)), fit(Asks(ways), STRATEGIES[strategy]())
+    torch.testing.assert_close(run.state_dict(), expected.state_dict())
+    for name in ways:
+        if name.startswith("after"):
+            np.testing.assert_allclose(run.found[name][0], expected.found[name][0], rtol=1e-9)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "tensor"])
+def test_a_sharded_gradient_leads_to_no_memory_without_a_word(strategy: str) -> None:
+    """`storage()` of a gradient in shards read memory that nobody has, and ended the process."""
+    ways = {name: way for name, way in WAYS.items() if not name.startswith("data of another")}
+    expected = fit(Asks(ways, of_gradient=True))
+    run = fit(Asks(ways, of_gradient=True), STRATEGIES[strategy]())
+    for name, found in run.found.items():
+        if isinstance(found[0], str):
+            assert "net.blocks.1.layer.weight" in found[0], name
+        else:
+            np.testing.assert_allclose(found[0], expected.found[name][0], rtol=1e-9, err_msg=name)
+
+
+class AsksInStep(Asks):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.global_step == 1:
+            self.ask(self.net.blocks[1].layer.weight)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
+@pytest.mark.parametrize("way", ["data_ptr", "untyped_storage", "numpy", "safetensors"])
+def test_a_step_is_led_to_no_memory_of_other_ranks(strategy: str, way: str) -> None:
+    """A weight of which a step's rank has a part, or nothing, gave an address of nothing."""
+    try:
+        run = fit(AsksInStep({way: WAYS[way]}), STRATEGIES[strategy]())
+    except ConfigError as error:
+        assert "in a step" in str(error)  # noqa: PT017
+        return
+    for found in run.found[way]:
+        if isinstance(found, str):
+            assert "in a step" in found
+        else:
+            np.testing.assert_allclose(found, fit(AsksInStep({way: WAYS[way]})).found[way][0])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.stem.weight
+
+
+def as_hugging_face_does(module: nn.Module, path: Path, *, is_main: bool) -> None:
+    """Compare storages on every rank, and write on one."""
+    state, seen = module.state_dict(), set[int]()
+    for name, value in list(state.items()):
+        storage = value.untyped_storage().data_ptr()
+        if storage in seen:
+            del state[name]
+        seen.add(storage)
+    if is_main:
+        save_file({name: value.contiguous() for name, value in state.items()}, path)
+
+
+class Saves(Asks):
+    """Saves in a hook of validation, of the epoch's end and of saving."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__({})
+        self.folder, self.tied = folder, Tied().double()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([self.tied.head(self.tied.stem(batch[0]))], batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def save(self, name: str) -> None:
+        rank = self.global_rank
+        save_file(self.net.state_dict(), self.folder / f"{name}.file.{rank}")
+        save_model(self.tied, str(self.folder / f"{name}.model.{rank}"))
+        is_main = rank == 0
+        as_hugging_face_does(self.tied, self.folder / f"{name}.tied.0", is_main=is_main)
+
+    def on_validation_end(self) -> None:
+        self.save("validation")
+
+    def on_train_epoch_end(self) -> None:
+        self.save("epoch")
+
+    def on_train_end(self) -> None:
+        self.save("end")
+
+
+def test_state_dicts_are_written_by_safetensors_in_hooks(tmp_path: Path) -> None:
+    """Torch's error of invalid storages ended such a hook, as `save_pretrained`'s.
+
+    Hugging Face's compares storages on all ranks, and writes on rank 0 alone.
+    """
+    torch.manual_seed(7)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "zero3").mkdir()
+    fit(Saves(tmp_path / "alone"))
+    fit(Saves(tmp_path / "zero3"), STRATEGIES["zero3"]())
+    for file in (tmp_path / "zero3").iterdir():
+        expected = load_file(tmp_path / "alone" / f"{file.name[:-1]}0")
+        torch.testing.assert_close(load_file(file), expected)
+
+
+class Detaches(Asks):
+    """Freezes layers by `detach_()`, and a copy as means of weights do."""
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__({})
+        self.copies = copies
+
+    def on_train_start(self) -> None:
+        frozen: nn.Module = self.net.blocks[1].layer
+        if self.copies:
+            frozen = self.__dict__["teacher"] = copy.deepcopy(self.net)
+        for param in frozen.parameters():
+            param.detach_()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.copies:
+            pairs = zip(self.teacher.parameters(), self.net.parameters(), strict=True)
+            for own, other in pairs:
+                own.data.lerp_(other.data, 0.5)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("strategy", ["zero3", "tensor", "pipeline", "tensor and zero3"])
+@pytest.mark.parametrize("copies", [False, True])
+def test_detach_in_place_freezes_as_on_one_device(strategy: str, copies: bool) -> None:
+    """Tensor parallel and pipelines trained on; under zero3 it was torch's error for a copy."""
+    run = fit(Detaches(copies=copies), STRATEGIES[strategy]())
+    expected = fit(Detaches(copies=copies))
+    torch.testing.assert_close(run.state_dict(), expected.state_dict())
+    if not copies:
+        assert not run.net.blocks[1].layer.weight.requires_grad
