@@ -23,7 +23,7 @@ from lightning_shard.backends.meeting_place import meet, store_without_python
 from lightning_shard.backends.object_transfers import guard_torch
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.backends.roll_call import MissingRanksError
-from lightning_shard.errors import RankFailedError
+from lightning_shard.errors import ConfigError, RankFailedError
 
 # Ranks do not start at the same time: one may import for long on a busy host. That is no silence.
 SHORTEST_MEETING = timedelta(minutes=1)
@@ -78,7 +78,7 @@ def join_world(
 
     try:
         if store is None:
-            _join_at_rank_zero(make_group, rank, world_size, timeout)
+            _join_at_rank_zero(make_group, rank, world_size, timeout, backend)
         else:
             _join_at(store, make_group, rank, world_size, timeout)
     except RuntimeError as error:
@@ -124,7 +124,11 @@ def is_on_one_host(store: Store | None) -> bool:
 
 
 def _join_at_rank_zero(
-    make_group: Callable[[Store, str], None], rank: int, world_size: int, timeout: timedelta
+    make_group: Callable[[Store, str], None],
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    backend: str,
 ) -> None:
     if world_size == 1:  # nobody to meet
         settings.rendezvous()
@@ -133,6 +137,7 @@ def _join_at_rank_zero(
     guard_torch()
     store, address = meet(rank, world_size, max(timeout, SHORTEST_MEETING))
     store.set_timeout(timeout)
+    _check_same_backend(store, backend, rank, world_size)
     try:
         make_group(store, address.host)
     except RuntimeError as error:
@@ -152,6 +157,28 @@ def _join_at_rank_zero(
         host=address.host,
         token=address.token,
         timeout=timeout,
+    )
+
+
+def _check_same_backend(store: Store, backend: str, rank: int, world_size: int) -> None:
+    """Raise ConfigError on every rank if one would make another group, and all would wait."""
+    store.set(f"backend/{rank}", backend)
+    others = range(1, world_size)
+    if rank == 0:
+        told = [store.get(f"backend/{one}").decode() for one in range(world_size)]
+        other = next((one for one in others if told[one] != backend), 0)
+        store.set(
+            "backends", f"{backend} on rank 0 and {told[other]} on rank {other}" * bool(other)
+        )
+    if not (differing := store.get("backends").decode()):
+        return
+    store.set(f"backends_read/{rank}", "")
+    for other in others if rank == 0 else ():
+        store.get(f"backends_read/{other}")  # the store ends with rank 0
+    raise ConfigError(
+        f"Rank {rank}: the ranks have different backends, expected the same on all: it is "
+        f"{differing}. Pass the same backend and debug to every rank's strategy, with devices of "
+        f"one kind, and set LIGHTNING_SHARD_DEBUG on all ranks or none."
     )
 
 

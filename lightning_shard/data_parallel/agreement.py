@@ -1,7 +1,9 @@
 """Checks before training: there is something to train, and all ranks hold the same of it."""
 
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,11 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.shared_memory import refuse_shared_memory
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import CollectiveMismatchError, ConfigError
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in what Python writes of an object, each rank's own
+_LONGEST = 300  # characters that are told of a value
+_MOST = 5  # values that are told
 
 
 def check_same_model(
@@ -31,23 +37,35 @@ def check_same_model(
     """
     refuse_shared_memory(model, collectives.rank)
     advice = "Build the model from the same arguments on every rank."
-    _compare(_signatures(model, full_shapes or {}), collectives, "models", advice)
+    check_alike(_signatures(model, full_shapes or {}), collectives, "models", advice)
 
 
-def strangers(model: nn.Module, collectives: Collectives) -> list[int]:
-    """Return the ranks whose model differs from rank 0's; each rank must call."""
-    of_all_ranks = collectives.all_gather_object(_signatures(model, {}))
+def strangers(
+    model: nn.Module, collectives: Collectives, others: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Return the ranks whose model, or other values, are not rank 0's; each rank must call."""
+    mine = _signatures(model, {}) | _written(others or {})
+    of_all_ranks = collectives.all_gather_object(mine)
     return [rank for rank, theirs in enumerate(of_all_ranks) if theirs != of_all_ranks[0]]
 
 
 def check_same_optimizers(
-    optimizers: Sequence[Optimizer], model: nn.Module, collectives: Collectives
+    optimizers: Sequence[Optimizer],
+    model: nn.Module,
+    collectives: Collectives,
+    besides: Mapping[str, Any] | None = None,
 ) -> None:
-    """Compare the optimizers' classes and the parameters of their groups; each rank must call.
+    """Compare optimizers' classes, and their groups' parameters and numbers; each rank must call.
+
+    Args:
+        optimizers: Optimizers of this rank.
+        model: Has the names of their parameters.
+        collectives: Group of the ranks.
+        besides: What else must be the same, by name.
 
     Raises:
-        ConfigError: The ranks' optimizers differ; raised on every rank, with the first param
-            group that differs. Or one takes sparse gradients only.
+        ConfigError: The ranks' optimizers differ; raised on every rank, with what differs. Or one
+            takes sparse gradients only.
     """
     if any(isinstance(optimizer, SparseAdam) for optimizer in optimizers):
         raise ConfigError(
@@ -57,22 +75,89 @@ def check_same_optimizers(
             f"gradient is nothing."
         )
     names = {param: name for name, param in model.named_parameters()}
-    mine = [
-        f"group {number} of {type(optimizer).__name__}: "
-        + ", ".join(names.get(param, "a stranger") for param in group["params"])
-        for optimizer in optimizers
-        for number, group in enumerate(optimizer.param_groups)
-    ]
-    _compare(
-        mine, collectives, "optimizers", "Make configure_optimizers return the same on every rank."
+    mine = dict(besides or {}) | {"the optimizers": [type(one).__name__ for one in optimizers]}
+    for place, group in _groups(optimizers):
+        own = [names.get(param, "a stranger") for param in group["params"]]
+        mine |= {f"the number of parameters of {place}": len(own), place: ", ".join(own)}
+    advice = "Make configure_optimizers, and what hooks set before it, the same on every rank."
+    mine |= group_numbers(optimizers)
+    check_alike(mine, collectives, "optimizers or options", advice)
+
+
+def group_numbers(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return all that optimizers' groups hold beside parameters, by name and place."""
+    return {
+        f"{name} of {place}": value
+        for place, group in _groups(optimizers)
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def met(mine: Any, collectives: Collectives, place: str) -> list[Any]:
+    """Return an object of every rank; each must call, at the same place of a run.
+
+    Raises:
+        CollectiveMismatchError: Ranks have come to other places; says to which.
+    """
+    places, of_all = zip(*collectives.all_gather_object((place, mine)), strict=True)
+    if other := next((rank for rank, one in enumerate(places) if one != places[0]), 0):
+        raise CollectiveMismatchError(
+            f"Rank {collectives.rank}: the ranks are at different places of the run, expected the "
+            f"same: rank 0 tells of {places[0]}, rank {other} of {places[other]}. One has more "
+            f"batches, or stops (trainer.should_stop) or raises by itself: decide on all ranks "
+            f"alike."
+        )
+    return list(of_all)
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, optimizer in enumerate(optimizers):
+        which = f" (optimizer {number})" if len(optimizers) > 1 else ""
+        for index, group in enumerate(optimizer.param_groups):
+            yield f"group {index} of {type(optimizer).__name__}{which}", group
+
+
+def check_alike(mine: Mapping[str, Any], collectives: Collectives, what: str, advice: str) -> None:
+    """Compare values over the ranks by name, as they are written; each must call.
+
+    Args:
+        mine: This rank's values.
+        collectives: Group of the ranks.
+        what: What the values are, in a word.
+        advice: What to do where they differ.
+
+    Raises:
+        ConfigError: They differ; raised on every rank, with two ranks' values of each that does.
+    """
+    told = _written(mine)
+    digest = hashlib.sha256(repr(told).encode()).hexdigest()
+    if len(set(met(digest, collectives, what))) == 1:
+        return
+    of_all = collectives.all_gather_object(told)
+    found: list[str] = []
+    for name in dict.fromkeys(name for one in of_all for name in one):
+        values = [one.get(name, "nothing") for one in of_all]
+        if other := next((at for at, value in enumerate(values) if value != values[0]), 0):
+            found.append(f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}")
+    more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    raise ConfigError(
+        f"Rank {collectives.rank}: the ranks have different {what}, expected the same on all: "
+        f"{'; '.join(found[:_MOST]) or 'they come in another order'}{more}. {advice}"
     )
 
 
-def _signatures(model: nn.Module, full_shapes: Mapping[nn.Parameter, torch.Size]) -> list[str]:
-    mine = [
-        _signature(name, param, full_shapes.get(param)) for name, param in model.named_parameters()
-    ]
-    return mine + [_signature(name, buffer) for name, buffer in model.named_buffers()]
+def _written(values: Mapping[str, Any]) -> dict[str, str]:
+    texts = {name: one if isinstance(one, str) else repr(one) for name, one in values.items()}
+    return {name: _ADDRESS.sub("", text)[:_LONGEST] for name, text in texts.items()}
+
+
+def _signatures(model: nn.Module, full_shapes: Mapping[nn.Parameter, torch.Size]) -> dict[str, str]:
+    mine = {
+        name: _signature(name, param, full_shapes.get(param))
+        for name, param in model.named_parameters()
+    }
+    return mine | {name: _signature(name, buffer) for name, buffer in model.named_buffers()}
 
 
 def _signature(name: str, tensor: Tensor, full_shape: torch.Size | None = None) -> str:
@@ -82,20 +167,7 @@ def _signature(name: str, tensor: Tensor, full_shape: torch.Size | None = None) 
             f"Run one batch through the model before training."
         )
     shape = tuple(full_shape or tensor.shape)
-    return f"{name} {shape} {tensor.dtype} requires_grad={tensor.requires_grad}"
-
-
-def _compare(mine: list[str], collectives: Collectives, what: str, advice: str) -> None:
-    of_all_ranks = collectives.all_gather_object(mine)
-    for rank, theirs in enumerate(of_all_ranks):
-        if theirs != of_all_ranks[0]:
-            expected, got = next(
-                (a, b) for a, b in zip_longest(of_all_ranks[0], theirs, fillvalue="none") if a != b
-            )
-            raise ConfigError(
-                f"Rank {collectives.rank}: the ranks have different {what}. Rank {rank} has "
-                f"[{got}] where rank 0 has [{expected}]. {advice}"
-            )
+    return f"{shape} {tensor.dtype} requires_grad={tensor.requires_grad}"
 
 
 def check_trainable(module: nn.Module, num_parts: int = 1) -> None:

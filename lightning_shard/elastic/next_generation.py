@@ -8,6 +8,8 @@ Where nobody has some shard, ranks go back to the newest checkpoint.
 """
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -181,23 +183,26 @@ class NextGeneration:
         self._fit.data_assignment.check_alike(self._fit.strategy.collectives)
 
 
-def refuse_strangers(model: nn.Module, collectives: Collectives) -> None:
-    """Go on without newcomers that have another model; each rank must call.
+def refuse_strangers(
+    model: nn.Module, collectives: Collectives, settings: Mapping[str, Any]
+) -> None:
+    """Go on without newcomers that have another model or other settings; each rank must call.
 
     Raises:
-        ConfigError: This rank has another model than rank 0.
+        ConfigError: This rank has another model than rank 0, or other settings.
         RankFailedError: Other ranks have.
     """
-    others = strangers(model, collectives)
+    others = strangers(model, collectives, settings)
     if others and collectives.rank not in others:
         raise RankFailedError(
-            f"Rank {collectives.rank}: the ranks {others} have another model than rank 0, "
-            f"and so take no part. Build it from the same arguments everywhere."
+            f"Rank {collectives.rank}: the ranks {others} have another model than rank 0, or other "
+            f"settings, and so take no part. Start them with the same arguments everywhere."
         )
     if others:
         raise ConfigError(
-            f"Rank {collectives.rank}: the model that this process has built is another "
-            f"than that which is trained, expected the same. Build it from the same arguments."
+            f"Rank {collectives.rank}: the model that this process has built is another than that "
+            f"which is trained, or its Trainer, strategy or versions are, expected the same. Start "
+            f"it with the same arguments."
         )
 
 

@@ -32,6 +32,7 @@ from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.trainer.gathered_tensors import gathered
 from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
+from lightning_shard.trainer.same_settings import check_same_settings, common_seed
 
 T = TypeVar("T")
 
@@ -147,6 +148,8 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
+        check_same_settings(self, self._collectives)
+        common_seed(self._collectives)
 
     def forget_groups(self) -> None:
         """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""

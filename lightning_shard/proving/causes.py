@@ -164,21 +164,22 @@ def log_cause(lab: Laboratory, place: Place) -> Cause:
     found = [records[0].values[place][-1].double() for records in lab.ranks.by_data_rank]
     expected = lab.alone.records[0].values[place][-1].double()
     values = torch.stack(found)
-    if bare_name(place.name) not in lab.ranks.records[0].unsynced:
+    is_common = bool((values == values[0]).all())
+    if is_common or bare_name(place.name) not in lab.ranks.records[0].unsynced:
         return _averaged_log(place.name, values, expected)
     if lab.same(values.mean(0), expected, 1.0):
         evidence = f"the ranks' mean, {float(values.mean()):.6g}, is one device's"
-        advice = f"self.log({place.name!r}, ..., sync_dist=True)"
+        advice = f"self.log({place.name!r}, ...) without rank_zero_only"
     elif lab.same(values.sum(0), expected, 1.0):
         evidence = f"the ranks' sum, {float(values.sum()):.6g}, is one device's"
-        advice = f"self.log({place.name!r}, ..., sync_dist=True, reduce_fx='sum')"
+        advice = f"self.log({place.name!r}, ..., reduce_fx='sum') without rank_zero_only"
     else:
         evidence = "neither the ranks' mean nor their sum is one device's"
         advice = "log a torchmetrics.Metric, which adds up what it needs over the ranks"
     return Cause(
         name="unsynchronised log",
-        because=f"{place.name!r} is logged without sync_dist=True: each rank logs the value of its "
-        "own samples, and what a callback monitors is rank 0's",
+        because=f"{place.name!r} is logged with rank_zero_only=True, or for a group of ranks: each "
+        "has the value of its own samples, and loggers get rank 0's",
         evidence=evidence,
         advice=advice,
     )
@@ -190,7 +191,7 @@ def _averaged_log(name: str, values: Tensor, expected: Tensor) -> Cause:
         because=f"{name!r} is brought together over the ranks, but what they have is not what one "
         "device makes of all samples: a function of a mean (an exponential, a root, a ratio), a "
         "sum, or a mean of unequal counts",
-        evidence=f"it is logged with sync_dist=True or as a metric; rank 0 has "
+        evidence=f"it is logged for an epoch, with sync_dist=True or as a metric; rank 0 has "
         f"{float(values[0]):.6g}, one device {float(expected):.6g}",
         advice="log what is a mean over samples and compute the rest from it afterwards, or log a "
         "torchmetrics.Metric, which adds up what it needs over the ranks",

@@ -32,6 +32,7 @@ def alone(
     environment = _OneRank(record.rank, record.num_ranks)
     made = strategy.with_options(backend="gloo", num_ranks=None, cluster_environment=environment)
     made._local_ranks.use(RecordedBackend(record.setup["backend"]))
+    vars(made)["compare_settings"] = lambda _: None  # with whom?
     return Shelf([record], tape), made, _as_rank(tape, record.num_ranks)
 
 

@@ -7,7 +7,7 @@ batch fetched ── a boundary? ──> copy this rank's state       (in host m
 step ── an error? a loss that is not finite? a step that was asked for? ──> this rank's file
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
@@ -266,15 +266,19 @@ class RecordSteps(OnlyLooks, Callback):
 
 @contextmanager
 def _noting_steps(trainer: "pl.Trainer", results: ResultRecorder) -> Iterator[None]:
-    """Note what steps get: a replay neither validates nor saves, nor heeds signals."""
-    save = trainer.save_checkpoint
+    """Note what steps get: a replay neither validates nor saves, compares nor heeds signals."""
+    strategy: Any = trainer.strategy
 
-    def save_apart(*args: Any, **kwargs: Any) -> None:
-        with results.paused():
-            save(*args, **kwargs)
+    def apart(call: Callable[..., None]) -> Callable[..., None]:
+        def paused(*args: Any, **kwargs: Any) -> None:
+            with results.paused():
+                call(*args, **kwargs)
+
+        return paused
 
     with (
-        patch.object(trainer, "save_checkpoint", save_apart),
+        patch.object(trainer, "save_checkpoint", apart(trainer.save_checkpoint)),
+        patch.object(strategy, "compare_settings", apart(strategy.compare_settings)),
         around_sigterm_broadcast(trainer, results.paused),
         results.noting(lambda: bool(trainer.training)),
     ):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import lightning.pytorch as pl
 import torch
@@ -11,6 +11,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
@@ -53,9 +54,15 @@ from lightning_shard.trainer._lightning import (
     without_sigterm_broadcast,
 )
 from lightning_shard.trainer.batch_samplers import assigns_batch_samplers
+from lightning_shard.trainer.common_values import common_values
 from lightning_shard.trainer.gathered_tensors import gathered
 from lightning_shard.trainer.layer_sync import layer_sync_over
 from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
+from lightning_shard.trainer.same_settings import (
+    SettingsOfSteps,
+    check_same_settings,
+    common_seed,
+)
 from lightning_shard.trainer.termination import CoordinatedShutdown
 
 T = TypeVar("T")
@@ -70,6 +77,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         ConfigError: An unknown backend, or options that contradict each other.
     """
 
+    meets_at_steps: ClassVar[bool] = True  # whether all ranks begin each step together
     assigns_samples = False  # whether it assigns those of training itself
     may_share_memory = True  # whether CPU ranks of one host do, where no backend is named
 
@@ -89,6 +97,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
             None  # the default group that it was made beside
         )
         self._random_state: torch.Tensor | None = None  # of the generator, when ranks have started
+        self._seed: int | None = None  # rank 0's, where others have another
         self._synced: LayerSync | None = None  # who has exchanged the model's batch norms
         self._in_run = ExitStack()  # what is put into the trainer of a run
         self._asked_formats = AskedFormats()
@@ -283,12 +292,30 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
         if self.agrees_on_shutdown:
             self._in_run.enter_context(without_sigterm_broadcast(trainer))
-        self._in_run.enter_context(before_batches(trainer, lambda: self.begin_step()))
+        self._in_run.enter_context(before_batches(trainer, lambda: self._begin_batch(trainer)))
+        self._in_run.enter_context(common_values(trainer, self))
         self._in_run.enter_context(before_training_ends(trainer, lambda: self._end_steps()))
+
+    def _begin_batch(self, trainer: "pl.Trainer") -> None:
+        self.begin_step()
+        self.compare_settings(trainer)
+
+    def compare_settings(self, trainer: "pl.Trainer") -> None:
+        """Compare, at some steps, what hooks and schedulers change; a replay leaves it out."""
+        if self.meets_at_steps:
+            self._settings.before_step(trainer)
+
+    def check_settings(self, trainer: "pl.Trainer") -> None:
+        """Compare, around an epoch's end, what hooks and schedulers may change in a fit."""
+        self._settings.are_due = True
+        if trainer.state.fn == TrainerFn.FITTING and not self.meets_at_steps:
+            self._settings.check(trainer)
 
     def _end_steps(self) -> None:
         """After the last step of a fit, before the hooks `on_train_end`."""
         self.begin_step()
+        if self.meets_at_steps and self.lightning_module is not None:
+            self._settings.check(self.lightning_module.trainer)
 
     @override
     def teardown(self) -> None:
@@ -303,9 +330,17 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
+        self._settings = SettingsOfSteps(self._collectives, "" if self.meets_at_steps else "lr ")
+        self._check_same_settings(self._collectives)
         if self._duplicated is not group:
             self._make_groups()
             self._duplicated = group
+
+    def _check_same_settings(self, collectives: Collectives) -> None:
+        """Compare what ranks were started with, before groups are made that depend on it."""
+        module = self.lightning_module
+        check_same_settings(self, collectives, None if module is None else module.trainer)
+        self._seed = common_seed(collectives)
 
     def _make_groups(self) -> None:
         """Make the groups beside the default one, once for each default group."""

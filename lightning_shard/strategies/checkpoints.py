@@ -82,12 +82,10 @@ class CheckpointingStrategy(ShardStrategy):
     Attributes:
         dimensions: How ranks share one model; the first splits it first.
         saves_shards: Whether shards stay as they are while a file is written.
-        meets_at_steps: Whether all ranks begin each step together.
     """
 
     dimensions: Sequence[ParallelDimension] = ()
     saves_shards: ClassVar[bool] = True
-    meets_at_steps: ClassVar[bool] = True
     _engine: DataParallelEngine | None = None
     _cut_states: DataParallelEngine | None = None  # of optimizers, beside a module that is full
     _options: EngineOptions

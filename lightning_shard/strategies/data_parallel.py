@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_shard.backends.traffic import Traffic
@@ -62,6 +63,7 @@ from lightning_shard.trainer.hook_advice import (
     usual_clipping,
 )
 from lightning_shard.trainer.model_graphs import draw_graphs
+from lightning_shard.trainer.same_settings import schedules
 from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
 from lightning_shard.trainer.weight_averaging import (
     AverageOfShards,
@@ -160,7 +162,8 @@ class DataParallelStrategy(EndingStrategy):
         self._averages = [self._average_of_shards(one) for one in averaging]
         if self._is_fitting():
             self._check_end()
-            check_same_optimizers(self.optimizers, self.model, self.collectives)
+            besides = schedules(trainer)
+            check_same_optimizers(self.optimizers, self.model, self.collectives, besides)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
             self._explain_shards(callbacks)
 
@@ -439,6 +442,9 @@ class DataParallelStrategy(EndingStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         module = self.lightning_module
+        sampler = getattr(dataloader, "sampler", None)
+        if self._seed is not None and isinstance(sampler, DistributedSampler):
+            sampler.seed = self._seed  # with another, ranks would draw from different orders
         lengths = lengths_on_ranks(dataloader, self.collectives)
         if self._is_predicting:  # Lightning gives each rank its own samples, none twice
             self._may_differ_in_batches |= len(set(lengths)) > 1 or None in lengths

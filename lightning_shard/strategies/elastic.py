@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.backends.meeting_place import end_service
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
@@ -59,6 +60,7 @@ from lightning_shard.strategies.joining import leave_groups
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
 from lightning_shard.trainer._lightning import handle_requeue, handle_sigterm
+from lightning_shard.trainer.same_settings import started_with
 from lightning_shard.trainer.termination import TerminationHandler
 from lightning_shard.trainer.weight_averaging import averaging_callbacks
 
@@ -199,6 +201,11 @@ class ElasticStrategy(DataParallelStrategy):
             self._requeues = self.reduce_boolean_decision(self._asks_requeue, all=False)
         return super().salvaging(error, is_common=is_common, gone=gone)
 
+    @override
+    def _check_same_settings(self, collectives: Collectives) -> None:
+        if self.generation.number <= 1:  # newcomers that are strangers end nobody else
+            super()._check_same_settings(collectives)
+
     @property
     @override
     def requeues(self) -> bool:
@@ -317,7 +324,11 @@ class ElasticStrategy(DataParallelStrategy):
         self._revert_layer_sync()
         self._apply_layer_sync()
         take_leftovers(self.model)
-        refuse_strangers(self.model, self.collectives)
+        assert self.lightning_module is not None
+        settings = started_with(self, self.lightning_module.trainer)
+        for name in ("accumulate_grad_batches", "num_sanity_val_steps"):  # a newcomer has others
+            settings.pop(f"Trainer({name})")
+        refuse_strangers(self.model, self.collectives, settings)
         self._buckets.share(self, self._options)
         self._start_engine()
         for optimizer in self.optimizers:

@@ -7,14 +7,15 @@ Checked with lightning 2.6; `tests/strategies/tensor_parallel/test_batches.py`,
 `tests/strategies/data_parallel/test_compile.py` fail when one changes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_workers
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -29,6 +30,7 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 from lightning.pytorch.trainer.states import RunningStage
 
 __all__ = [
+    "EpochValue",
     "accept_compiled_modules",
     "after_optimizer_steps",
     "after_training_epochs",
@@ -40,10 +42,12 @@ __all__ = [
     "before_training_ends",
     "begin_validation_anew",
     "end_saved_epoch",
+    "epoch_values",
     "forget_signal_handlers",
     "handle_requeue",
     "handle_sigterm",
     "is_assigned_by_trainer",
+    "is_within_epoch",
     "knowing_saves_in_flight",
     "layer_sync",
     "load_loader_states",
@@ -57,7 +61,9 @@ __all__ = [
     "sampler_of_rank",
     "seed_workers",
     "share_class_wrapping",
+    "sharing_values",
     "skip_batches",
+    "take_epoch_value",
     "training_data",
     "training_loaders",
     "with_indices",
@@ -462,3 +468,100 @@ def begin_validation_anew(trainer: "pl.Trainer") -> bool:
         setattr(progress.total, count, begun)
     progress.current.reset()
     return True
+
+
+class EpochValue(NamedTuple):
+    """What one rank has logged under a name, for an epoch's end.
+
+    Attributes:
+        names: Where `trainer.callback_metrics` has it.
+        reduction: Name of the reduction: "mean", "sum", "max" or "min".
+        total: The value, reduced over the rank's batches; of a mean the sum.
+        weight: What the total of a mean is divided by.
+        in_steps: How often it was reduced over the ranks in a step.
+    """
+
+    names: tuple[str, str]
+    reduction: str
+    total: float
+    weight: float
+    in_steps: int
+
+
+def epoch_values(trainer: "pl.Trainer") -> dict[str, EpochValue]:
+    """Return what this rank has logged in the epoch that ends, but for what is one group's."""
+    results: Any = trainer._results or {}
+    found = {}
+    for key, one in results.items():
+        meta, sync = one.meta, one.meta.sync
+        is_shared = not (one.has_reset or sync.rank_zero_only or sync.group is not None)
+        if one.is_tensor and is_shared and (meta.on_epoch or results.training):
+            is_mean = meta.on_epoch and meta.is_mean_reduction
+            found[key] = EpochValue(
+                names=results._forked_name(one, not meta.on_epoch),
+                reduction=meta.reduce_fx.__name__ if meta.on_epoch else "mean",
+                total=float(one.value),
+                weight=float(one.cumulated_batch_size) if is_mean else 1.0,
+                in_steps=one._update_count if meta.on_step and sync.should else 0,
+            )
+    return found
+
+
+def take_epoch_value(trainer: "pl.Trainer", key: str, names: tuple[str, str], value: float) -> None:
+    """Take a value for what loggers and callbacks get; a rank need not have logged it itself."""
+    results: Any = trainer._results
+    found = torch.tensor(value, dtype=torch.float64)
+    found = found.to(results[key].value if key in results else trainer.strategy.root_device)
+    if key in results:
+        results[key]._computed = found
+    trainer._logger_connector._callback_metrics.update(dict.fromkeys(names, found))
+
+
+def is_within_epoch(trainer: "pl.Trainer") -> bool:
+    """Whether a loop is at one of its batches."""
+    return trainer._logger_connector._first_loop_iter is not None
+
+
+@contextmanager
+def sharing_values(
+    trainer: "pl.Trainer",
+    at_epoch_end: Callable[[], None],
+    mean: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> Iterator[None]:
+    """Share what is logged, and what is monitored.
+
+    Args:
+        trainer: The Trainer of a run.
+        at_epoch_end: Called before an epoch's values are looked at, and after the hooks of its end,
+            which may log more.
+        mean: Returns what a scheduler or a checkpoint acts on, by name; all ranks call it.
+    """
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    reached, ended = connector.epoch_end_reached, connector.on_epoch_end
+    monitored = loop._get_monitor_value
+
+    def reached_then() -> None:
+        reached()
+        at_epoch_end()
+
+    def first_ended() -> None:
+        at_epoch_end()
+        ended()
+
+    with ExitStack() as stack:
+        for owner, name, new in (
+            (connector, "epoch_end_reached", reached_then),
+            (connector, "on_epoch_end", first_ended),
+            (loop, "_get_monitor_value", lambda key: mean({key: monitored(key)})[key]),
+            *(
+                (one, "_monitor_candidates", partial(_of, mean, one._monitor_candidates))
+                for one in trainer.checkpoint_callbacks
+                if isinstance(one, ModelCheckpoint)
+            ),
+        ):
+            stack.enter_context(patch.object(owner, name, new))
+        yield
+
+
+def _of(mean: Callable[[Any], Any], candidates: Callable[[Any], Any], trainer: Any) -> Any:
+    return mean(candidates(trainer))

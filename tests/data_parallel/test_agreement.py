@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.data_parallel.agreement import check_same_model
-from lightning_shard.errors import ConfigError
+from lightning_shard.data_parallel.agreement import check_same_model, met
+from lightning_shard.errors import CollectiveMismatchError, ConfigError
 from lightning_shard.testing import run_ranks
 
 MODELS = {
@@ -19,14 +19,18 @@ MODELS = {
     "fewer": lambda rank: nn.Sequential(*(nn.Linear(1, 1) for _ in range(3 - rank))),
     "dtype": lambda rank: nn.Linear(1, 1, dtype=[torch.float32, torch.float64][rank % 2]),
     "frozen": lambda rank: nn.Linear(1, 1).requires_grad_(rank == 0),
+    "order": lambda rank: nn.ModuleDict(
+        {name: nn.Linear(1, 1) for name in ("ab", "ba")[rank == 0]}
+    ),
 }
 MESSAGES = {
-    "shape": "Rank 1 has [weight (3, 2)",
-    "name": "Rank 1 has [layer1.weight",
-    "more": "[1.weight (1, 1) torch.float32 requires_grad=True] where rank 0 has [none]",
-    "fewer": "[none] where rank 0 has [2.weight",
-    "dtype": "torch.float64 requires_grad=True] where rank 0 has [weight (1, 1) torch.float32",
-    "frozen": "requires_grad=False] where rank 0 has [weight (1, 1) torch.float32 requires_grad=T",
+    "shape": "weight is (2, 2) torch.float32 requires_grad=True on rank 0 and (3, 2)",
+    "name": "layer0.weight is (1, 1) torch.float32 requires_grad=True on rank 0 and nothing",
+    "more": "1.weight is nothing on rank 0 and (1, 1) torch.float32 requires_grad=True on rank 1",
+    "fewer": "2.weight is (1, 1) torch.float32 requires_grad=True on rank 0 and nothing on rank 1",
+    "dtype": "torch.float32 requires_grad=True on rank 0 and (1, 1) torch.float64",
+    "frozen": "requires_grad=True on rank 0 and (1, 1) torch.float32 requires_grad=False on rank 1",
+    "order": "they come in another order",
 }
 
 
@@ -37,6 +41,20 @@ def test_every_rank_names_the_first_difference(kind: str) -> None:
         collectives = get_backend("in_process").collectives(dist.group.WORLD)
         with pytest.raises(ConfigError, match=re.escape(MESSAGES[kind])) as caught:
             check_same_model(MODELS[kind](rank), collectives)
-        return str(caught.value).startswith(f"Rank {rank}: the ranks have different models.")
+        return str(caught.value).startswith(f"Rank {rank}: the ranks have different models,")
 
     assert run_ranks(fn, 3) == [True] * 3
+
+
+def test_ranks_that_compare_at_other_places_are_told_to_which_they_have_come() -> None:
+    """What one had gathered for one purpose met what another had for another."""
+
+    def fn(rank: int) -> str:
+        assert dist.group.WORLD is not None
+        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            met(rank, collectives, ["step 3", "an epoch's end"][rank])
+        return str(caught.value)
+
+    for text in run_ranks(fn, 2):
+        assert "rank 0 tells of step 3, rank 1 of an epoch's end" in text

@@ -103,7 +103,7 @@ class LogsMeanOfList(Net):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        self.log("mean_loss", torch.stack(self.losses).mean())
+        self.log("mean_loss", torch.stack(self.losses).mean(), rank_zero_only=True)
 
 
 class WeighsByFrequency(Net):

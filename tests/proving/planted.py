@@ -95,7 +95,7 @@ class FunctionalDropping(Net):
 class UnsynchronisedLog(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.log("error", loss, on_epoch=True)
+        self.log("error", loss, on_epoch=True, rank_zero_only=True)
         return loss
 
 

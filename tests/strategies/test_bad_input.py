@@ -210,12 +210,12 @@ class OtherGroups(Model):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (OtherShape, ["head.weight (2, 4)", "head.weight (1, 4)", "Rank 1"]),
-        (OtherName, ["more.weight", "none", "Rank 1"]),
+        (OtherShape, ["head.weight is (1, 4)", "(2, 4)", "on rank 1"]),
+        (OtherName, ["more.weight is nothing", "on rank 1"]),
         (OtherFrozen, ["head.weight", "requires_grad=True", "requires_grad=False"]),
         (OtherBuffer, ["table", "(3,)", "(4,)"]),
         (OtherOptimizer, ["SGD", "Adagrad"]),
-        (OtherGroups, ["layers.0.weight"]),
+        (OtherGroups, ["layers.0.weight", "6 on rank 0 and 2 on rank 1"]),
     ],
 )
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero3"])

@@ -1,0 +1,156 @@
+"""What all ranks must have alike: their versions, the strategy's options, the Trainer's, schedules.
+
+    groups are made        versions, strategy, Trainer       before calls depend on them
+    optimizers are made    the Trainer's, schedulers         before the first step
+    steps 0, 1, 2, 4 ...   the Trainer's, groups' numbers    which hooks and schedulers change
+    after an epoch's end   the same
+
+What ranks may have for themselves is left out: places, loggers, callbacks that only look.
+"""
+
+import platform
+from importlib import metadata
+from inspect import signature
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, GradientAccumulationScheduler
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_shard import settings
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.agreement import check_alike, group_numbers
+
+_ADVICE = "Give every rank the same: one script, with the same arguments, and one environment."
+_APART_ADVICE = (
+    "Set it on every rank alike: decide by what all ranks have, such as trainer.callback_metrics "
+    "at an epoch's end, or self.all_gather(value).mean()."
+)
+_OF_TRAINER = (
+    "accumulate_grad_batches gradient_clip_val gradient_clip_algorithm precision max_epochs "
+    "max_steps min_epochs min_steps val_check_interval check_val_every_n_epoch limit_train_batches "
+    "limit_val_batches limit_test_batches limit_predict_batches overfit_batches fast_dev_run "
+    "reload_dataloaders_every_n_epochs num_nodes"
+)
+_OF_RANK = {"accelerator", "parallel_devices", "cluster_environment", "announce"}
+_DECIDING = (Checkpoint, EarlyStopping, GradientAccumulationScheduler)
+_EVERY = 64  # steps, at most, from one comparison to the next
+
+
+def started_with(strategy: Any, trainer: "pl.Trainer | None" = None) -> dict[str, Any]:
+    """Return by name what ranks were started with.
+
+    Args:
+        strategy: The strategy of a Trainer, or of Fabric.
+        trainer: The Trainer; None without one.
+    """
+    known = signature(type(strategy)).parameters.values()
+    defaults = {one.name: one.default for one in known if one.default is not one.empty}
+    options = defaults | strategy.given_options[1]
+    mine: dict[str, Any] = {f"the version of {name}": one for name, one in versions().items()}
+    mine["the strategy"] = type(strategy).__name__
+    mine |= {f"strategy({name})": one for name, one in options.items() if name not in _OF_RANK}
+    if trainer is not None:
+        mine["Trainer(num_sanity_val_steps)"] = trainer.num_sanity_val_steps
+    return mine | _of_trainer(trainer)
+
+
+def check_same_settings(
+    strategy: Any, collectives: Collectives, trainer: "pl.Trainer | None" = None
+) -> None:
+    """Compare what ranks were started with; each must call, before it makes other groups.
+
+    Raises:
+        ConfigError: It differs; raised on every rank, with two values of each.
+    """
+    check_alike(started_with(strategy, trainer), collectives, "settings", _ADVICE)
+
+
+def common_seed(collectives: Collectives) -> int | None:
+    """Return rank 0's seed and warn where others have another; else None. Each rank must call."""
+    seeds: list[int] = collectives.all_gather_object(settings.global_seed())
+    other = next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), 0)
+    if not other:
+        return None
+    rank_zero_warn(
+        f"Ranks have different seeds: {seeds[0]} on rank 0, {seeds[other]} on rank {other}. A "
+        f"DistributedSampler shuffles by rank 0's on all; but what the script draws itself "
+        f"(random_split, a sampler of its own) differs between ranks, so that some samples come "
+        f"twice and others never. Call seed_everything with one seed on all ranks."
+    )
+    return seeds[0]
+
+
+def schedules(trainer: "pl.Trainer") -> dict[str, Any]:
+    """Return schedulers' numbers by name, and the Trainer's options as hooks have left them."""
+    configs = trainer.lr_scheduler_configs
+    kinds = [type(one.scheduler).__name__ for one in configs]
+    mine = {**_of_trainer(trainer), "the schedulers": kinds}
+    for number, config in enumerate(configs):
+        told = {**vars(config), **config.scheduler.state_dict(), "scheduler": kinds[number]}
+        mine |= {f"{key} of scheduler {number}": one for key, one in told.items()}
+    return mine
+
+
+class SettingsOfSteps:
+    """Compares what hooks and schedulers may change while ranks train.
+
+    Args:
+        collectives: Group of all ranks.
+        numbers: What the names of groups' numbers begin with that are compared.
+
+    Attributes:
+        are_due: Whether a loop has ended, after which hooks and schedulers change the most.
+    """
+
+    def __init__(self, collectives: Collectives, numbers: str = "") -> None:
+        self._collectives, self._numbers = collectives, numbers
+        self._compared, self.are_due = -1, False
+
+    def before_step(self, trainer: "pl.Trainer") -> None:
+        """Compare at the steps 0, 1, 2, 4, 8 ..., at each 64th, and where due; each must call."""
+        step = trainer.global_step
+        is_new = step != self._compared and (not step & (step - 1) or step % _EVERY == 0)
+        if is_new or self.are_due:
+            self._compared, self.are_due = step, False
+            self.check(trainer)
+
+    def check(self, trainer: "pl.Trainer") -> None:
+        """Compare now; each rank must call.
+
+        Raises:
+            ConfigError: Something has come apart; raised on every rank, with two values of it.
+        """
+        numbers = group_numbers(trainer.optimizers)
+        mine = {name: one for name, one in numbers.items() if name.startswith(self._numbers)}
+        what = f"settings by step {trainer.global_step}"
+        check_alike(mine | _of_trainer(trainer), self._collectives, what, _APART_ADVICE)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that ranks must have alike."""
+    try:
+        own = metadata.version("lightning-shard")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        own = "unknown"
+    lightning, python = pl.__name__.partition(".")[0], platform.python_version_tuple()
+    found = {
+        "lightning_shard": own,
+        "torch": str(torch.__version__),
+        lightning: vars(pl)["__version__"],
+    }
+    return {**found, "Python": ".".join(python[:2])}
+
+
+def _of_trainer(trainer: "pl.Trainer | None") -> dict[str, Any]:
+    if trainer is None:
+        return {}
+    mine = {f"Trainer({name})": getattr(trainer, name, None) for name in _OF_TRAINER.split()}
+    mine["what the Trainer runs"] = trainer.state.fn
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    deciding = [one for one in callbacks if isinstance(one, _DECIDING)]
+    for number, one in enumerate(deciding):
+        told = {name: getattr(one, name, None) for name in ("save_top_k", "patience", "scheduling")}
+        mine[f"deciding callback {number}"] = (one.state_key, told)
+    return mine
