@@ -45,8 +45,8 @@ class GradientSource(Protocol):
     def sharded(self) -> ShardedTensor:
         """Return the gradient; writing to it writes to what the optimizer will see."""
 
-    def look(self) -> None:
-        """Learn from `.grad` whether user code has zeroed the gradient."""
+    def look(self, shown: "AveragedGradient") -> None:
+        """Learn from `.grad` whether user code has zeroed the gradient, which `shown` stood for."""
 
     def apart(self, local: Tensor) -> ShardedTensor:
         """Return a tensor of other elements that is spread as the gradient is."""
@@ -129,7 +129,7 @@ class AveragedGradient(SeesCalls, SeesOperations):
                 f"param.register_hook, which is called with this rank's own."
             )
         if self.own is None and self.note.source is not None:
-            self.note.source.look()  # whether it is still there
+            self.note.source.look(self)  # whether it is still there
         if self.own is not None:
             return self.own
         if self.note.is_gone:

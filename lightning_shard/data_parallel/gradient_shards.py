@@ -328,11 +328,14 @@ class _Source:
         tensor.on_change = self.changed
         return tensor
 
-    def look(self) -> None:
-        """Learn from `.grad` whether user code has zeroed the gradient."""
+    @as_they_are
+    def look(self, shown: AveragedGradient) -> None:
+        """Learn from `.grad` whether user code has zeroed the gradient, which `shown` stood for."""
         if self.place is not None:
             gradients, index = self.place
             gradients.buffer.observe(index)
+        elif self.spread.param.grad is not shown:  # as on the ranks that have elements
+            shown.lose(self.local())
 
     def apart(self, local: Tensor) -> ShardedTensor:
         """Return a tensor of other elements that is spread as the gradient is."""
@@ -418,7 +421,10 @@ class AbsentGradients:
             group.all_reduce(flags, "max").wait()
         present = dict(zip(self._params, flags.bool().tolist(), strict=True))
         for param in self._absent:
-            param.grad = self._shards.stand_in(param) if present[param] else None
+            if not present[param]:
+                param.grad = None
+            elif not (isinstance(param.grad, AveragedGradient) and param.grad.own is None):
+                param.grad = self._shards.stand_in(param)  # else what is there stays
 
     def hide(self) -> None:
         """Hide the gradients that only other ranks have from this rank's optimizer."""

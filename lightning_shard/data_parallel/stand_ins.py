@@ -80,7 +80,7 @@ class StandIns:
         """Note that parameters' gradients are gone, also for code that has kept a `.grad`.
 
         Args:
-            indices: The parameters'.
+            indices: Places of the parameters in the buffer.
             elements: Returns a copy of what this rank has of a gradient; None for nothing.
         """
         for index in indices:

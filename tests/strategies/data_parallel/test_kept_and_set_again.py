@@ -240,3 +240,9 @@ def test_what_hooks_keep_of_gradients_and_set_again_is_trained(number: int, sche
     """In a pipeline ranks disagreed who knew which norms, and gradients set again were lost."""
     got = trained(InHooks, number, scheme)
     torch.testing.assert_close(got, alone(InHooks, number), rtol=1e-5, atol=2e-6)
+
+
+def test_stages_know_alike_what_is_kept_of_a_gradient_without_a_copy() -> None:
+    """A stage without the parameter went on to take what was kept for the gradient's stand-in."""
+    got = trained(InHooks, 20, "pipeline")
+    torch.testing.assert_close(got, alone(InHooks, 20), rtol=1e-5, atol=2e-6)
