@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_shard.data_parallel.torch_private import TorchDispatchMode, without_function_modes
-from lightning_shard.meta_start.recipes import has_meta_tensors, note_recipes
+from lightning_shard.meta_start.recipes import has_meta_tensors, note_recipes, recipe_of
 from lightning_shard.meta_start.tape import Tape
 
 _META = torch.device("meta")
@@ -165,13 +165,17 @@ class _Recorder(TorchFunctionMode):
         if not (given or _is_meta(kwargs)) or _is_loading():
             return func(*args, **kwargs)
         if func in _AS_ON_CPU:
-            return _AS_ON_CPU[func]
+            return _AS_ON_CPU[func] if self._is_known(args[0]) else func(*args, **kwargs)
         if func in _READING:
             return _read_only(func(self._tape.read(args[0]), *args[1:], **kwargs))
         if func in _COUNTING and not given:
             return func(*args, **{**kwargs, "device": _CPU})
         with self._noting:
             return func(*args, **kwargs)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether a meta tensor has values to come; any other the code itself has on meta."""
+        return recipe_of(tensor) is not None or self._tape.ref(tensor) is not None
 
     def _is_noted(self, value: Any) -> bool:
         is_on_meta = isinstance(value, Tensor) and value.device == _META
