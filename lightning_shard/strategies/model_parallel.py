@@ -23,6 +23,7 @@ from lightning_shard.meta_start.start import MetaStart, noted_alike
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_groups import RunGroups
 from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.parallel_dimensions.step_runner import WrappedRunner
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.host_placement import tell_placement
 from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ranks
@@ -34,6 +35,7 @@ from lightning_shard.trainer.batch_counts import (
     check_same_lengths,
     lengths_on_ranks,
 )
+from lightning_shard.trainer.default_group import default_group_is
 from lightning_shard.trainer.hook_advice import hooks_inside
 from lightning_shard.trainer.metric_groups import MetricGroups
 from lightning_shard.trainer.same_batches import SameBatches
@@ -248,6 +250,8 @@ class ModelParallelStrategy(DataParallelStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
         assert self.model is not None
+        assert self._runner is not None
+        self._runner = WrappedRunner(self._runner, self._ranks_in_step)
         self._metrics = MetricGroups(self.model, self.data_collectives.group)
         self._same_batches = SameBatches(self.model_collectives, self.model_ranks, self.root_device)
 
@@ -281,6 +285,14 @@ class ModelParallelStrategy(DataParallelStrategy):
     @override
     def _seeing_shards(self) -> AbstractContextManager[None]:
         return self._hidden()
+
+    def _ranks_in_step(self) -> AbstractContextManager[None]:
+        return default_group_is(self.data_collectives.group)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._ranks_in_step():
+            return super().backward(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

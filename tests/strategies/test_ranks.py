@@ -7,6 +7,8 @@ import lightning as L  # noqa: N812
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -183,6 +185,43 @@ def test_a_scheme_alone_counts_ranks_of_other_samples(name: str) -> None:
     model = fitted(ALONE[name](backend="in_process", announce=False, **options), 2)
     check_numbers(model.told, 2, 1 if name in OF_MODELS else 2)
     assert_one_device(model)
+
+
+class ByTorch(OfTokens):
+    """Asks torch.distributed, which knows of processes, and lets gradients through a sum."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not dist.is_initialized():
+            return super().training_step(batch, batch_idx)
+        assert (dist.get_rank(), dist.get_world_size()) == (
+            self.global_rank,
+            self.trainer.world_size,
+        )
+        ids, labels = batch
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x).flatten(0, 1)
+        total = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+        count = (labels != -100).sum().float()
+        dist.all_reduce(count)
+        first = torch.full((), float(self.global_rank))
+        dist.broadcast(first, src=dist.get_world_size() - 1)
+        assert first == dist.get_world_size() - 1
+        loss: Tensor = torch.distributed.nn.functional.all_reduce(total) / count
+        self.seen.update(len(ids))
+        self.log("loss", loss, sync_dist=True, on_step=True)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_reduce is deprecated")
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2)])
+def test_torch_counted_the_ranks_of_one_model_in_a_step(sizes: tuple[int, int, int, int]) -> None:
+    """A sum over the default group had each token as often as ranks share the model."""
+    functions = dist.get_rank, dist.all_reduce
+    assert_one_device(fitted(of_mesh(sizes), prod(sizes), ByTorch), ByTorch)
+    assert functions == (dist.get_rank, dist.all_reduce)
 
 
 class TakesShare(OfTokens):
