@@ -91,7 +91,7 @@ class ParallelDimension:
     def before_update(self, optimizer: Optimizer, number: int) -> None:
         """See the averaged gradients of an optimizer, `number` among them; each rank must call."""
 
-    def check_gather(self, *, sync_grads: bool) -> None:
+    def check_gather(self, tensor: Tensor, *, sync_grads: bool) -> None:
         """Refuse to gather what a step has on its ranks, where that cannot be right.
 
         Raises:

@@ -83,6 +83,8 @@ class MicrobatchedSteps(StepRunner):
         self._readers: dict[str, BatchReader] = {}
         self._ragged = False  # whether a batch has been left whole for that
         self._num_in_step = 1  # microbatches of the training step that runs
+        self._num_counts = 0  # that the step has gathered of this microbatch
+        self._counts: dict[int, float] = {}  # of the batch's first microbatch, by their number
 
     @override
     def run(
@@ -92,13 +94,27 @@ class MicrobatchedSteps(StepRunner):
             return self._train(step, args, kwargs)
         return self._evaluate(kind, step, args, kwargs)
 
-    def check_gather(self) -> None:
+    def check_gather(self, tensor: Tensor, *, sync_grads: bool) -> None:
         """Refuse to gather with gradients inside a step of which a microbatch is a part only.
+
+        Counts that differ between microbatches are refused as well: a mean over as many tokens of
+        each is not that over the batch's.
 
         Raises:
             ConfigError: The step runs on microbatches; it says what to do.
         """
-        if self._num_in_step > 1:
+        is_count = tensor.numel() == 1 and not (tensor.requires_grad or is_placeholder(tensor))
+        if self._num_in_step > 1 and is_count and (count := float(tensor)).is_integer():
+            self._num_counts += 1
+            expected = self._counts.setdefault(self._num_counts, count)
+            if count != expected:
+                raise ConfigError(
+                    f"training_step gathers a count, {count:g} in one microbatch and "
+                    f"{expected:g} in another, but a mean over what each microbatch counts is not "
+                    f"the mean over the whole batch; expected one count in all of them. Set "
+                    f"num_microbatches=1, or log the count with self.log(..., reduce_fx='sum')."
+                )
+        if self._num_in_step > 1 and sync_grads:
             raise ConfigError(
                 f"training_step gathers tensors with sync_grads=True, for a loss over the samples "
                 f"of the whole batch, but a pipeline runs it for each of {self._num_in_step} "
@@ -109,6 +125,7 @@ class MicrobatchedSteps(StepRunner):
     def _train(self, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         microbatches = self._microbatches("training", args)
         self._num_in_step = len(microbatches)
+        self._counts.clear()
         if not self._ragged:
             self._on_training(self._num_in_step)
         recorded, scale = self._recorded(step, args, kwargs), self._run.loss_scale()
@@ -164,6 +181,7 @@ class MicrobatchedSteps(StepRunner):
 
         def recorded(microbatch: Microbatch, checked: Checked | None) -> Any:
             is_last, may_repeat = checked is not None, self._pipeline.is_rehearsing
+            self._num_counts = 0
             with self._logs.recording(
                 microbatch.size, counts=is_last, may_repeat=may_repeat, completed=completed
             ) as note:

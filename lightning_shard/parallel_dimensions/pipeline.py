@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -169,9 +169,9 @@ class PipelineDimension(ParallelDimension):
         return self._steps
 
     @override
-    def check_gather(self, *, sync_grads: bool) -> None:
-        if sync_grads and self._steps is not None:
-            self._steps.check_gather()
+    def check_gather(self, tensor: Tensor, *, sync_grads: bool) -> None:
+        if self._steps is not None:
+            self._steps.check_gather(tensor, sync_grads=sync_grads)
 
     @override
     def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:

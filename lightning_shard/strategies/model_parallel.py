@@ -323,7 +323,7 @@ class ModelParallelStrategy(DataParallelStrategy):
             ConfigError: Inside a step, where a dimension cannot gather with `sync_grads`.
         """
         for one in self.dimensions:
-            one.check_gather(sync_grads=sync_grads)
+            one.check_gather(tensor, sync_grads=sync_grads)
         return super().all_gather(tensor, group, sync_grads)
 
     @override

@@ -187,6 +187,11 @@ def test_a_scheme_alone_counts_ranks_of_other_samples(name: str) -> None:
     assert_one_device(model)
 
 
+def test_a_mean_over_tokens_was_one_over_those_of_each_microbatch() -> None:
+    with pytest.raises(ConfigError, match=r"gathers a count, .*Set num_microbatches=1"):
+        fitted(PipelineParallelStrategy(backend="in_process", announce=False), 2)
+
+
 class ByTorch(OfTokens):
     """Asks torch.distributed, which knows of processes, and lets gradients through a sum."""
 
