@@ -168,12 +168,19 @@ def _copy_extras(tensor: Tensor, memo: _Memo) -> None:
     for name, value in vars(tensor).items():
         if name not in vars(copied):
             setattr(copied, name, copy.deepcopy(value, memo))
+    hooks = tensor._backward_hooks or {}
+    late_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    is_frozen = bool(hooks or late_hooks) and not copied.requires_grad
+    if is_frozen:  # since it was given its hooks, which torch gives to what is trained only
+        copied.requires_grad_()
     if not copied._backward_hooks:
-        for hook in (tensor._backward_hooks or {}).values():
+        for hook in hooks.values():
             copied.register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
     if not (getattr(copied, "_post_accumulate_grad_hooks", None) or {}):
-        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in late_hooks.values():
             copied.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+    if is_frozen:
+        copied.requires_grad_(False)
 
 
 def _copy_compiled_call(part: nn.Module, memo: _Memo) -> None:

@@ -101,7 +101,7 @@ class DataParallelStrategy(EndingStrategy):
         self._memory = MemoryNotes(self)  # for errors
         self._runner: StepRunner | None = None
         self._start: MetaStart | None = None  # until the engine has the parameters
-        self._in_hooks = ExitStack()  # around the user's, of a fit
+        self._in_hooks = ExitStack()  # around the user's
         self._in_split_model = ExitStack()  # until its dimensions are restored
         self._sharded: list[ShardedOptimizer] = []
         self._replaced: Collection[ShardedOptimizer] = ()  # in the middle of the fit
@@ -165,7 +165,7 @@ class DataParallelStrategy(EndingStrategy):
             besides = schedules(trainer)
             check_same_optimizers(self.optimizers, self.model, self.collectives, besides)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
-            self._explain_shards(callbacks)
+        self._explain_shards(callbacks)
 
     def _follow_formats(self) -> None:
         """Lay out anew layers that user code has given another format; each rank must call.

@@ -110,6 +110,19 @@ def test_hooks_of_modules_and_parameters_are_the_copys() -> None:
     assert copied.layer.bias.no_decay
 
 
+def test_a_parameter_that_was_frozen_after_it_was_given_hooks_could_not_be_copied() -> None:
+    model, seen = Net(), list[Any]()
+    model.layer.weight.register_hook(lambda grad: grad * 3)
+    model.layer.bias.register_post_accumulate_grad_hook(lambda _: seen.append(model.layer))
+    model.layer.requires_grad_(False)
+    copied = copy_with_functions(model, {}, [model], [])
+    assert [p.requires_grad for p in copied.layer.parameters()] == [False, False]
+    copied.layer.requires_grad_(True)
+    copied.layer(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(copied.layer.weight.grad, torch.full((2, 2), 3.0))
+    assert seen == [copied.layer]
+
+
 def test_other_deep_copies_are_as_ever() -> None:
     def function() -> None: ...
 
