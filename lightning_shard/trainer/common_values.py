@@ -39,11 +39,10 @@ def common_values(trainer: "pl.Trainer", strategy: Any) -> Iterator[None]:
     """
 
     def at_epoch_end() -> None:
-        if strategy.data_collectives.size > 1:
-            of_all = met(epoch_values(trainer), strategy.data_collectives, "an epoch's values")
-            _check_steps(of_all, strategy.global_rank)
-            for key, found in _by_name(of_all):
-                take_epoch_value(trainer, key, found[0].names, _combined(found))
+        of_all = met(epoch_values(trainer), strategy.data_collectives, "an epoch's values")
+        _check_steps(of_all, strategy.global_rank)
+        for key, found in _by_name(of_all):
+            take_epoch_value(trainer, key, found[0].names, _combined(found))
         strategy.check_settings(trainer)
 
     def mean(values: Mapping[str, Any]) -> Mapping[str, Any]:
