@@ -1,5 +1,6 @@
 """One rank's random streams, of torch's generators, numpy and Python, as tensors and numbers."""
 
+import json
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -45,6 +46,27 @@ def load_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         np.random.set_state((_OF_NUMPY, keys, saved["position"], *normal))
     if device.type != "cpu" and "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"], device)
+
+
+def generator_state(one: Any) -> Any:
+    """Return the state of a generator of torch's, Python's or numpy's; None of anything else."""
+    if isinstance(one, torch.Generator):
+        return one.get_state()
+    if type(one) is random.Random:
+        return _of_python(one.getstate())
+    if isinstance(one, np.random.Generator):
+        return json.dumps(one.bit_generator.state, default=np.ndarray.tolist)
+    return None
+
+
+def load_generator_state(one: Any, state: Any) -> None:
+    """Set a generator to what `generator_state` has returned of its like."""
+    if isinstance(one, torch.Generator):
+        one.set_state(state)
+    elif isinstance(one, random.Random):
+        one.setstate(_for_python(state))
+    else:
+        one.bit_generator.state = json.loads(state)
 
 
 def _of_python(state: tuple[Any, ...]) -> dict[str, Any]:

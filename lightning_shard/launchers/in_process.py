@@ -1,6 +1,6 @@
 """The launcher of ranks that are threads of this process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,10 +39,18 @@ class InProcessLauncher(Launcher):
         is_elastic: Whether the others go on when a rank is lost or leaves, and ranks may be added.
             If the rank on this thread does not come to the end, the caller's model and trainer get
             the results of the lowest one that does: see `adoption`.
+        merge: Makes one result of all ranks' and their Trainers; rank 0's when left out.
     """
 
-    def __init__(self, num_ranks: int, *, is_elastic: bool = False) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        is_elastic: bool = False,
+        merge: Callable[[Sequence[Any], Sequence["pl.Trainer | None"]], Any] | None = None,
+    ) -> None:
         super().__init__()
+        self._merge = merge
         self._num_ranks = num_ranks
         self._is_elastic = is_elastic
 
@@ -93,6 +101,9 @@ class InProcessLauncher(Launcher):
             raise
         if mine.exit is not None:
             raise mine.exit
+        if self._merge is not None and len(results) == self._num_ranks:
+            trainers = [trainer, *(one.trainer for one in replicas)]
+            results = [self._merge(results, trainers), *results[1:]]
         if not isinstance(world, ElasticWorld):
             return results[_CALLERS_THREAD]
         survivor = _lowest_survivor(world)

@@ -58,6 +58,7 @@ from lightning_shard.trainer.common_values import common_values
 from lightning_shard.trainer.gathered_tensors import gathered
 from lightning_shard.trainer.layer_sync import layer_sync_over
 from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
+from lightning_shard.trainer.predictions import merged
 from lightning_shard.trainer.same_settings import (
     SettingsOfSteps,
     check_same_settings,
@@ -250,7 +251,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         assert self.cluster_environment is not None
         self.backend.check(self.root_device)
         if self.is_in_process:
-            self._launcher = InProcessLauncher(self.num_processes)
+            self._launcher = InProcessLauncher(self.num_processes, merge=merged)
         else:
             self._launcher = ProcessLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
@@ -287,6 +288,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
                 lambda: self.distributed_sampler_kwargs,
                 self.broadcast,
                 training=not self.assigns_samples,
+                predictions=self.is_in_process,
             )
         )
 

@@ -63,6 +63,7 @@ from lightning_shard.trainer.hook_advice import (
     usual_clipping,
 )
 from lightning_shard.trainer.model_graphs import draw_graphs
+from lightning_shard.trainer.predictions import PredictedBatches
 from lightning_shard.trainer.same_settings import schedules
 from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
 from lightning_shard.trainer.weight_averaging import (
@@ -426,6 +427,7 @@ class DataParallelStrategy(EndingStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self.begin_step()
+        self.predicted.note(*args)
         return self._run_step("predict", super().predict_step, args, kwargs)
 
     @override
@@ -464,6 +466,9 @@ class DataParallelStrategy(EndingStrategy):
 
     @override
     def on_predict_start(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self.predicted = PredictedBatches(trainer, self.data_collectives.rank)
         if self._may_differ_in_batches:
             self.engine.hold_parameters()
         super().on_predict_start()

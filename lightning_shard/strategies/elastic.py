@@ -60,6 +60,7 @@ from lightning_shard.strategies.joining import leave_groups
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
 from lightning_shard.trainer._lightning import handle_requeue, handle_sigterm
+from lightning_shard.trainer.predictions import merged
 from lightning_shard.trainer.same_settings import started_with
 from lightning_shard.trainer.termination import TerminationHandler
 from lightning_shard.trainer.weight_averaging import averaging_callbacks
@@ -126,7 +127,7 @@ class ElasticStrategy(DataParallelStrategy):
         assert self.cluster_environment is not None
         self.backend.check(self.root_device)
         if self.is_in_process:
-            self._launcher = InProcessLauncher(self.num_processes, is_elastic=True)
+            self._launcher = InProcessLauncher(self.num_processes, is_elastic=True, merge=merged)
             return
         self.cluster_environment = elastic_environment(self.cluster_environment)
         if restarted_worker(self.cluster_environment) is not None:

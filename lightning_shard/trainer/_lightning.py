@@ -52,6 +52,8 @@ __all__ = [
     "layer_sync",
     "load_loader_states",
     "loader_states",
+    "noted_batches",
+    "prediction_loaders",
     "prepare_dataloader",
     "request_dataloader",
     "requeue",
@@ -130,6 +132,17 @@ def assign_under_indices(
     batches = tracking._batch_sampler
     if not is_assigned(batches):
         tracking._batch_sampler = assign(batches)
+
+
+def noted_batches(tracking: Any) -> Any:
+    """Return the batch sampler whose indices Lightning notes, or what is given itself."""
+    return getattr(tracking, "_batch_sampler", tracking)
+
+
+def prediction_loaders(trainer: "pl.Trainer") -> list[Any]:
+    """Return the loaders of a prediction, each by itself."""
+    combined = trainer.predict_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
 
 
 def accept_compiled_modules(strategies: type[Strategy]) -> None:
@@ -291,11 +304,11 @@ def before_making_iterators(trainer: "pl.Trainer", first: Callable[[], None]) ->
     loop = trainer.fit_loop
     load = loop._load_combined_loader_states
 
-    def load_then() -> None:
-        load()
+    def first_then() -> None:
         first()
+        load()
 
-    with patch.object(loop, "_load_combined_loader_states", load_then):
+    with patch.object(loop, "_load_combined_loader_states", first_then):
         yield
 
 
@@ -312,7 +325,12 @@ def loader_states(trainer: "pl.Trainer") -> list[Any]:
 
 
 def load_loader_states(trainer: "pl.Trainer", states: Sequence[Any]) -> None:
-    """Have these states loaded, in the place of a checkpoint's, before iterators are made."""
+    """Have these states loaded, in the place of a checkpoint's, before iterators are made.
+
+    Where `configure_optimizers` has asked for the data, it is asked for anew.
+    """
+    if states and training_loaders(trainer):
+        trainer.fit_loop._combined_loader = None
     trainer.fit_loop._combined_loader_states_to_load = list(states)
 
 

@@ -104,6 +104,7 @@ def assigns_batch_samplers(
     broadcast: Callable[[Any], Any],
     *,
     training: bool,
+    predictions: bool = False,
 ) -> Iterator[None]:
     """Assign a trainer's ranks the batches of the user's batch samplers inside.
 
@@ -112,16 +113,26 @@ def assigns_batch_samplers(
         place: Returns `num_replicas` and `rank` of this rank now.
         broadcast: Returns rank 0's value on every rank; each rank must call.
         training: Whether training batches are assigned, too; else the loader is copied as it is.
+        predictions: Whether the ranks take whole batches of any loader in predictions.
     """
     connector, name, prepare = prepare_dataloader(trainer)
 
     def assign(batches: Any, *, repeats: bool) -> AssignedBatches:
         _check_length(batches)
+        ranks = place()["num_replicas"]
+        if type(batches) is BatchSampler and not repeats and len(batches) < ranks:
+            size = max(1, len(batches.sampler) // ranks)  # type: ignore[arg-type]
+            batches = BatchSampler(batches.sampler, size, drop_last=False)  # one for each rank
         rank_zero_info(f"Rank r of N takes batches r, r + N ... of {type(batches).__name__}.")
         return AssignedBatches(batches, place, broadcast, repeats=repeats)
 
     def prepare_or_assign(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
-        if not (has_own_batches(dataloader) and is_assigned_by_trainer(trainer, dataloader)):
+        has_batches = has_own_batches(dataloader) or (
+            predictions
+            and mode == RunningStage.PREDICTING
+            and getattr(dataloader, "batch_sampler", None) is not None
+        )
+        if not (has_batches and is_assigned_by_trainer(trainer, dataloader)):
             keeps_order = isinstance(getattr(dataloader, "sampler", None), SequentialSampler)
             if keeps_order and place()["num_replicas"] == 1:  # as on one device
                 shuffle = False

@@ -6,9 +6,10 @@
                                          fetched and dropped
 
 Lightning would begin the epoch's data anew. Batches that were trained on are fetched once more, so
-that whatever draws their order, and workers that augment them, come to be where they were. A loader
-or sampler with `state_dict` and `load_state_dict`, and a data module that loads a state, go there
-by themselves, and nothing is dropped.
+that whatever draws their order, and workers that augment them, come to be where they were; so do
+generators of their own. On the same mesh a loader with `state_dict` and `load_state_dict` goes
+there by itself, and nothing is dropped, unless Lightning has wrapped its sampler; so does a data
+module that loads a state, and a sampler or dataset whose state somebody has loaded.
 
 Where the random streams are not this rank's own (the mesh has changed), the order is drawn as rank
 0 has drawn it, and the streams are those of the new run. Where a batch of all ranks has another
@@ -23,10 +24,17 @@ from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_shard.checkpoint.random_state import load_random_state, random_state
+from lightning_shard.checkpoint.random_state import (
+    generator_state,
+    load_generator_state,
+    load_random_state,
+    random_state,
+)
+from lightning_shard.pipeline_parallel.containers import digest
 from lightning_shard.trainer._lightning import (
     around_validation,
     before_making_iterators,
@@ -40,6 +48,7 @@ from lightning_shard.trainer._lightning import (
 )
 
 _PARTS = ("sampler", "batch_sampler", "dataset")  # of a loader, which may have a place
+_HOLDERS = (*_PARTS, "_sampler", "_batches")  # of loaders, samplers and what wraps them
 _HOOKS = ("state_dict", "load_state_dict")
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 PLACE_ENTRIES = ("random", "data", "loaders")
@@ -66,6 +75,7 @@ class PlaceInData:
         self._at_order: Mapping[str, Any] = {}  # before the first batch of the epoch was drawn
         self._at_validation: Mapping[str, Any] = {}  # before one that an error has ended
         self._resumed: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        self._is_of_this_mesh = True  # what was resumed from
         self._num_to_drop: int | None = None  # batches, where those of the loop are no measure
 
     def state(self) -> dict[str, Any]:
@@ -76,6 +86,7 @@ class PlaceInData:
         data: dict[str, Any] = {"iterators": self._at_iterators, "order": self._at_order}
         if progress.current.ready == 0:
             data["is_at_first"] = True  # stopped before the first batch of an epoch
+        data["parts"] = _states_of_parts(self._trainer)
         if (samples := _samples_of_a_batch(self._trainer)) is not None:
             data["samples_of_a_batch"] = samples
         is_within = bool(self._at_order) and not progress.is_last_batch
@@ -92,8 +103,9 @@ class PlaceInData:
             first: What it has returned on rank 0; {} if nothing is known.
         """
         self._resumed = own.get("random", {}), (own or first).get("data", {})
-        if "loaders" in own:
-            load_loader_states(self._trainer, own["loaders"])
+        self._is_of_this_mesh = bool(own)
+        # Another mesh has other shares of the data: batches are dropped there.
+        load_loader_states(self._trainer, own.get("loaders", ()))
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -123,13 +135,19 @@ class PlaceInData:
             raise
 
     def _now(self) -> dict[str, Any]:
-        return random_state(self._device)
+        states = [generator_state(one) for one in _generators(self._trainer)]
+        return random_state(self._device) | ({"generators": states} if states else {})
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if state:
             load_random_state(state, self._device)
+        pairs = zip(_generators(self._trainer), state.get("generators", ()), strict=False)
+        for generator, one in pairs:
+            load_generator_state(generator, one)
 
     def _note_iterators(self) -> None:
+        if self._resumed is not None and not self._places_itself():
+            load_loader_states(self._trainer, ())
         self._at_iterators = self._now()
 
     def _begin_fit(self, reset: Callable[[], None]) -> None:
@@ -207,7 +225,16 @@ class PlaceInData:
         data = owner.datamodule
         if data is not None and is_overridden("load_state_dict", data, pl.LightningDataModule):
             return True
-        return any(_has_place(loader) for loader in training_loaders(self._trainer))
+        loaders = training_loaders(self._trainer)
+        if any(map(_has_place, loaders)):
+            # What wraps another's sampler draws its order anew each time it is asked.
+            owners = [*loaders, *(getattr(one, "batch_sampler", None) for one in loaders)]
+            samplers = [getattr(one, "sampler", None) for one in owners]
+            is_drawn_anew = any(isinstance(one, DistributedSamplerWrapper) for one in samplers)
+            return self._is_of_this_mesh and not is_drawn_anew
+        parts = _states_of_parts(self._trainer)
+        saved = {} if self._resumed is None else self._resumed[1]
+        return bool(parts) and saved.get("parts", parts) == parts
 
 
 def _samples_of_a_batch(trainer: "pl.Trainer") -> int | None:
@@ -224,9 +251,26 @@ def _samples_of_a_batch(trainer: "pl.Trainer") -> int | None:
     return own * ranks if isinstance(own, int) and isinstance(ranks, int) else None
 
 
-def _has_place(loader: Any) -> bool:
-    owners = [loader, *(getattr(loader, part, None) for part in _PARTS)]
-    return any(all(hasattr(one, hook) for hook in _HOOKS) for one in owners)
+def _states_of_parts(trainer: "pl.Trainer") -> list[int]:
+    """Digest the states of samplers and datasets that have one, by which their place is known."""
+    loaders = training_loaders(trainer)
+    parts: list[Any] = [getattr(one, part, None) for one in loaders for part in _PARTS]
+    return [digest(one.state_dict()) for one in parts if _has_place(one)]
+
+
+def _has_place(one: Any) -> bool:
+    return all(hasattr(one, hook) for hook in _HOOKS)
+
+
+def _generators(trainer: "pl.Trainer") -> list[Any]:
+    """Return what loaders, samplers and datasets draw from for themselves, each once."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = training_loaders(trainer)
+    while waiting:
+        attributes = getattr(waiting.pop(), "__dict__", {})
+        found |= {id(one): one for one in attributes.values() if generator_state(one) is not None}
+        waiting += [attributes[name] for name in _HOLDERS if name in attributes]
+    return list(found.values())
 
 
 @contextmanager

@@ -1,9 +1,12 @@
 """Where a resumed fit goes on in its data: at the next batch, and never twice as far."""
 
+import random
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -236,3 +239,67 @@ def test_a_data_module_that_loads_a_state_is_left_alone(tmp_path: Path) -> None:
     )
     trainer.fit(model, datamodule=PlacedModule(), ckpt_path=tmp_path / "a")
     assert len(model.seen) == 1
+
+
+class OwnOrder:
+    """A sampler that draws each order from a generator of its own, as torchdata's does.
+
+    Args:
+        kind: Whose generator.
+    """
+
+    def __init__(self, kind: str = "torch") -> None:
+        self.generator: Any = {
+            "torch": torch.Generator().manual_seed(5),
+            "python": random.Random(5),
+            "numpy": np.random.default_rng(5),
+        }[kind]
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Any:
+        if isinstance(self.generator, torch.Generator):
+            return iter(torch.randperm(NUM_SAMPLES, generator=self.generator).tolist())
+        order = list(range(NUM_SAMPLES))
+        self.generator.shuffle(order)
+        return iter(order)
+
+
+class StatefulLoader(DataLoader[Any]):
+    """Goes to its place by the number of batches, as torchdata's `StatefulDataLoader` does."""
+
+    given = begin = 0
+
+    @override
+    def __iter__(self) -> Any:
+        self.given, begin, self.begin = self.begin, self.begin, 0
+        list(self.sampler)  # it asks for the order more than once
+        for batch in islice(super().__iter__(), begin, None):
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place."""
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place."""
+        self.begin = state["given"]
+
+
+@pytest.mark.few_cases(3)
+@pytest.mark.parametrize("at", [2, 8])
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
+@pytest.mark.parametrize("loader", [DataLoader, StatefulLoader])
+def test_an_order_that_is_drawn_from_an_own_generator_goes_on(
+    loader: Any, kind: str, at: int, tmp_path: Path
+) -> None:
+    """A new generator had drawn another order: 10 of 40 samples twice, and 10 never."""
+
+    def make() -> Any:
+        return Seeing(lambda: loader(samples(), BATCH, sampler=OwnOrder(kind)))
+
+    whole = fit(DDPStrategy(**RANKS), 10, [SaveAt(tmp_path / "a", at)], make_module=make)
+    broken = fit(DDPStrategy(**RANKS), 10, resume=tmp_path / "a", make_module=make, seed=77)
+    assert broken.seen == whole.seen[at:]
