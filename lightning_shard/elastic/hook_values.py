@@ -183,7 +183,8 @@ def _owners(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
     for name, part in owner.lightning_module.named_modules():
         yield f"module {name}".strip(), part
     for number, callback in enumerate(owner.callbacks):
-        if not type(callback).__module__.startswith(_PACKAGES):
+        is_shared = hasattr(callback, "__deepcopy__")  # by ranks of one process, if it says so
+        if not is_shared and not type(callback).__module__.startswith(_PACKAGES):
             yield f"callback {type(callback).__name__} {number}", callback
     if owner.datamodule is not None:
         yield "data module", owner.datamodule
