@@ -48,7 +48,7 @@ def schemes_for(features: Sequence[str], seed: int, count: int) -> list[str]:
     fit = [one for one in SCHEMES.values() if one.promises(features)]
     random = Random(f"schemes of {seed}")
     # The largest of these are a draw without replacement by shares.
-    fit.sort(key=lambda one: -(random.random() ** (1 / one.share)))
+    fit.sort(key=lambda one: -(random.random() ** (1 / one.share_for(features))))
     if count == 0:
         fit = [one for one in fit if one.backend is None]
     return [one.name for one in fit[: count or None]]

@@ -579,8 +579,16 @@ def _(draft: Draft, random: Random) -> None:
     draft.late_init.append("self.late = nn.Linear(WIDTH, WIDTH)")
     lines = ["h = h + self.late(h)"]
     if random.random() < 0.5:
-        lines = ["if batch_idx % 2 == 1:", "    h = h + self.late(h)"]
+        lines = ["if batch_idx % 2 == 0:", "    h = h + self.late(h)"]
     draft.before_blocks.extend(lines)
+
+
+@feature("branch that the second batch is the first to use", gives=["unused", "used late"])
+def _(draft: Draft, random: Random) -> None:
+    draft.late_init.append("self.rare = nn.Linear(WIDTH, WIDTH)")
+    getattr(draft, random.choice(["before_blocks", "after_blocks"])).extend(
+        ["if batch_idx % 2 == 1:", "    h = h + self.rare(h)"]
+    )
 
 
 @feature("layer that nothing uses", gives=["unused"])

@@ -16,6 +16,7 @@ class Scheme:
         tolerance: How far values may be apart, of what they are at most; None for the program's.
         backend: Of ranks that are processes; None for ranks in process.
         share: How often it is drawn beside others.
+        wants: Tags of programs that it is for: it refuses most others.
     """
 
     name: str
@@ -25,6 +26,11 @@ class Scheme:
     tolerance: float | None = None
     backend: str | None = None
     share: float = 1.0
+    wants: frozenset[str] = frozenset()
+
+    def share_for(self, features: Iterable[str]) -> float:
+        """Return how often it is drawn for a program, which it may have nothing to do with."""
+        return self.share if self.wants <= tags_of(features) else 0.1 * self.share
 
     def promises(self, features: Iterable[str]) -> bool:
         """Return whether a program of these features is to train as on one device."""
@@ -44,6 +50,7 @@ def _add(
     tolerance: float | None = None,
     backend: str | None = None,
     share: float = 1.0,
+    wants: Iterable[str] = (),
 ) -> None:
     for num_ranks in ranks:
         full = f"{name} x{num_ranks}"
@@ -56,11 +63,12 @@ def _add(
             tolerance=tolerance,
             backend=backend,
             share=share,
+            wants=frozenset(wants),
         )
 
 
-# Of a batch norm each microbatch has its own statistics.
-PIPELINE = ("of whole batch",)
+# Of a batch norm each microbatch has its own statistics; what is lent is found in the first batch.
+PIPELINE = ("of whole batch", "used late")
 # Hooks see a rank's shards: the page says what goes wrong there without a word.
 SHARDS_IN_PARTS = ("reads weights", "by index", "edits weights")
 # Ranks average what each has done alone: equal where that is linear in the gradient.
@@ -155,7 +163,13 @@ _add(
     ranks=[2],
     leaves_out=PIPELINE,
 )
-_add("pipeline one microbatch", "PipelineParallelStrategy", "num_microbatches=1", ranks=[2])
+_add(
+    "pipeline one microbatch",
+    "PipelineParallelStrategy",
+    "num_microbatches=1",
+    ranks=[2],
+    leaves_out=["used late"],
+)
 _add(
     "pipeline x data, stage 1",
     "HybridParallelStrategy",
@@ -183,15 +197,17 @@ _add(
     "data_parallel_size=(2, 2), zero_stage=3",
     ranks=[4],
 )
-_add("context", "ContextParallelStrategy", share=2)
+_add("context", "ContextParallelStrategy", share=3, wants=["sequence"])
 _add(
     "context x data, stage 2",
     "ContextParallelStrategy",
     "context_parallel_size=2, zero_stage=2",
     ranks=[4],
+    share=2,
+    wants=["sequence"],
 )
-_add("context, stage 3", "ContextParallelStrategy", "zero_stage=3", ranks=[2])
-_add("experts", "HybridParallelStrategy", "expert_parallel_size=2", ranks=[2, 4])
+_add("context, stage 3", "ContextParallelStrategy", "zero_stage=3", ranks=[2], wants=["sequence"])
+_add("experts", "HybridParallelStrategy", "expert_parallel_size=2", share=6, wants=["experts"])
 _add("local", "LocalSGDStrategy", "sync_every=1", ranks=[2], leaves_out=LOCAL)
 _add("async", "AsyncSGDStrategy", "staleness_bound=0", ranks=[2], leaves_out=ASYNC)
 _add("elastic", "ElasticStrategy", ranks=[2, 4])
