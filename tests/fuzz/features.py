@@ -59,6 +59,7 @@ class Draft:
     trainer: dict[str, str] = field(default_factory=lambda: {"max_epochs": "1"})
     callbacks: Lines = field(default_factory=list)
     num_samples: int = 32
+    num_predicted: int = 16
     dtype: str = "torch.float64"
     width: int = 8
     num_outputs: int = 12

@@ -257,7 +257,8 @@ class Data(L.LightningDataModule):
     def test_dataloader(self):
         return self.held_out()
 
-    predict_dataloader = test_dataloader
+    def predict_dataloader(self):
+        return self.held_out({num_predicted})
 '''
 
 VALIDATION = """
@@ -271,7 +272,12 @@ def _data(draft: Draft) -> str:
     made = [f"{name} = {source}" for name, source in fields.items()]
     names = ", ".join(fields)
     sample = draft.sample.format(names=names, pairs=", ".join(f"{one}={one}" for one in fields))
-    source = DATA.format(made=_body(made, 2), sample=sample, count=draft.num_samples)
+    source = DATA.format(
+        made=_body(made, 2),
+        sample=sample,
+        count=draft.num_samples,
+        num_predicted=draft.num_predicted,
+    )
     if draft.validates:
         source += VALIDATION.format(loaders=draft.loaders)
     return f"\n\n{draft.collate}\n{source}"

@@ -150,7 +150,16 @@ def _(draft: Draft, random: Random) -> None:
 def _(draft: Draft, random: Random) -> None:
     draft.entries += [
         "predicted = trainer_for(made(), devices, folder).predict(net, data)",
-        "more['first prediction'] = predicted[0][0]",
+        "more['predictions'] = torch.cat(predicted)",
+    ]
+
+
+@feature("prediction of an uneven number of samples")
+def _(draft: Draft, random: Random) -> None:
+    draft.num_predicted = random.choice([9, 13, 19])
+    draft.entries += [
+        "predicted = trainer_for(made(), devices, folder).predict(net, data)",
+        "more['uneven predictions'] = torch.cat(predicted)",
     ]
 
 
