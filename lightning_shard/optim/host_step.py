@@ -83,4 +83,11 @@ class StepOnHost:
             and is_free
             and group["fused"] is None
             and all(param.is_floating_point() for param in group["params"])
+            and self._begins_alike(group)
         )
+
+    def _begins_alike(self, group: dict[str, Any]) -> bool:
+        """Whether all that is stepped has a momentum, or none: SGD's kernel takes no other list."""
+        stepped = [param for param in group["params"] if param.grad is not None]
+        states = [self._optimizer.state.get(param, {}) for param in stepped]
+        return len({state.get("momentum_buffer") is None for state in states}) <= 1
