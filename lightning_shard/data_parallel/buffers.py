@@ -10,10 +10,11 @@ follows before each forward after one whose backward exchanges gradients, which 
 every exchange is followed by a step.
 
 Of those outside the `state_dict`, and of whole numbers, only those follow that have been seen to
-change on some rank, so constant masks and caches cost nothing.
+change on some rank and have one size on all, so constant masks and caches cost nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from lightning_shard.data_parallel.tensor_properties import VERSION
 from lightning_shard.data_parallel.torch_private import is_persistent, with_buffers
 
 _Key = tuple[int, str]  # a module's place among all, and a buffer's name in it
+_PLACES = 1024  # of two buffers that share one, both follow where one changes
 
 
 class BufferSync:
@@ -66,6 +68,24 @@ class BufferSync:
             self.has_stepped = None if self.has_stepped is None else False
         self._is_due = False
 
+    def learnt(self) -> tuple[bool, bool | None, int, list[_Key], list[_Key]]:
+        """Return what the next follow goes by; see `go_on`."""
+        changed = self._changed(self._others())
+        return self._is_due, self.has_stepped, self._num_follows, sorted(self._moving), changed
+
+    def go_on(
+        self,
+        due: bool,
+        stepped: bool | None,
+        follows: int,
+        moving: Iterable[_Key],
+        changed: Iterable[_Key],
+    ) -> None:
+        """Follow as another object would have, on whose ranks buffers had these values."""
+        self._is_due = self._may_differ = due
+        self.has_stepped, self._num_follows, self._moving = stepped, follows, set(moving)
+        self._seen = {key: one for key, one in self._others().items() if key not in set(changed)}
+
     def note_training(self, *, exchanges: bool) -> None:
         """Note that a step of training begins, which may change buffers.
 
@@ -105,6 +125,9 @@ class BufferSync:
     def _others(self) -> dict[_Key, tuple[Tensor, int]]:
         return {key: (one, VERSION(one)) for key, one, is_other in self._each() if is_other}
 
+    def _changed(self, now: Mapping[_Key, tuple[Tensor, int]]) -> list[_Key]:
+        return [key for key, one in now.items() if not _is_same(self._seen.get(key), one)]
+
     def _notice_moving(self, *, always: bool = False) -> None:
         """See which others have changed on some rank, ever more seldom; each rank must call."""
         self._num_follows += 1
@@ -112,8 +135,17 @@ class BufferSync:
         now = self._others() if is_time or always else {}
         if not now:
             return
-        moved = [key for key, one in now.items() if not _is_same(self._seen.get(key), one)]
-        self._moving.update(*self._collectives.all_gather_object(moved))
+        places = {key: _place(key, one) for key, (one, _) in now.items()}
+        marks = torch.zeros(2, _PLACES, dtype=torch.int32)
+        marks[0, [places[key] for key in self._changed(now)]] = 1  # changed on this rank
+        marks[1] = 1
+        marks[1, list(places.values())] = 0  # has another size here, or is not there
+        marks = marks.to(next(iter(now.values()))[0].device)
+        self._collectives.all_reduce(marks, "max").wait()
+        changed, missing = marks.tolist()
+        self._moving = {key for key, at in places.items() if changed[at] and not missing[at]} | {
+            key for key in self._moving if key in places and not missing[places[key]]
+        }
         self._seen = now
 
     @torch.no_grad()
@@ -135,3 +167,7 @@ class BufferSync:
 
 def _is_same(before: tuple[Tensor, int] | None, now: tuple[Tensor, int]) -> bool:
     return before is not None and before[0] is now[0] and before[1] == now[1]
+
+
+def _place(key: _Key, buffer: Tensor) -> int:
+    return crc32(f"{key} {buffer.numel()}".encode()) % _PLACES

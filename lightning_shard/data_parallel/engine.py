@@ -13,6 +13,7 @@ The module keeps its own parameters, the optimizer keeps its own object; the eng
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -513,16 +514,28 @@ class DataParallelEngine:
         if self._unsharder is not None:
             self._unsharder.remove()
 
-    def learnt_orders(self) -> tuple[list[int], list[int]]:
-        """Return in which orders gradients are reduced and units are unsharded ahead, as learnt."""
-        visited = [] if self._unsharder is None else self._unsharder.visited
-        return self.reducer.learnt_order, visited
+    def learnt_orders(self) -> tuple[list[int], list[int], tuple[Any, ...]]:
+        """Return how the next step goes on from those before, as learnt: values of plain types.
 
-    def follow_orders(self, reduced: Sequence[int], visited: Sequence[int]) -> None:
-        """Take the orders that another engine of the same model has learnt, on each rank."""
+        These are the order in which gradients are reduced, that in which units are unsharded ahead,
+        and which buffers follow rank 0.
+        """
+        visited = [] if self._unsharder is None else self._unsharder.visited
+        due, *others = self._buffers.learnt()
+        return self.reducer.learnt_order, visited, (due or self.reducer.has_exchanged, *others)
+
+    def follow_orders(
+        self, reduced: Sequence[int], visited: Sequence[int], buffers: tuple[Any, ...]
+    ) -> None:
+        """Go on as another engine of the same model would have, on each rank.
+
+        Buffers have their values already.
+        """
         self.reducer.follow(reduced)
         if self._unsharder is not None:
             self._unsharder.follow(visited)
+        if buffers:
+            self._buffers.go_on(*buffers)
 
     def _on_all_ranks(self, numbers: set[int]) -> set[int]:
         return set.intersection(*self.collectives.all_gather_object(numbers))

@@ -79,7 +79,7 @@ class Reducer:
         self.was_held_up = False
         self._synchronize = True
         self._owed = False  # accumulated, but not reduced
-        self._has_exchanged = False
+        self.has_exchanged = False
 
     @property
     def synchronises(self) -> bool:
@@ -88,7 +88,7 @@ class Reducer:
 
     def take_exchanged(self) -> bool:
         """Return whether gradients have been exchanged since this was asked last."""
-        exchanged, self._has_exchanged = self._has_exchanged, False
+        exchanged, self.has_exchanged = self.has_exchanged, False
         return exchanged
 
     @contextmanager
@@ -227,7 +227,7 @@ class Reducer:
         for gradients in self._gradients if agrees else ():
             gradients.settle()
         self._owed = not self._synchronize
-        self._has_exchanged |= self._synchronize
+        self.has_exchanged |= self._synchronize
         self._learn_order()
         self._reset()
 

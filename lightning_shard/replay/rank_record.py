@@ -94,7 +94,7 @@ class RankRecord:
     state: str = ""
     results: list[Result] | None = None
     full: list[Tensor] = field(default_factory=list)
-    orders: tuple[list[int], list[int]] = ([], [])
+    orders: tuple[list[int], list[int], tuple[Any, ...]] = ([], [], ())
 
     def save(self, folder: Path) -> Path:
         """Write the record, whole or not at all, and return the file's path.

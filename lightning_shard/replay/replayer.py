@@ -175,10 +175,10 @@ def _bring(trainer: "pl.Trainer", record: RankRecord) -> None:
     strategy = trainer.strategy
     assert isinstance(strategy, DataParallelStrategy)
     load(record.snapshot, strategy.engine, strategy.optimizers)
-    strategy.engine.follow_orders(*record.orders)
     if record.full:
         set_full(strategy.engine, record.full)
     set_buffers(trainer.lightning_module, record.buffers)
+    strategy.engine.follow_orders(*record.orders)
     set_place(trainer, record.place)
     trainer.fit_loop.max_batches = record.setup["num_batches"]
 

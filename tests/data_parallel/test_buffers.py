@@ -76,3 +76,36 @@ def test_rank_zero_says_whether_an_optimizer_has_stepped() -> None:
         return seen
 
     assert run_ranks(fn, 2) == [[0.0] * 4, [1.0, 2.0, 0.0, 0.0]]
+
+
+def test_caches_of_other_sizes_on_other_ranks_stay_where_they_are() -> None:
+    """A cache that grew on one rank was sent to others, of whose caches it had not the size."""
+
+    def fn(rank: int) -> list[float]:
+        model = Buffers(rank + 1)
+        assert dist.group.WORLD is not None
+        sync = BufferSync(model, get_backend("in_process").collectives(dist.group.WORLD))
+        sync.broadcast_all()
+        model.register_buffer("mask", torch.full((2 + 3 * rank,), float(rank)), persistent=False)
+        model.count.add_(rank)
+        sync.broadcast_changing()
+        return [model.get_buffer("mask").sum().item(), model.get_buffer("count").item()]
+
+    assert run_ranks(fn, 2) == [[0.0, 1.0], [5.0, 1.0]]
+
+
+def test_another_object_goes_on_with_what_one_has_learnt() -> None:
+    """A step that was replayed began with no step before it, and its buffers followed nobody."""
+
+    def fn(rank: int) -> list[float]:
+        model = Buffers(rank + 1)
+        assert dist.group.WORLD is not None
+        group = get_backend("in_process").collectives(dist.group.WORLD)
+        sync, other = BufferSync(model, group), BufferSync(model, group)
+        sync.note_training(exchanges=True)
+        sync.has_stepped = True
+        other.go_on(*sync.learnt())
+        other.follow(exchanged=False)
+        return list(values(model).values())[:4]
+
+    assert run_ranks(fn, 2) == [[1.0] * 4] * 2
