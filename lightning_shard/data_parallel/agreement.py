@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer, SparseAdam
+from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.shared_memory import refuse_shared_memory
@@ -137,9 +138,10 @@ def check_alike(mine: Mapping[str, Any], collectives: Collectives, what: str, ad
     of_all = collectives.all_gather_object(told)
     found: list[str] = []
     for name in dict.fromkeys(name for one in of_all for name in one):
-        values = [one.get(name, "nothing") for one in of_all]
-        if other := next((at for at, value in enumerate(values) if value != values[0]), 0):
-            found.append(f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}")
+        first, *others = [one.get(name, "nothing") for one in of_all]
+        if other := next((at for at, value in enumerate(others, 1) if value != first), 0):
+            pair = _shortened(first, others[other - 1])
+            found.append(f"{name} is {pair[0]} on rank 0 and {pair[1]} on rank {other}")
     more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
     raise ConfigError(
         f"Rank {collectives.rank}: the ranks have different {what}, expected the same on all: "
@@ -147,9 +149,18 @@ def check_alike(mine: Mapping[str, Any], collectives: Collectives, what: str, ad
     )
 
 
+def _shortened(first: str, other: str) -> list[str]:
+    """Return of long texts what begins shortly before they differ."""
+    pairs = enumerate(zip(first, other, strict=False))
+    same = next((at for at, (mine, theirs) in pairs if mine != theirs), min(len(first), len(other)))
+    begin = max(0, same - _LONGEST // 2)
+    return ["..." * bool(begin) + text[begin : begin + _LONGEST] for text in (first, other)]
+
+
 def _written(values: Mapping[str, Any]) -> dict[str, str]:
-    texts = {name: one if isinstance(one, str) else repr(one) for name, one in values.items()}
-    return {name: _ADDRESS.sub("", text)[:_LONGEST] for name, text in texts.items()}
+    exact = tree_map_only(Tensor, Tensor.tolist, dict(values))  # a rate in four digits tells little
+    texts = {name: one if isinstance(one, str) else repr(one) for name, one in exact.items()}
+    return {name: _ADDRESS.sub("", text) for name, text in texts.items()}
 
 
 def _signatures(model: nn.Module, full_shapes: Mapping[nn.Parameter, torch.Size]) -> dict[str, str]:

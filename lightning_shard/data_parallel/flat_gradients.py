@@ -339,6 +339,7 @@ class FlatGradients:
         sent = zip(self.buffer.views, self._contributions(), strict=True)
         return [view if is_sent else None for view, is_sent in sent]
 
+    @unrecorded
     def continue_reduce(self) -> None:
         """Start the second half of a compressed reduction, or of one over several copies.
 

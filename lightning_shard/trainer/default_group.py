@@ -10,7 +10,7 @@ functions are exchanged while a step runs, and what runs on other threads then i
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from threading import Lock
 from typing import Any
@@ -54,6 +54,7 @@ def _exchange(functions: dict[str, Any]) -> None:
         setattr(dist, name, function)
 
 
+@cache
 def _over_group(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters = signature(function).parameters
 

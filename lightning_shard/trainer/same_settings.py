@@ -33,7 +33,7 @@ _OF_TRAINER = (
     "limit_val_batches limit_test_batches limit_predict_batches overfit_batches fast_dev_run "
     "reload_dataloaders_every_n_epochs num_nodes"
 )
-_OF_RANK = {"accelerator", "parallel_devices", "cluster_environment", "announce"}
+_OF_RANK = {"accelerator", "parallel_devices", "cluster_environment", "announce", "choice_file"}
 _DECIDING = (Checkpoint, EarlyStopping, GradientAccumulationScheduler)
 _EVERY = 64  # steps, at most, from one comparison to the next
 

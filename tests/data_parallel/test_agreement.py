@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.data_parallel.agreement import check_same_model, met
+from lightning_shard.data_parallel.agreement import check_alike, check_same_model, met
 from lightning_shard.errors import CollectiveMismatchError, ConfigError
 from lightning_shard.testing import run_ranks
 
@@ -58,3 +58,28 @@ def test_ranks_that_compare_at_other_places_are_told_to_which_they_have_come() -
 
     for text in run_ranks(fn, 2):
         assert "rank 0 tells of step 3, rank 1 of an epoch's end" in text
+
+
+LAYERS = [f"layers.{place}.weight" for place in range(100)]
+VALUES = {
+    "far": lambda rank: ", ".join([*LAYERS, ("bias", "norm")[rank]]),
+    "number": lambda rank: (0.9, torch.tensor([1e-3, 1.00001e-3][rank])),
+}
+TOLD = {
+    "far": r"value is \.\.\..*layers.99.weight, bias on rank 0 and \.\.\..*, norm on rank 1\.",
+    "number": r"\(0.9, 0.0010000\d*\) on rank 0 and \(0.9, 0.0010000\d*\) on rank 1",
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_are_compared_in_full(kind: str) -> None:
+    """Of a value 300 characters were compared, and of a tensor four digits."""
+
+    def fn(rank: int) -> str:
+        assert dist.group.WORLD is not None
+        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        with pytest.raises(ConfigError, match=TOLD[kind]) as caught:
+            check_alike({"value": VALUES[kind](rank)}, collectives, "values", "")
+        return str(caught.value)
+
+    assert max(map(len, run_ranks(fn, 2))) < 1000

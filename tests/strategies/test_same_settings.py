@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
+from lightning_shard import AutoStrategy
 from lightning_shard.backends.in_process import current_rank
 from lightning_shard.errors import ConfigError
 from lightning_shard.trainer import same_settings
@@ -275,3 +276,9 @@ def test_seeds_of_their_own_give_no_sample_twice_and_are_told() -> None:
     assert sorted(first + second) == list(range(96))
     assert len(told) == 1
     assert "42 on rank 0, 43 on rank 1" in told[0]
+
+
+def test_where_a_choice_is_written_is_each_ranks_own() -> None:
+    """Rank 0 alone writes it, but another place on another host was refused."""
+    told = same_settings.started_with(AutoStrategy(choice_file="/scratch/of_this_host/choice.yaml"))
+    assert not [name for name, one in told.items() if "of_this_host" in str(one)]

@@ -1,5 +1,7 @@
 """Where a backward starts the halves of compressed reductions."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -109,3 +111,30 @@ def test_hybrid_sharding_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="hybrid sharding"):
         run_ranks(fn, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("compression", ["int8", "powersgd"])
+def test_no_half_is_recorded_where_a_backward_creates_a_graph(compression: str) -> None:
+    """Autograd was on in the second half, which begins while backward runs."""
+
+    def fn(rank: int) -> set[bool]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        engine, recorded = make_engine(model, COMPRESSORS[compression](), 1), set()
+        for exchange in engine.exchanges:
+            exchange.proceed = _noting(exchange.proceed, recorded)  # type: ignore[method-assign]
+        with engine.step():
+            loss = model(torch.ones(2, 8)).sum()
+        with engine.backward():
+            loss.backward(create_graph=True)
+        return recorded
+
+    assert run_ranks(fn, 2) == [{False}] * 2
+
+
+def _noting(function: Callable[[], None], found: set[bool]) -> Callable[[], None]:
+    def called() -> None:
+        found.add(torch.is_grad_enabled())
+        function()
+
+    return called
