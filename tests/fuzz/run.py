@@ -160,7 +160,8 @@ def in_a_process(features: Sequence[str], seed: int, scheme_name: str, folder: s
 def _of_error(error: BaseException, num_steps: int) -> Outcome:
     text = "".join(traceback.format_exception(error)).strip()
     if isinstance(error, ProcessesFailedError):
-        refused = "ConfigError" in text
+        names = [*(one.__name__ for one in REFUSALS), *BY_LIGHTNING]
+        refused = any(name in text for name in names)
         return Outcome(REFUSED if refused else DEFECT, "" if refused else "processes failed", text)
     by_lightning = any(part in str(error) for part in BY_LIGHTNING)
     known = isinstance(error, REFUSALS) or by_lightning

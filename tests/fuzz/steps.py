@@ -76,7 +76,7 @@ def _(draft: Draft, random: Random) -> None:
     "two halves of a batch by hand",
     slot="step",
     gives=[MANUAL, "accumulates"],
-    conflicts=["batch", "of whole batch"],
+    conflicts=["batch", "of whole batch", "spectral norm in blocks"],
 )
 def _(draft: Draft, random: Random) -> None:
     _manual(
