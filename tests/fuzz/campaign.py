@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -65,12 +66,13 @@ def tasks(
 
 
 def run_all(pool: Sequence[Worker], all_tasks: Iterable[Task]) -> Campaign:
-    """Run programs; print each defect as it comes."""
+    """Run programs; print each defect as it comes. Ctrl-C leaves what has come by then."""
     campaign = Campaign()
-    for task, outcome in outcomes(pool, all_tasks):
-        campaign.add(task, outcome)
-        if outcome.verdict == DEFECT:
-            print(f"seed {task.seed} under {task.scheme}: {outcome.kind}", flush=True)
+    with suppress(KeyboardInterrupt):
+        for task, outcome in outcomes(pool, all_tasks):
+            campaign.add(task, outcome)
+            if outcome.verdict == DEFECT:
+                print(f"seed {task.seed} under {task.scheme}: {outcome.kind}", flush=True)
     return campaign
 
 
