@@ -75,5 +75,6 @@ def _bytes_of(value: Any) -> list[bytes]:
     if value.layout != torch.strided:
         return [shape]
     flat = value.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLES)].cpu().contiguous()
+    some = flat[:: max(1, flat.numel() // _SAMPLES)].cpu()
+    some = some.clone(memory_format=torch.contiguous_format)  # one element may have any stride
     return [shape, some.view(torch.uint8).numpy().tobytes()]
