@@ -11,8 +11,8 @@ from typing_extensions import override
 from lightning_shard import settings
 from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.debug_wrapper import exchange_collectives
-from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.guarded.addresses import address_towards, interface_of
 from lightning_shard.backends.rendezvous import host_of_rank_zero, is_on_one_host, join_world
 
@@ -50,7 +50,7 @@ class GlooBackend(Backend):
         )
 
     @override
-    def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:
+    def collectives(self, group: dist.ProcessGroup) -> Collectives:
         return exchange_collectives(group)
 
 

@@ -68,6 +68,8 @@ class EarlyClipping:
 
         Those of later steps are. Arguments are as for `expect`.
         """
+        if not self._gradients:
+            return False
         before = self._rule
         self.expect(limit, norm_type, params)
         self._was_asked = True

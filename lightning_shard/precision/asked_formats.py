@@ -11,7 +11,7 @@ fails when they change.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,28 +25,20 @@ _NAMED = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 class AskedFormats(TorchFunctionMode):
-    """Notes while it is entered which tensors of modules are converted to a format by name."""
+    """Notes from `begin` to `end` which tensors of modules are converted to a format by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self._asked: dict[int, Tensor] = {}  # by identity: what a module holds afterwards
-        self._is_entered = False
+        self._noting = ExitStack()
 
-    def __enter__(self) -> "AskedFormats":
-        """Begin to note."""
-        self._is_entered = True
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """End the notes."""
-        self._is_entered = False
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    def begin(self) -> None:
+        """Note from now on."""
+        self._noting.enter_context(self)
 
     def end(self) -> None:
         """Note nothing any more."""
-        if self._is_entered:
-            self.__exit__(None, None, None)
+        self._noting.close()
 
     def __torch_function__(
         self,

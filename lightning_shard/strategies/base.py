@@ -281,7 +281,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         self._in_run.close()
         self._asked_formats.end()
         if str(self.precision_plugin.precision) in TRUE_DTYPES:
-            self._asked_formats.__enter__()  # until the module is converted
+            self._asked_formats.begin()  # until the module is converted
         self._in_run.enter_context(
             assigns_batch_samplers(
                 trainer,

@@ -400,7 +400,7 @@ class DataParallelStrategy(EndingStrategy):
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         self._follow_formats()
-        if kind == "training":
+        if kind == "training" or not self._is_fitting():  # each look is a message between stages
             self.engine.adoption.may_reformat = False
         assert self._runner is not None
         with self._memory.running(kind, args[0]):

@@ -241,34 +241,41 @@ def around_validation(
 
 
 @contextmanager
-def after_training_epochs(trainer: "pl.Trainer", then: Callable[[], None]) -> Iterator[None]:
-    """Call `then` after the last batch of each epoch, before the hooks of its end."""
-    loop = trainer.fit_loop.epoch_loop
-    run = loop.run
+def _with_calls(
+    owner: Any,
+    name: str,
+    *,
+    first: Callable[[], None] = lambda: None,
+    then: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Let a method that returns nothing come after another call, or before one."""
+    method = getattr(owner, name)
 
-    def run_then(data_fetcher: Any) -> None:
-        run(data_fetcher)
+    def called(*args: Any) -> None:
+        first()
+        method(*args)
         then()
 
-    with patch.object(loop, "run", run_then):
+    with patch.object(owner, name, called):
         yield
 
 
-@contextmanager
-def after_optimizer_steps(trainer: "pl.Trainer", then: Callable[[], None]) -> Iterator[None]:
+def after_training_epochs(
+    trainer: "pl.Trainer", then: Callable[[], None]
+) -> AbstractContextManager[None]:
+    """Call `then` after the last batch of each epoch, before the hooks of its end."""
+    return _with_calls(trainer.fit_loop.epoch_loop, "run", then=then)
+
+
+def after_optimizer_steps(
+    trainer: "pl.Trainer", then: Callable[[], None]
+) -> AbstractContextManager[None]:
     """Call `then` after each step that automatic optimization counts.
 
     The module's `optimizer_step` may have left it out, on this rank alone even.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    step = loop._optimizer_step
-
-    def step_then(*args: Any) -> None:
-        step(*args)
-        then()
-
-    with patch.object(loop, "_optimizer_step", step_then):
-        yield
+    return _with_calls(loop, "_optimizer_step", then=then)
 
 
 @contextmanager
@@ -284,32 +291,18 @@ def before_batches(trainer: "pl.Trainer", first: Callable[[], None]) -> Iterator
         yield
 
 
-@contextmanager
-def before_training_ends(trainer: "pl.Trainer", first: Callable[[], None]) -> Iterator[None]:
+def before_training_ends(
+    trainer: "pl.Trainer", first: Callable[[], None]
+) -> AbstractContextManager[None]:
     """Call `first` before the hooks `on_train_end`."""
-    loop = trainer.fit_loop
-    on_run_end = loop.on_run_end
-
-    def first_then() -> None:
-        first()
-        on_run_end()
-
-    with patch.object(loop, "on_run_end", first_then):
-        yield
+    return _with_calls(trainer.fit_loop, "on_run_end", first=first)
 
 
-@contextmanager
-def before_making_iterators(trainer: "pl.Trainer", first: Callable[[], None]) -> Iterator[None]:
+def before_making_iterators(
+    trainer: "pl.Trainer", first: Callable[[], None]
+) -> AbstractContextManager[None]:
     """Call `first` each time before a fit makes iterators of loaders that it has asked for."""
-    loop = trainer.fit_loop
-    load = loop._load_combined_loader_states
-
-    def first_then() -> None:
-        first()
-        load()
-
-    with patch.object(loop, "_load_combined_loader_states", first_then):
-        yield
+    return _with_calls(trainer.fit_loop, "_load_combined_loader_states", first=first)
 
 
 def training_loaders(trainer: "pl.Trainer") -> list[Any]:
@@ -555,29 +548,18 @@ def sharing_values(
         mean: Returns what a scheduler or a checkpoint acts on, by name; all ranks call it.
     """
     connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
-    reached, ended = connector.epoch_end_reached, connector.on_epoch_end
     monitored = loop._get_monitor_value
-
-    def reached_then() -> None:
-        reached()
-        at_epoch_end()
-
-    def first_ended() -> None:
-        at_epoch_end()
-        ended()
-
     with ExitStack() as stack:
-        for owner, name, new in (
-            (connector, "epoch_end_reached", reached_then),
-            (connector, "on_epoch_end", first_ended),
-            (loop, "_get_monitor_value", lambda key: mean({key: monitored(key)})[key]),
-            *(
-                (one, "_monitor_candidates", partial(_of, mean, one._monitor_candidates))
-                for one in trainer.checkpoint_callbacks
-                if isinstance(one, ModelCheckpoint)
-            ),
-        ):
-            stack.enter_context(patch.object(owner, name, new))
+        stack.enter_context(_with_calls(connector, "epoch_end_reached", then=at_epoch_end))
+        stack.enter_context(_with_calls(connector, "on_epoch_end", first=at_epoch_end))
+        shared = patch.object(
+            loop, "_get_monitor_value", lambda key: mean({key: monitored(key)})[key]
+        )
+        stack.enter_context(shared)
+        for one in trainer.checkpoint_callbacks:
+            if isinstance(one, ModelCheckpoint):
+                candidates = partial(_of, mean, one._monitor_candidates)
+                stack.enter_context(patch.object(one, "_monitor_candidates", candidates))
         yield
 
 

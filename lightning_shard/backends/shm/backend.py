@@ -2,19 +2,15 @@
 
 import platform
 import sys
-from datetime import timedelta
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d
-from lightning_shard.backends._c10d import PrefixStore, Store
-from lightning_shard.backends.base import Backend
+from lightning_shard.backends._c10d import PrefixStore
 from lightning_shard.backends.debug_wrapper import register_debug
-from lightning_shard.backends.gloo import prefer_interface
-from lightning_shard.backends.rendezvous import join_world
+from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.shm.collectives import ShmCollectives
 from lightning_shard.backends.shm.doorbell import SYSTEM_CALLS
 from lightning_shard.backends.shm.hosts import hosts_of_ranks
@@ -22,11 +18,10 @@ from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
 from lightning_shard.backends.shm.two_levels import TwoLevelGroup
 
 
-class ShmBackend(Backend):
+class ShmBackend(GlooBackend):
     """CPU tensors: read where they lie on one host, or through one copy; sent between hosts."""
 
     name: ClassVar[str] = BACKEND_NAME
-    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 
     @override
     def unavailable_reason(self) -> str | None:
@@ -39,26 +34,6 @@ class ShmBackend(Backend):
                 f"backend='gloo'."
             )
         return None
-
-    @override
-    def init_process_group(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        timeout: timedelta,
-        store: Store | None = None,
-    ) -> None:
-        prefer_interface(store)
-        join_world(
-            self.c10d_name,
-            rank=rank,
-            world_size=world_size,
-            device=None,
-            timeout=timeout,
-            store=store,
-        )
 
     @override
     def collectives(self, group: dist.ProcessGroup) -> ShmCollectives:

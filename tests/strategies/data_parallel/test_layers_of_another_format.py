@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import PreTrainedModel
 
 from lightning_shard import ConfigError
+from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.precision.asked_formats import AskedFormats
 from tests.strategies.models import Trained
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
@@ -81,6 +82,12 @@ class Routed(Trained):
         weight, bias = self.router.weight, self.router.bias
         out = F.linear(h.to(weight.dtype), weight, bias.to(weight.dtype))
         return F.mse_loss(out.float(), y.float())
+
+    def on_predict_start(self) -> None:
+        self._act("on_predict_start")
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Steps that are small beside bfloat16's digits of a new value, where there is one.
@@ -210,3 +217,20 @@ def test_only_a_conversion_that_names_a_format_is_noted() -> None:
         module.bfloat16()
     assert [one.weight.dtype for one in module] == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert module[1].running_mean.dtype == torch.float32
+
+
+def test_evaluations_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of a validation, test or prediction looked: under a pipeline with a message."""
+    looked: list[DataParallelEngine] = []
+    look = DataParallelEngine.in_other_formats
+
+    def noted(engine: DataParallelEngine) -> Any:
+        looked.append(engine)
+        return look(engine)
+
+    monkeypatch.setattr(DataParallelEngine, "in_other_formats", noted)
+    trainer = quiet_trainer(strategy="zero2_in_process", devices=2)
+    module = Routed("float", "on_predict_start")
+    trainer.predict(module, DataLoader(module.data(16), batch_size=2))
+    assert len(looked) == len({*looked}) == 2
+    assert module.router.weight.dtype == torch.float32
