@@ -48,6 +48,7 @@ __all__ = [
     "handle_sigterm",
     "is_assigned_by_trainer",
     "is_within_epoch",
+    "iterators_of",
     "knowing_saves_in_flight",
     "layer_sync",
     "load_loader_states",
@@ -309,6 +310,11 @@ def training_loaders(trainer: "pl.Trainer") -> list[Any]:
     """Return the loaders of a fit, each by itself."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def iterators_of(fetcher: Any) -> Any:
+    """Return what the fetcher's loaders were iterated by last; the combined loader is the same."""
+    return fetcher.combined_loader._iterator
 
 
 def loader_states(trainer: "pl.Trainer") -> list[Any]:

@@ -41,6 +41,7 @@ from lightning_shard.trainer._lightning import (
     begin_validation_anew,
     count_batches_anew,
     end_saved_epoch,
+    iterators_of,
     load_loader_states,
     loader_states,
     skip_batches,
@@ -76,6 +77,7 @@ class PlaceInData:
         self._at_validation: Mapping[str, Any] = {}  # before one that an error has ended
         self._resumed: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         self._is_of_this_mesh = True  # what was resumed from
+        self._is_led = False  # whether samplers are at their place since their generators are
         self._num_to_drop: int | None = None  # batches, where those of the loop are no measure
 
     def state(self) -> dict[str, Any]:
@@ -181,7 +183,9 @@ class PlaceInData:
 
     def _before_epoch(self, advance: Callable[[], None]) -> None:
         if self._resumed is not None:
+            was_there = self._places_itself()
             self._load(self._resumed[0])
+            self._is_led = not was_there and self._places_itself()
         advance()
 
     def _without_warning(self, reset: Callable[[], None]) -> None:
@@ -193,13 +197,13 @@ class PlaceInData:
     def _begin_epoch(self, begin: Callable[[Any], None], fetcher: Any) -> None:
         """Make the epoch's iterators and draw its order, as it was if the fit was resumed."""
         resumed, self._resumed = self._resumed, None
-        before, iterator = self._now(), fetcher.iterator
+        before, iterators = self._now(), iterators_of(fetcher)
         if resumed is not None and not self._places_itself():
             self._return_to(*resumed, fetcher)
             begin(fetcher)
             return
         begin(fetcher)
-        if fetcher.iterator is not iterator:
+        if iterators_of(fetcher) is not iterators:
             self._at_iterators = before
         self._at_order = self._now()
 
@@ -234,7 +238,7 @@ class PlaceInData:
             return self._is_of_this_mesh and not is_drawn_anew
         parts = _states_of_parts(self._trainer)
         saved = {} if self._resumed is None else self._resumed[1]
-        return bool(parts) and saved.get("parts", parts) == parts
+        return bool(parts) and not self._is_led and saved.get("parts", parts) == parts
 
 
 def _samples_of_a_batch(trainer: "pl.Trainer") -> int | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from lightning_shard import DDPStrategy, ZeRO3Strategy
@@ -288,18 +289,79 @@ class StatefulLoader(DataLoader[Any]):
         self.begin = state["given"]
 
 
+class EagerLoader(DataLoader[Any]):
+    """Draws an epoch's order, and all else, where it is iterated, as a loader with workers does."""
+
+    @override
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__()))
+
+
+def resumed_in_mid_epoch(tmp_path: Path, make: Any, at: int = 8) -> tuple[Any, Any]:
+    """Return what a fit sees behind step `at`, and what one sees that is resumed there."""
+    whole, broken = (
+        fit(DDPStrategy(**RANKS), 10, make_module=lambda: Seeing(make), **options)
+        for options in (
+            {"callbacks": [SaveAt(tmp_path / "a", at)]},
+            {"resume": tmp_path / "a", "seed": 77},
+        )
+    )
+    return whole.seen[at:], broken.seen
+
+
 @pytest.mark.few_cases(3)
 @pytest.mark.parametrize("at", [2, 8])
 @pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
-@pytest.mark.parametrize("loader", [DataLoader, StatefulLoader])
+@pytest.mark.parametrize("loader", [DataLoader, StatefulLoader, EagerLoader])
 def test_an_order_that_is_drawn_from_an_own_generator_goes_on(
     loader: Any, kind: str, at: int, tmp_path: Path
 ) -> None:
     """A new generator had drawn another order: 10 of 40 samples twice, and 10 never."""
 
     def make() -> Any:
-        return Seeing(lambda: loader(samples(), BATCH, sampler=OwnOrder(kind)))
+        return loader(samples(), BATCH, sampler=OwnOrder(kind))
 
-    whole = fit(DDPStrategy(**RANKS), 10, [SaveAt(tmp_path / "a", at)], make_module=make)
-    broken = fit(DDPStrategy(**RANKS), 10, resume=tmp_path / "a", make_module=make, seed=77)
-    assert broken.seen == whole.seen[at:]
+    expected, got = resumed_in_mid_epoch(tmp_path, make, at)
+    assert got == expected
+
+
+def test_workers_go_on_in_a_second_epoch(tmp_path: Path) -> None:
+    """The order was drawn as that of the first epoch: samples were seen twice, and others never."""
+
+    def make() -> Any:
+        return DataLoader(samples(), BATCH, sampler=OwnOrder(), num_workers=1)
+
+    expected, got = resumed_in_mid_epoch(tmp_path, make)
+    assert got == expected
+
+
+class LazyOrder(DistributedSampler[Any]):
+    """Draws each number when it is asked for, and tells where it is; nobody loads its state."""
+
+    def __init__(self) -> None:
+        super().__init__(range(NUM_SAMPLES), 1, 0)  # type: ignore[arg-type]  # of one rank: its own
+        self.generator = torch.Generator().manual_seed(5)
+
+    @override
+    def __iter__(self) -> Any:
+        for _ in range(NUM_SAMPLES):
+            yield int(torch.randint(NUM_SAMPLES, (), generator=self.generator))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place."""
+        self.generator.set_state(state["generator"])
+
+
+@pytest.mark.parametrize("at", [2, 8])
+def test_a_sampler_whose_state_nobody_loads_goes_on(at: int, tmp_path: Path) -> None:
+    """Its generator's state was taken for a state that somebody has loaded: other samples."""
+
+    def make() -> Any:
+        return DataLoader(samples(), BATCH, sampler=LazyOrder())
+
+    expected, got = resumed_in_mid_epoch(tmp_path, make, at)
+    assert got == expected

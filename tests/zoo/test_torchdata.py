@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("at", "workers"), [(2, 0), (8, 0), (2, 2)])
+@pytest.mark.parametrize(("at", "workers"), [(2, 0), (8, 0), (2, 2), (8, 2)])
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3"])
 def test_a_shuffled_stateful_loader_goes_on_in_mid_epoch(
     scheme: str, at: int, workers: int, tmp_path: Path
