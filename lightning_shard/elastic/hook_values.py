@@ -71,12 +71,8 @@ class HookValues:
         """Note what every rank has set by itself, when training begins."""
         self._at_start = _values(self._trainer)
 
-    def begin_epoch(self) -> None:
-        """Note what an epoch's hooks have set."""
-        self.held()
-
     def held(self) -> HeldValues:
-        """Return the values at a boundary."""
+        """Return the values at a boundary, or note what an epoch's hooks have set."""
         before, start = self._before, self._at_start
         self._before = now = {
             key: value
@@ -93,17 +89,15 @@ class HookValues:
             own: This rank's; None on a newcomer.
             collectives: All ranks, each of which must call.
         """
+        told = {key: first.changed[key] for key in first.settled}
         mine = None
         if own is not None:
-            mine = {key for key in first.settled if own.changed.get(key) != first.changed[key]}
+            mine = {key for key, value in told.items() if own.changed.get(key) != value}
         of_all_ranks = collectives.all_gather_object(mine)
         unlike = {key for theirs in of_all_ranks for key in theirs or ()}
-        if own is not None:
-            self._before = own.changed
-            self._set(self._at_start | own.changed)
-        else:
-            self._before = {key: first.changed[key] for key in first.settled - unlike}
-            self._set(self._before)
+        common = {key: value for key, value in told.items() if key not in unlike}
+        self._before = common if own is None else own.changed
+        self._set(self._at_start | self._before)
         if unlike and None in of_all_ranks:
             names = ", ".join(sorted(f"{name} of the {owner}" for owner, name in unlike))
             rank_zero_warn(
@@ -211,12 +205,10 @@ def _values(trainer: "pl.Trainer") -> Values:
 
 def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
     """Set an attribute; what is in a container changes in place, since others may hold it."""
-    present = attributes.get(name)
-    if isinstance(present, (list, deque)) and isinstance(value, (list, deque)):
+    present: Any = attributes.get(name)
+    fill = getattr(present, "extend", None) or getattr(present, "update", None)
+    if fill is not None and isinstance(value, type(present)):
         present.clear()
-        present.extend(value)
-    elif isinstance(present, (dict, set)) and isinstance(value, type(present)):
-        present.clear()
-        present.update(value)
+        fill(value)
     else:
         attributes[name] = value

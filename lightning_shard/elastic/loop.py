@@ -78,7 +78,7 @@ class ElasticFitLoop(FitLoop):
         begins = not (self.restarted_mid_epoch or self.restarted_on_epoch_end)
         super().on_advance_start()
         if begins:
-            self.elastic.hook_values.begin_epoch()
+            self.elastic.hook_values.held()
         measure_epoch(self.trainer)
         self.elastic.begin()
 

@@ -72,11 +72,9 @@ def merged(results: Sequence[Any], trainers: Sequence["pl.Trainer | None"]) -> A
         strategy: Any = None if trainer is None else trainer.strategy
         shares.setdefault(strategy.predicted.rank, (result, strategy.predicted.digests))
     of_all = [shares[rank] for rank in sorted(shares)]
-    if len(of_all[0][1]) == 1:
-        results[0][:] = _in_turn([one for one, _ in of_all], [given[0] for _, given in of_all])
-        return results[0]
-    for number, loader in enumerate(results[0]):
-        mine = [one[number] for one, _ in of_all]
+    is_only = len(of_all[0][1]) == 1  # then the result is that of the only loader
+    for number, loader in enumerate(results[:1] if is_only else results[0]):
+        mine = [one if is_only else one[number] for one, _ in of_all]
         loader[:] = _in_turn(mine, [given[number] for _, given in of_all])
     return results[0]
 
