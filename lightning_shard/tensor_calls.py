@@ -26,7 +26,7 @@ OF_MEMORY = BY_OBJECT | {
 }
 """Calls whose results lead to a tensor's memory."""
 
-MOVES_MEMORY = frozenset({"share_memory"})
+MOVES_MEMORY = frozenset({"share_memory", "swap_tensors"})
 """Calls that would move a tensor to other memory."""
 
 

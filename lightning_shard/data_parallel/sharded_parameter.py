@@ -206,10 +206,6 @@ class ShardedParameter(nn.Parameter):
         """Return the full parameter; each rank must call."""
         return _shard_of(self).full_tensor()
 
-    def as_subclass(self, cls: type[Any]) -> Any:
-        """Return the full parameter as a tensor of a class; torch's own shows it to no class."""
-        return self.full_tensor().as_subclass(cls)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spread = _home_of(self).spread
         return f"ShardedParameter(name={spread.name!r}, shape={tuple(spread.shape)})"

@@ -1,7 +1,9 @@
 """Calls that torch shows to no class of tensors, as user code makes them with shards.
 
     plain.data = shard, torch.tensor(param)     a mode sees them, while a hook runs
-    torch.to_dlpack(param)                      a function in its place asks classes and modes
+    torch.to_dlpack(param), as_subclass         a function in its place asks classes and modes
+    torch.Tensor(param), nn.Parameter(param)    made of a view, of which these are asked
+    pickle.dumps(param)                         without the engine's notes on it
 
 Without it such a call took this rank's shard for all of the parameter, or memory that nobody has.
 """
@@ -12,8 +14,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils import dlpack
 from torch.utils._pytree import tree_map_only
 
@@ -60,12 +62,50 @@ class SeesUnseenCalls(TorchFunctionMode):
 def _seen(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def called(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if has_torch_function_unary(tensor):
-            return handle_torch_function(called, (tensor,), tensor, *args, **kwargs)
+        given = [one for one in (tensor, *args) if isinstance(one, Tensor)]
+        if has_torch_function(given):
+            return handle_torch_function(called, given, tensor, *args, **kwargs)
         return function(tensor, *args, **kwargs)
 
     return called
 
 
-for module in (torch, dlpack):
-    vars(module)["to_dlpack"] = _seen(vars(module)["to_dlpack"])
+def _of_view(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function a view in the place of a parameter that is its second argument."""
+
+    @wraps(function)
+    def called(first: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) in _PARAMETERS:
+            args = (args[0].view_as(args[0]), *args[1:])
+        elif type(kwargs.get("data")) in _PARAMETERS:
+            kwargs["data"] = kwargs["data"].view_as(kwargs["data"])
+        return function(first, *args, **kwargs)
+
+    return called
+
+
+def _reduced(param: nn.Parameter, protocol: int) -> Any:
+    """Reduce a parameter to what pickles, in memory of its own and without this package's notes."""
+    own = {key: one for key, one in vars(param).items() if not _is_note(key, one)}
+    if type(param) is nn.Parameter and len(own) < len(vars(param)):
+        param = nn.Parameter(param.detach().clone(), param.requires_grad)
+        vars(param).update(own)
+    return _REDUCE(param, protocol)
+
+
+def _is_note(key: str, value: object) -> bool:
+    package = __name__.partition(".")[0]
+    return key.startswith(f"_{package}_") or type(value).__module__.startswith(f"{package}.")
+
+
+_PARAMETERS = (nn.Parameter, ShardedParameter)
+_REDUCE: Any = nn.Parameter.__reduce_ex__
+_TENSOR: Any = Tensor
+_TENSOR.as_subclass = _seen(_TENSOR.as_subclass)
+_TENSOR.set_, _TENSOR.new = _of_view(_TENSOR.set_), _of_view(_TENSOR.new)
+_PARAMETER: Any = nn.Parameter
+for made in (_TENSOR, _PARAMETER):
+    made.__new__ = staticmethod(_of_view(made.__new__))
+_PARAMETER.__reduce_ex__ = _reduced
+for module, name in ((torch, "to_dlpack"), (dlpack, "to_dlpack"), (torch.utils, "swap_tensors")):
+    vars(module)[name] = _seen(vars(module)[name])

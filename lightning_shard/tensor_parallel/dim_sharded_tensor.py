@@ -34,7 +34,7 @@ from lightning_shard.data_parallel.kept_inputs import TakenApart, take_apart_by
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.data_parallel.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_calls import BY_ADDRESS, memory_refused
+from lightning_shard.tensor_calls import BY_ADDRESS, MOVES_MEMORY, memory_refused, name_of
 from lightning_shard.tensor_parallel.regions import (
     all_gathered,
     copy_to_region,
@@ -347,6 +347,8 @@ def _gather_detached(sharded: DimShardedTensor) -> Tensor:
 
 def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Gather and go on with plain tensors; written values go back into the part."""
+    if name_of(func) in MOVES_MEMORY:
+        raise memory_refused(func, args[0], "each rank of a layer has a part of it")
     gathered: dict[int, Tensor] = {}
 
     def full(sharded: DimShardedTensor) -> Tensor:

@@ -151,6 +151,8 @@ class WeightsInHooks:
             if caller.startswith(_LAYERS) and self._engine.split.groups_of_layers:
                 args, kwargs = tree_map_only(nn.Parameter, self._shard, (tuple(args), kwargs))
             return func(*args, **kwargs)
+        if name_of(func) == "swap_tensors":
+            raise self._swap_refused(params[0])
         if func == _SET_GRADIENT:
             return func(args[0], self._local(args[0], args[1]))
         if func in _OF_THE_SHAPE:
@@ -306,6 +308,13 @@ class WeightsInHooks:
         split = self._engine.split
         known = split if split.is_spread(param) else self._engine
         return torch.Size(known.full_shape(param))
+
+    def _swap_refused(self, param: nn.Parameter) -> ConfigError:
+        return ConfigError(
+            f"Rank {self._rank}: swap_tensors() was called of the parameter {self._name(param)!r}, "
+            f"of which this rank does not have all elements, expected values that are assigned. "
+            f"Use param.data = value."
+        )
 
     def _name(self, param: nn.Parameter) -> str:
         names: Mapping[nn.Parameter, str] = {
