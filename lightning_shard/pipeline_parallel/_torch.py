@@ -20,17 +20,24 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 __all__ = [
     "Step",
     "add_messages",
     "computations",
+    "is_innermost",
     "iterates_powers",
     "stage_backward_input",
     "stage_backward_weight",
 ]
 
 Step = tuple[int, str, int]
+
+
+def is_innermost(mode: TorchFunctionMode) -> bool:
+    """Whether a mode is the first that is given calls of torch's functions."""
+    return _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
 
 
 def iterates_powers(module: nn.Module, buffer: str) -> bool:

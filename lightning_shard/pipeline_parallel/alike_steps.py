@@ -4,13 +4,15 @@
 
 A step that takes samples by something that differs between processes (LOCAL_RANK, a generator of
 its own) gives one stage the inputs of some samples and another the targets of others, which no
-shape tells. So the stages note what each call of a torch function before the first block is given,
-and compare it before the first batch trains. What comes of parameters and buffers is left out, as
-not every stage has them, and so is memory that nothing is in yet. What only one stage has called is
-no sign: others may have kept its result.
+shape tells. So the stages note what each call of a torch function before the first block is given
+while the first microbatch goes through all of them, and compare it before anything trains; no step
+runs once more for that. What comes of parameters and buffers is left out, as not every stage has
+them, and so is memory that nothing is in yet. Numbers alone, such as times, are no sign, nor is
+what only one stage has called: others may have kept its result.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel._torch import is_innermost
 from lightning_shard.pipeline_parallel.containers import digest
 
 Calls = dict[str, None]
@@ -30,57 +33,70 @@ class NotedCalls(TorchFunctionMode):
     """Notes what calls of torch functions inside are given, until `stop`.
 
     Args:
-        held: Parameters and buffers of the model, as the stage has them.
+        held: Returns parameters and buffers of the model, as the running stage has them.
 
     Attributes:
         calls: The calls, in order.
     """
 
-    def __init__(self, held: Iterable[Tensor]) -> None:
+    def __init__(self, held: Callable[[], Iterable[Tensor]]) -> None:
         super().__init__()
         self.calls: Calls = {}
-        self._left_out = {id(one): one for one in held}  # alive, so that numbers stay theirs
-        self._is_over = False
+        self._held = held
+        self._left_out: dict[int, Tensor] = {}  # alive, so that numbers stay theirs
+        self._inside, self._is_over = ExitStack(), False
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what is called inside."""
+        self._left_out = {id(one): one for one in self._held()}
+        with self._inside:
+            self._inside.enter_context(self)
+            yield
 
     def stop(self) -> None:
-        """Note no more."""
-        self._is_over = True
+        """Note no more, and be no mode for compiled blocks, unless user code has set another."""
+        self._is_over, self._left_out = True, {}
+        if is_innermost(self):
+            self._inside.close()
 
     @override
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if self._is_over:
             return func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs))
         name = resolve_name(func) or getattr(func, "__name__", "")
-        given = [] if name.endswith("__get__") else [self._content(one) for one in leaves]
-        if any(given):
-            self.calls[f"{name}({', '.join(one or '...' for one in given)})"] = None
-        result = func(*args, **(kwargs or {}))
         tensors = [one for one in leaves if isinstance(one, Tensor)]
+        signs = [one for one in tensors if self._is_known(one) and one.numel() > 1]
+        if signs and not name.endswith("__get__"):
+            self.calls[f"{name}({', '.join(map(self._content, leaves))})"] = None
+        result = func(*args, **(kwargs or {}))
         if "empty" in name or not all(map(self._is_known, tensors)):
             made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
             self._left_out |= {id(one): one for one in made}
         return result
 
     def _is_known(self, tensor: Tensor) -> bool:
-        return type(tensor) is Tensor and id(tensor) not in self._left_out
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+        return is_plain and id(tensor) not in self._left_out
 
     def _content(self, leaf: Any) -> str:
         if isinstance(leaf, _PLAIN):
             return repr(leaf)
-        if not isinstance(leaf, Tensor) or not self._is_known(leaf) or leaf.layout != torch.strided:
-            return ""
-        if not leaf.is_floating_point():
-            return f"{tuple(leaf.shape)} #{digest(leaf):08x}"
-        flat = leaf.detach().double().reshape(-1)  # kernels may round differently on other ranks
-        weights = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
-        return f"{tuple(leaf.shape)} ~{float(flat.abs().dot(weights)):.3g}"
+        if isinstance(leaf, Tensor) and self._is_known(leaf):
+            with suppress(RuntimeError):  # values that cannot be read, as in torch.func.vmap
+                return _values(leaf)
+        return "..."
+
+
+def _values(tensor: Tensor) -> str:
+    if not tensor.is_floating_point():
+        return f"{tuple(tensor.shape)} #{digest(tensor):08x}"
+    flat = tensor.detach().double().reshape(-1)  # kernels may round differently on other ranks
+    weights = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
+    return f"{tuple(tensor.shape)} ~{float(flat.abs().dot(weights)):.3g}"
 
 
 def check_alike(every: Sequence[Calls], kind: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.alike_steps import NotedCalls, check_alike
 from lightning_shard.pipeline_parallel.lending import Wanted, lendable
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.randomness import StageRandomness
@@ -87,8 +86,6 @@ class Needs:
         all_stages = self._of_all_known(microbatches[0], step)
         if self.wanted:
             return True
-        if must_use:
-            self._check_alike(kind, microbatches[0], step)
         for microbatch in microbatches[1:] if must_use else ():
             if set(all_stages.values()) != {_SKIPPED}:
                 break
@@ -161,19 +158,9 @@ class Needs:
             )
         self._model.hint = template
 
-    def _check_alike(self, kind: str, microbatch: Microbatch, step: Step) -> None:
-        """Compare what the stages compute before the first block."""
-        probe = self._probe(min(self._own_stages), microbatch, step, notes=True)
-        assert probe.noted is not None
-        check_alike(self._group.all_gather_object(probe.noted.calls), kind)
-
-    def _probe(
-        self, stage: int, microbatch: Microbatch, step: Step, *, notes: bool = False
-    ) -> Probe:
+    def _probe(self, stage: int, microbatch: Microbatch, step: Step) -> Probe:
         probe = Probe(self._model.partition.bounds[stage], self._model.forget)
         self._randomness.begin(microbatch.index)
         with self._model.buffers_kept(), self._model.running(probe, stage):
-            if notes:
-                probe.noted = NotedCalls(self._model.held())
             probe.forward(lambda: step(microbatch, None))
         return probe

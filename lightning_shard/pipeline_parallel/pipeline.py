@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.alike_steps import NotedCalls, check_alike
 from lightning_shard.pipeline_parallel.backward import (
     AtHand,
     always_at_hand,
@@ -110,6 +111,7 @@ class Pipeline:
         self._lending = Lending(model, group, self._stage_ranks)
         self._rehearsed: set[str] = set()
         self._wanted: dict[int, frozenset[str]] | None = None  # in a rehearsal
+        self._noted: NotedCalls | None = None  # in a rehearsal of a training step
         self.randomness = StageRandomness(group, device)
         self._needs = Needs(model, group, stage_params, self._stage_ranks, self.randomness)
         self._actions: dict[str, Callable[[Action], None]] = {
@@ -242,12 +244,16 @@ class Pipeline:
         for attempt in range(_MAX_ATTEMPTS):
             before = [(one, one.clone()) for one in self._model.buffers()]
             self._wanted = {} if attempt + 1 < _MAX_ATTEMPTS else None
+            self._noted = NotedCalls(self._model.held) if batch.stash is not None else None
             for action in self._forward_schedules(1).actions[self._group.rank]:
                 self._act(action)
             self._traffic.finish()
-            asked = [one for one in self._group.all_gather_object(self._wanted) if one]
-            self._wanted = None
+            calls = {} if self._noted is None else self._noted.calls
+            every = self._group.all_gather_object((self._wanted, calls))
+            asked = [one for one, _ in every if one]
+            self._wanted = self._noted = None
             if not asked:
+                check_alike([one for _, one in every], batch.kind)
                 break
             with torch.no_grad():
                 for buffer, value in before:
@@ -302,6 +308,7 @@ class Pipeline:
             received=received,
             entering=lambda: self.randomness.enter(index, stage),
             leaving=lambda: self.edits.leaving(stage, self._lending.leaves(stage)),
+            noted=self._noted,
         )
         run.is_skipped = self._wanted is not None and comes_of_skipped
         self.randomness.begin(index)

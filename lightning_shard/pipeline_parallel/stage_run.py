@@ -66,6 +66,7 @@ class StageRun:
         received: Tensors that the previous stage has sent, in its order; None on the first stage.
         entering: Called when the first block of the stage begins.
         leaving: Makes the context of what comes after the last block, on the last stage.
+        noted: Notes what is called before the first block, where that is asked for.
 
     Attributes:
         inputs: The received tensors.
@@ -85,6 +86,7 @@ class StageRun:
         received: Sequence[Tensor] | None = None,
         entering: Callable[[], None] = lambda: None,
         leaving: Callable[[], AbstractContextManager[None]] = nullcontext,
+        noted: NotedCalls | None = None,
     ) -> None:
         self.stage = stage
         self.inputs = list(received or ())
@@ -95,7 +97,7 @@ class StageRun:
         self._names = block_names
         self._needed = needed
         self._is_later = received is not None
-        self._entering, self._leaving = entering, leaving
+        self._entering, self._leaving, self._noted = entering, leaving, noted
         self._after = ExitStack()
         self._entered = self._cut = self._is_over = False
         self._received: list[_Received] = []
@@ -109,7 +111,8 @@ class StageRun:
                 another stage in another way than as an argument of a block.
         """
         try:
-            with self._stance.as_written(), self._after:
+            noting = nullcontext() if self._noted is None else self._noted.noting()
+            with self._stance.as_written(), noting, self._after:
                 self.result = step()
         except StepCutShort:
             return
@@ -173,6 +176,8 @@ class StageRun:
     ) -> Any:
         """Skip or run block `index`, or end the step there, as this stage has to."""
         refuse_transforms(OF_STAGES)
+        if self._noted is not None:
+            self._noted.stop()
         if index < self._first:
             self._refuse_late(index)
             return skipped(call, args, kwargs)
@@ -302,20 +307,17 @@ class Probe:
     """Runs a step up to a stage's first block, to find the arguments that are missing there.
 
     Args:
-        first: Index of the stage's first block. Block 0 is run, to learn its result's template,
-            unless calls are noted.
+        first: Index of the stage's first block. Block 0 is run, to learn its result's template.
         forget: Called after block 0 has run: see `template_of_call`.
 
     Attributes:
         needed: The missing tensors; None when the step does not call the block.
         is_skipped: Whether the step has returned None instead.
         template: Template of the result of block 0; None before it has run.
-        noted: Notes what is called before the first block, where that is asked for.
     """
 
     def __init__(self, first: int, forget: Callable[[], None] = lambda: None) -> None:
         self._first, self._forget = first, forget
-        self.noted: NotedCalls | None = None
         self.needed: Needed | None = None
         self.is_skipped = False
         self.template: Template | None = None
@@ -324,11 +326,10 @@ class Probe:
         """Return a context that does nothing, since a probe receives nothing."""
         return nullcontext()
 
-    @torch.no_grad()
     def forward(self, step: Callable[[], Any]) -> None:
         """Run the step up to the stage's first block."""
         try:
-            with Stance().as_written(), self.noted or nullcontext():
+            with Stance().as_written():
                 self.is_skipped = step() is None
         except StepCutShort:
             return
@@ -343,13 +344,11 @@ class Probe:
     ) -> Any:
         """Skip the blocks of earlier stages, and end the step at the stage's first block."""
         refuse_transforms(OF_STAGES)
-        if self.noted is not None:
-            self.noted.stop()
         if index < self._first:
             return skipped(call, args, kwargs)
         leaves = tensors_in((args, kwargs))
         self.needed = Needed(tuple(placeholders_in((args, kwargs))), len(leaves))
-        if index == 0 and self.noted is None:
+        if index == 0:
             self.template = template_of_call(call, args, kwargs, self._forget)
         raise StepCutShort
 

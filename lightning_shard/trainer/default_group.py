@@ -37,7 +37,7 @@ def default_group_is(group: dist.ProcessGroup) -> Iterator[None]:
         _num_inside += 1
         if _num_inside == 1:
             _torchs.update({name: getattr(dist, name) for name in _NAMES})
-            _exchange({name: _over_group(function) for name, function in _torchs.items()})
+            vars(dist).update({name: _over_group(one) for name, one in _torchs.items()})
     token = _group.set(group)
     try:
         yield
@@ -46,12 +46,7 @@ def default_group_is(group: dist.ProcessGroup) -> Iterator[None]:
         with _exchanging:
             _num_inside -= 1
             if not _num_inside:
-                _exchange(_torchs)
-
-
-def _exchange(functions: dict[str, Any]) -> None:
-    for name, function in functions.items():
-        setattr(dist, name, function)
+                vars(dist).update(_torchs)
 
 
 @cache

@@ -1,5 +1,6 @@
 """What user code is told of ranks fits together under every scheme and mesh, as on one device."""
 
+import contextlib
 from math import prod
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import SumMetric
 
@@ -301,6 +303,46 @@ def test_stages_with_other_samples_are_refused_before_anything_trains(
 @pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the .* stages")
 def test_what_stages_draw_and_keep_alike_is_no_difference() -> None:
     fitted(of_mesh((2, 1, 1, 1)), 2, TakesByProcess)
+
+
+class SeesItself(TakesByProcess):
+    """Sees what runs its step, has numbers of its own process, and computes in ways of its own."""
+
+    runs: ClassVar[list[int]] = []
+    mode: Any = contextlib.nullcontext
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.runs.append(self.local_rank)
+        seconds = torch.tensor(float(self.local_rank)).squeeze()
+        self.log("seconds", seconds)
+        scaled = torch.func.vmap(lambda row: row.float() * row.sum())(ids)
+        x: Tensor = self.embed(ids) + 0 * scaled[..., None]
+        x.register_hook(lambda grad: grad)
+        x.retain_grad()
+        raw = ids.float().requires_grad_()
+        (slope,) = torch.autograd.grad(raw.square().sum(), raw)
+        return x + 0 * slope[..., None]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        with self.mode():
+            x = self.forward(ids)
+            for block in self.blocks:
+                x = block(x)
+        assert self.mode is not contextlib.nullcontext or not has_torch_function((x.detach(),))
+        self.seen.update(len(ids))
+        loss: Tensor = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return loss
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, lambda: torch.device("cpu")])
+def test_a_step_was_run_once_more_to_compare_it(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks were set on tensors without a gradient, and torch.func had values read; both failed."""
+    monkeypatch.setattr(SeesItself, "mode", staticmethod(mode))
+    SeesItself.runs.clear()
+    strategy = PipelineParallelStrategy(backend="in_process", announce=False, num_microbatches=2)
+    fitted(strategy, 2, SeesItself)
+    assert SeesItself.runs.count(0) == 2 * 2 * STEPS  # a step is of two batches
 
 
 class LeavesOut(OfTokens):
