@@ -124,7 +124,7 @@ def test_checkpoints_callbacks_and_evaluation_under_pytorch_lightning(tmp_path: 
     assert trainer.current_epoch == 1  # the threshold was passed
     ((first,), (second,)) = trainer.validate(model), trainer.test(model, verbose=False)
     assert first == second == {"score": pytest.approx(trainer.callback_metrics["score"].item())}
-    assert len(trainer.predict(model)) == 3
+    assert len(trainer.predict(model)) == 6  # of both ranks
     resumed = model_of(lightning)
     trainer_of(lightning, **options, max_epochs=2).fit(resumed, ckpt_path=saves.best_model_path)
     assert len(resumed.losses) == 3  # of the second epoch

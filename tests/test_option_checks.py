@@ -82,6 +82,7 @@ PIPELINE: dict[str, list[Any]] = {
     "num_microbatches": [*SIZE, *BELOW_ONE],
     "blocks": NOT_TEXT,
     "split": [1, True, 2.5, [1.5], ["a"], [True], "halves"],
+    "batch_lists": [*NOT_TEXT, "list"],
 }
 TABLE: dict[Any, dict[str, list[Any]]] = {
     DDPStrategy: DATA | ENDS | OFFLOADED | AHEAD,

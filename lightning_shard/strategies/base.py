@@ -68,7 +68,7 @@ from lightning_shard.trainer.termination import CoordinatedShutdown
 
 T = TypeVar("T")
 _GROUPS = (Collectives, DataGroups, RunGroups, dist.ProcessGroup)
-_OWN_KINDS = (*_GROUPS, liveness.Lifeline, RanksTermination)
+_OWN_KINDS = (*_GROUPS, liveness.Lifeline, RanksTermination, SettingsOfSteps)
 
 
 class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):

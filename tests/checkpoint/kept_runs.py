@@ -18,7 +18,7 @@ import lightning as L  # noqa: N812
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_shard import (
     AsyncSGDStrategy,
@@ -110,7 +110,10 @@ class Regressor(L.LightningModule):
         """Return the same samples every time."""
         generator = torch.Generator().manual_seed(1)
         data = [torch.randn(64, n, generator=generator) for n in (4, 1)]
-        return DataLoader(TensorDataset(*data), 4)
+        dataset = TensorDataset(*data)
+        # Ranks of one data rank shuffled, too, when the files were written.
+        sampler = DistributedSampler(dataset, 1, 0) if self.trainer.world_size == 1 else None
+        return DataLoader(dataset, 4, sampler=sampler)
 
 
 def fit(strategy: Any, folder: Path, resume: Path | None = None) -> Regressor:

@@ -38,7 +38,7 @@ class ReadsCheckpoints(BoringModel):
         checkpoint["hyper_parameters"].update(extra=1)
         for state in checkpoint["state_dict"].values():
             state.mul(2)
-        self.seen[self.global_rank].append(dict(checkpoint))
+        self.seen[getattr(self.trainer.strategy, "mesh_rank", 0)].append(dict(checkpoint))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.loaded.append(dict(checkpoint))

@@ -56,7 +56,7 @@ class Raises(BoringModel):
         self.make, self.ranks, self.hook = make, ranks, hook
 
     def raise_in(self, hook: str, batch_idx: int = 2) -> None:
-        here = self.hook == hook and self.global_rank in self.ranks
+        here = self.hook == hook and self.trainer.strategy.mesh_rank in self.ranks
         if here and batch_idx == 2 and self.make is not None:
             raise self.make()
 
@@ -88,7 +88,7 @@ class SavesItself(pl.Callback):
         self.file = file
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.heard.append((trainer.global_rank, exception))
+        self.heard.append((trainer.strategy.mesh_rank, exception))
         trainer.save_checkpoint(self.file)
 
 
@@ -209,7 +209,7 @@ class SendsSigterm(Raises):
     """Is sent SIGTERM, as its process, while one rank runs."""
 
     def raise_in(self, hook: str, batch_idx: int = 2) -> None:
-        if self.hook == hook and self.global_rank in self.ranks and batch_idx == 2:
+        if self.hook == hook and self.trainer.strategy.mesh_rank in self.ranks and batch_idx == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
