@@ -114,9 +114,8 @@ class Counting(ListedMixture):
         super().__init__(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        held = dict(self.experts[3].up.named_parameters())["weight"].data_ptr() * 0
         weights = [expert.up.__dict__["_parameters"]["weight"] for expert in self.experts]
-        return super().forward(x) + sum(one[held, 0].detach() for one in weights)
+        return super().forward(x) + sum(one[0, 0].detach() for one in weights)
 
 
 class OutsideCalled(Listed):
