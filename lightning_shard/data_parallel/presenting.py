@@ -82,9 +82,9 @@ class _OfOneStage:
     def groups(self) -> Sequence[Collectives]:
         """Refuse to combine results of ranks that do not come here together."""
         raise ConfigError(
-            f"training_step reads elements of {self._spread.name!r} outside of autograd, but they "
+            f"A step or hook reads elements of {self._spread.name!r} outside of autograd, but they "
             f"are in shards on several ranks, which a pipeline does not bring here at the same "
-            f"time. Read them in a hook, such as on_train_batch_end, or use zero_stage=2."
+            f"time; expected zero_stage=2 or less, where hooks see all weights full."
         )
 
     def join(self, local: Tensor) -> Tensor:

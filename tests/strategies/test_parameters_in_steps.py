@@ -135,7 +135,7 @@ def test_numbers_of_this_ranks_parts_were_taken_for_the_models(
     alone, many = Looking(use), Looking(use)
     train(alone.model(), num_steps=2)
     if use is look and strategy == "stages, zero3":  # all matrices of the other are split layers
-        with pytest.raises(ConfigError, match="training_step reads elements of 'blocks"):
+        with pytest.raises(ConfigError, match="A step or hook reads elements of 'blocks"):
             train(many.model(), num_steps=2, strategy=make(), devices=num_ranks)
         return
     train(many.model(), num_steps=2, strategy=make(), devices=num_ranks)
