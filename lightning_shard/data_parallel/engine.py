@@ -122,11 +122,8 @@ class DataParallelEngine:
         having = [(flat, reducing_of(flat, reducing, self.split).dp) for flat in self.flats]
         self._weights = EqualWeights(having, reducing.dp, self.device)
         self.edits = HandEdits(self.gradients, self.device, self.collectives)
-        record = None if self._unsharder is None else self._unsharder.record
-        usage = agreement(self.gradients, reducing, self.split, self.device, record, self._weights)
-        self.reducer = Reducer(self.gradients, reducing.dp, usage, lambda: self.edits.are_expected)
         self.clipping = EarlyClipping(self.gradients, reducing.dp)
-        self.reducer.before_last = self.clipping.prepare
+        self.reducer = self._made_reducer(reducing)
         self._arrivals = ArrivalHooks(self._positions, self._arrival)
         self._buffers = BufferSync(model, self.collectives)
         self._buffers.broadcast_all()
@@ -150,6 +147,13 @@ class DataParallelEngine:
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
         keep_freed_memory(self.device)
+
+    def _made_reducer(self, groups: DataGroups) -> Reducer:
+        record = None if self._unsharder is None else self._unsharder.record
+        usage = agreement(self.gradients, groups, self.split, self.device, record, self._weights)
+        reducer = Reducer(self.gradients, groups.dp, usage, lambda: self.edits.are_expected)
+        reducer.before_last = self.clipping.prepare
+        return reducer
 
     def _made_unsharder(self) -> Unsharder:
         return Unsharder(self.model, self.units, self._close, self.options.units_ahead)
