@@ -87,7 +87,8 @@ class NotedCalls(TorchFunctionMode):
             return repr(leaf)
         if isinstance(leaf, Tensor) and self._is_known(leaf):
             with suppress(RuntimeError):  # values that cannot be read, as in torch.func.vmap
-                return _values(leaf)
+                has_memory = leaf.untyped_storage().nbytes() > 0  # as the engine's may not
+                return _values(leaf) if has_memory else "..."
         return "..."
 
 
