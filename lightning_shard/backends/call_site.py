@@ -100,7 +100,8 @@ def is_called_by_user(through: Collection[str] = ()) -> bool:
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         package = module.partition(".")[0]
-        if package != "torch" and module not in through:
+        is_mode = frame.f_code.co_name == "__torch_function__"  # which passes calls on
+        if package != "torch" and module not in through and not is_mode:
             return package not in _RUNNING_USER_CODE
         frame = frame.f_back
     return False

@@ -374,7 +374,8 @@ def _caller() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = f"{frame.f_globals.get('__name__', '')}."
-        if not module.startswith(_PASSED_THROUGH):
+        is_mode = frame.f_code.co_name == "__torch_function__"  # which passes calls on
+        if not is_mode and not module.startswith(_PASSED_THROUGH):
             return module
         frame = frame.f_back
     return ""
