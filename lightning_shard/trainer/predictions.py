@@ -42,7 +42,7 @@ class PredictedBatches:
         """Take down the next batch of a loader that nobody assigns.
 
         Args:
-            batch: The batch.
+            batch: What the loader has given.
             numbers: What else a step is given; last, of several loaders, that of this one.
         """
         digests = self.digests[numbers[-1] if len(self.digests) > 1 else 0]

@@ -49,7 +49,7 @@ def test_a_notebook_was_told_to_use_ddp_notebook(name: str) -> None:
         trainer_of(name)
     with pytest.raises(ConfigError, match=rf"strategy='{name}_in_process'"):
         trainer_of(f"{name}_gloo")
-    assert trainer_of(f"{name}_in_process").world_size == 2
+    assert trainer_of(f"{name}_in_process").strategy.mesh_size == 2
 
 
 @pytest.mark.usefixtures("notebook")

@@ -320,7 +320,7 @@ class OnRankZero(L.Callback):
     """Asks for norms on one rank only."""
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: GPT, *_: Any) -> None:
-        if trainer.global_rank == 0:
+        if trainer.is_global_zero:
             grad_norm(pl_module, 2)
 
 
