@@ -45,6 +45,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+_WRAPPED = ("__init__", "__setattr__", "__delattr__")
+
+
+@pytest.fixture(autouse=True)
+def own_loaders() -> Iterator[None]:
+    """Put back what Lightning wraps while it asks for loaders, and leaves where a hook raises."""
+    from torch.utils.data import BatchSampler, DataLoader
+
+    classes = (DataLoader, BatchSampler)
+    before = [{name: vars(one).get(name) for name in _WRAPPED} for one in classes]
+    yield
+    for one, methods in zip(classes, before, strict=True):
+        for name, method in methods.items():
+            if method is None and name in vars(one):
+                delattr(one, name)
+            elif vars(one).get(name) is not method:
+                setattr(one, name, method)
+
+
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
     """Put back what launchers and trainers leave: `os.environ`, who warns, determinism."""
