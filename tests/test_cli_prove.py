@@ -1,7 +1,6 @@
 """`lightning-shard prove`: configurations, exit codes, JSON."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def test_an_equal_run(command: Command, capsys: pytest.CaptureFixture[str]) -> N
     assert command("gpt_zero3.yaml", *SMALL) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("zero3 on 2 ranks: EQUAL")
-    assert re.search(r"metric \d\.\de-0[789]", printed)  # the loss of all ranks, logged by each
+    assert "'train_loss' is logged at each step" in printed
 
 
 def test_a_mistake_as_json(command: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The proof: the user's module on one device and on ranks, and what differs first."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -261,12 +262,11 @@ def _is_logged(pair: _Pair) -> bool:
 def _logged(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:
     """Look at the metrics, where all that is trained is equal."""
     found = [] if verdict.outcome != "equal" else pair.found.counting
-    own = [one for one in found if _is_of_a_step(one.place.name, pair.ranks.records[0])]
-    wrong = [one for one in found if one not in own]
+    wrong = [one for one in found if not _is_of_a_step(one.place.name, pair.ranks.records[0])]
     remarks += [
         f"{name!r} is logged at each step without sync_dist=True, so that rank 0 logs the value of "
         f"its own samples"
-        for name in dict.fromkeys(one.place.name for one in own)
+        for name in (_own_step_values(pair.ranks) if verdict.outcome == "equal" else ())
     ]
     deviations = dict(verdict.deviations)
     if found:  # those that are in the remarks, or the difference itself
@@ -277,6 +277,16 @@ def _logged(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:
     lab = Laboratory(pair.subject, pair.ranks, pair.alone, wrong[0], pair.tolerance)
     cause = log_cause(lab, wrong[0].place)
     return replace(verdict, outcome="different", first=wrong[0], cause=cause)
+
+
+def _own_step_values(run: Run) -> list[str]:
+    """Return the names of what each rank has logged in a step of its own samples."""
+    first, *others = (one.step_values for one in run.records)
+    return [
+        name
+        for name, value in first.items()
+        if not all(math.isclose(one.get(name, value), value, rel_tol=1e-5) for one in others)
+    ]
 
 
 def _is_of_a_step(name: str, record: Record) -> bool:

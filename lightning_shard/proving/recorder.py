@@ -96,6 +96,9 @@ class Recorder(Callback):
                 self._record.unsynced.add(given["name"])
                 if given.get("on_epoch") or not self._in_step:
                     self._record.epoch_metrics.add(given["name"])
+                if self._in_step and given.get("on_step") is not False:
+                    name = f"{given['name']}_step" if given.get("on_epoch") else given["name"]
+                    self._record.step_values[name] = float(given["value"])
             log(*args, **kwargs)
 
         with patch.object(module, "log", noted):

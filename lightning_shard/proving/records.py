@@ -62,6 +62,7 @@ class Record:
         batches: The batches as they came from the loader.
         epoch_metrics: Names of metrics that were logged for an epoch without `sync_dist`.
         unsynced: Names of all metrics that were logged without `sync_dist`.
+        step_values: What a step has last logged without `sync_dist`, by the metric's name.
         num_gathers: Calls of the module's `all_gather`.
     """
 
@@ -72,6 +73,7 @@ class Record:
     batches: list[Any] = field(default_factory=list)
     epoch_metrics: set[str] = field(default_factory=set)
     unsynced: set[str] = field(default_factory=set)
+    step_values: dict[str, float] = field(default_factory=dict)
     num_gathers: int = 0
 
     def add(self, place: Place, value: Tensor) -> None:
