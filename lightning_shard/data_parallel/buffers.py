@@ -158,7 +158,7 @@ class BufferSync:
             word = same[0].new_full((1,), follows)
             flat = torch.cat([word, *(buffer.detach().reshape(-1) for buffer in same)])
             self._collectives.broadcast(flat, src=0).wait()
-            # Elsewhere the host would have to wait, and fake tensors have no word.
+            # On other devices the host would have to wait, and fake tensors have no word.
             if type(flat) is Tensor and flat.device.type == "cpu" and not flat[0]:
                 continue
             parts = torch.split(flat[1:], [buffer.numel() for buffer in same])
