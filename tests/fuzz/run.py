@@ -6,7 +6,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -34,10 +35,11 @@ REFUSALS = (
     BackendUnavailableError,
     CheckpointError,
     MisconfigurationException,
-    NotImplementedError,
 )
 # What Lightning itself refuses under any strategy of several ranks.
 BY_LIGHTNING = ("Skipping the `training_step` by returning None",)
+
+_TALKATIVE = ("lightning.pytorch", "lightning.fabric", "lightning_shard")
 
 EQUAL, REFUSED, DEFECT = "equal", "refused", "defect"
 UNFIT = "unfit"  # the program does not run on one device, or its values say nothing
@@ -63,7 +65,11 @@ def judged(features: Sequence[str], seed: int, scheme_name: str) -> Outcome:
     scheme = SCHEMES[scheme_name]
     if not scheme.promises(features):
         return Outcome(LEFT_OUT)
-    be_quiet()
+    with _quiet():
+        return _judged(features, seed, scheme)
+
+
+def _judged(features: Sequence[str], seed: int, scheme: Scheme) -> Outcome:
     one = on_one_device(tuple(features), seed)
     if isinstance(one, str):
         return Outcome(UNFIT, one.rsplit("\n", 1)[-1][:200], one)
@@ -79,12 +85,22 @@ def judged(features: Sequence[str], seed: int, scheme_name: str) -> Outcome:
     return Outcome(DEFECT, kind_of(difference), difference)
 
 
-def be_quiet() -> None:
-    """Silence what Lightning and torch say of each run."""
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_shard"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    torch.set_num_threads(1)
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what Lightning and torch say of the runs inside, which compute on one thread."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels, threads = [one.level for one in loggers], torch.get_num_threads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in loggers:
+            one.setLevel(logging.CRITICAL)
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            for one, level in zip(loggers, levels, strict=True):
+                one.setLevel(level)
 
 
 @lru_cache(maxsize=4)
