@@ -3,10 +3,12 @@
 Checked with lightning 2.6; `tests/launchers/test_lightning.py` fails when one changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric import fabric as fabric_module
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.strategies.launchers import (
@@ -15,6 +17,7 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.trainer.connectors import data_connector as data_connector_module
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
@@ -32,6 +35,7 @@ __all__ = [
     "is_interactive",
     "mark_interrupted",
     "mark_terminated",
+    "share_class_wrapping",
     "skip_hooks_of_exception",
     "take_down",
 ]
@@ -145,3 +149,42 @@ def exchange_strategy(source: "pl.Trainer", target: "pl.Trainer") -> None:
     vars(strategy).update(vars(source.strategy), **kept)
     if model is not None:
         strategy.connect(model)
+
+
+class _SharedContexts:
+    """Contexts that stay open from the first entry to the last exit, whoever entered first.
+
+    Args:
+        make: Makes the context from the arguments of an entry.
+    """
+
+    def __init__(self, make: Callable[..., AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._open: dict[tuple[Any, ...], tuple[int, ExitStack]] = {}
+
+    @contextmanager
+    def __call__(self, *args: Any) -> Iterator[None]:
+        num_inside, stack = self._open.get(args) or (0, ExitStack())
+        if num_inside == 0:
+            stack.enter_context(self._make(*args))
+        self._open[args] = num_inside + 1, stack
+        try:
+            yield
+        finally:
+            num_inside, stack = self._open.pop(args)
+            if num_inside > 1:
+                self._open[args] = num_inside - 1, stack
+            else:
+                stack.close()
+
+
+def share_class_wrapping() -> None:
+    """Let ranks of one process ask for loaders, or be launched by Fabric, at the same time.
+
+    Meanwhile Lightning wraps constructors of torch's classes, and each rank would take another's
+    wrapper for the original, which would stay wrapped after the run.
+    """
+    owners: tuple[Any, ...] = (data_connector_module, fabric_module)
+    shared = _SharedContexts(owners[0]._replace_dunder_methods)
+    for owner in owners:
+        owner._replace_dunder_methods = shared

@@ -17,6 +17,7 @@ from lightning_shard.launchers._lightning import (
     Launcher,
     TunerExit,
     mark_terminated,
+    share_class_wrapping,
     skip_hooks_of_exception,
 )
 from lightning_shard.launchers.adoption import adopt
@@ -192,3 +193,6 @@ def _lowest_survivor(world: ElasticWorld) -> int:
             f"{type(error).__name__}: {error}"
         )
     return _CALLERS_THREAD if _CALLERS_THREAD in survivors else survivors[0]
+
+
+share_class_wrapping()

@@ -50,7 +50,6 @@ from lightning_shard.trainer._lightning import (
     before_batches,
     before_training_ends,
     layer_sync,
-    share_class_wrapping,
     without_sigterm_broadcast,
 )
 from lightning_shard.trainer.batch_samplers import assigns_batch_samplers
@@ -469,4 +468,3 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
 
 accept_compiled_modules(ShardStrategy)
-share_class_wrapping()

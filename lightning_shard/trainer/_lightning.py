@@ -23,7 +23,6 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer import trainer as trainer_module
-from lightning.pytorch.trainer.connectors import data_connector as data_connector_module
 from lightning.pytorch.trainer.connectors.data_connector import (
     _request_dataloader as request_dataloader,
 )
@@ -63,7 +62,6 @@ __all__ = [
     "runners_of",
     "sampler_of_rank",
     "seed_workers",
-    "share_class_wrapping",
     "sharing_values",
     "skip_batches",
     "take_epoch_value",
@@ -159,43 +157,6 @@ def accept_compiled_modules(strategies: type[Strategy]) -> None:
             check(model, strategy)
 
     owner._verify_strategy_supports_compile = check_others
-
-
-class _SharedContexts:
-    """Contexts that stay open from the first entry to the last exit, whoever entered first.
-
-    Args:
-        make: Makes the context from the arguments of an entry.
-    """
-
-    def __init__(self, make: Callable[..., AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._open: dict[tuple[Any, ...], tuple[int, ExitStack]] = {}
-
-    @contextmanager
-    def __call__(self, *args: Any) -> Iterator[None]:
-        num_inside, stack = self._open.get(args) or (0, ExitStack())
-        if num_inside == 0:
-            stack.enter_context(self._make(*args))
-        self._open[args] = num_inside + 1, stack
-        try:
-            yield
-        finally:
-            num_inside, stack = self._open.pop(args)
-            if num_inside > 1:
-                self._open[args] = num_inside - 1, stack
-            else:
-                stack.close()
-
-
-def share_class_wrapping() -> None:
-    """Let ranks of one process be inside their hooks for loaders at the same time.
-
-    In them Lightning wraps constructors of torch's classes, and each rank would take another's
-    wrapper for the original.
-    """
-    owner: Any = data_connector_module
-    owner._replace_dunder_methods = _SharedContexts(owner._replace_dunder_methods)
 
 
 @contextmanager

@@ -255,3 +255,17 @@ def test_ranks_that_set_up_other_models_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="the ranks have different models"):
         on_ranks("zero2", loop)
+
+
+def test_loaders_are_made_as_before_after_a_launch() -> None:
+    """Ranks took each other's wrappers of constructors for the originals, which stayed wrapped."""
+
+    class Own(DataLoader[Any]):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(range(8), **settings)
+
+    before = DataLoader.__init__, Own.__init__
+    strategy = strategy_of("zero1")
+    fabric = fabric_of(strategy)
+    fabric.launch(lambda fabric: fabric.barrier())
+    assert (DataLoader.__init__, Own.__init__) == before

@@ -1,6 +1,7 @@
 """The private names of Lightning that the launchers need; a failure says what has changed."""
 
 import inspect
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.loop import _Loop
@@ -64,3 +65,15 @@ def test_who_hears_of_an_exception_and_in_which_order() -> None:
     assert "in callbacks" in inspect.getsource(call._call_callback_hooks)
     assert "trainer.callbacks" in inspect.getsource(call._call_callback_hooks)
     assert not pl.Trainer(logger=False, accelerator="cpu")._signal_connector.received_sigterm
+
+
+def test_trainers_and_fabric_wrap_constructors_of_loaders_with_one_function() -> None:
+    from lightning.fabric import fabric
+    from lightning.fabric.utilities.data import _replace_dunder_methods as original
+    from lightning.pytorch.trainer.connectors import data_connector
+
+    from lightning_shard.launchers import in_process  # noqa: F401  it shares the contexts
+
+    assert inspect.signature(original).parameters.keys() == {"base_cls", "store_explicit_arg"}
+    wraps: list[Any] = [one._replace_dunder_methods for one in (fabric, data_connector)]  # type: ignore[attr-defined]
+    assert wraps[0] is wraps[1]
