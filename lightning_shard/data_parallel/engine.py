@@ -292,10 +292,12 @@ class DataParallelEngine:
     @contextmanager
     def _running_user_code(self) -> Iterator[None]:
         with explaining_shards(self._homes), self.user_code.running():
-            yield
-        self.shards.lent.end()
-        if self._unsharder is not None:
-            self._unsharder.note_user_code()
+            try:
+                yield
+            finally:  # what is raised here may be caught by a hook, which trains on
+                self.shards.lent.end()
+                if self._unsharder is not None:
+                    self._unsharder.note_user_code()
 
     @contextmanager
     def backward(self, is_used: Callable[[], bool] = always) -> Iterator[None]:
@@ -380,8 +382,10 @@ class DataParallelEngine:
     @contextmanager
     def _lending(self) -> Iterator[None]:
         with self.view.lent(), self.user_code.running():
-            yield
-            self.shards.lent.end()
+            try:
+                yield
+            finally:
+                self.shards.lent.end()
 
     def send_up(self, params: Iterable[nn.Parameter]) -> None:
         """After an update of `params` in host memory, bring this rank's device up to date."""

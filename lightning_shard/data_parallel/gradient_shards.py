@@ -23,7 +23,12 @@ from lightning_shard.data_parallel.content import agreed
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.global_values import combine_norms, partial_norm
 from lightning_shard.data_parallel.lent_memory import LentMemory
-from lightning_shard.data_parallel.model_split import ModelSplit, beyond_shards, shards_over
+from lightning_shard.data_parallel.model_split import (
+    ModelSplit,
+    beyond_shards,
+    is_shared_out,
+    shards_over,
+)
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
@@ -219,10 +224,12 @@ class GradientShards:
         for source in self._sources.values():
             source.note.source = None
 
-    def ranks_of_operands(self) -> Collectives | None:
+    def ranks_of_operands(self, source: "_Source") -> Collectives | None:
         """Return the ranks that need equal operands; None where each has all of the gradient."""
-        is_cut = bool(self._shard_groups()) and self._all_ranks.size > 1
-        return self._all_ranks if is_cut else None
+        ranks = self._all_ranks
+        if source.place is not None and is_shared_out(source.spread.param, self._split):
+            ranks = source.place[0].own.ranks  # others have no part of it, and do not ask
+        return ranks if self._shard_groups() and ranks.size > 1 else None
 
     def _groups_now(self, param: nn.Parameter) -> Sequence[Collectives]:
         """Return the groups over whose ranks the elements of this rank's part lie now.
@@ -367,7 +374,7 @@ class _Source:
         Raises:
             ConfigError: Ranks have different tensors for an operation that is not linear.
         """
-        ranks, own_shape = self.shards.ranks_of_operands(), self.spread.own_shape
+        ranks, own_shape = self.shards.ranks_of_operands(self), self.spread.own_shape
         if ranks is None or own_shape is None:
             return tensor
         is_full = tensor.shape in (self.spread.shape, own_shape)

@@ -202,3 +202,22 @@ def test_weights_at_hand_for_part_of_a_backward_go_again_and_what_was_here_stays
         assert sum(inside) == sum(before) + 1
         assert after == before
         assert reductions == 0
+
+
+def test_what_a_hook_wrote_to_memory_before_it_raised_is_the_weight_s() -> None:
+    """The memory was held on to, and what lay there never came to the weights."""
+
+    def fn(rank: int) -> tuple[Tensor, int]:
+        torch.manual_seed(7)
+        model = Net()
+        engine = make_engine(model)
+        with suppress(ValueError), engine.lent_view():
+            next(model.parameters()).detach().numpy()[...] = 3
+            raise ValueError
+        num_lent = len(engine.shards.lent._lent)
+        engine.detach(restore=True)
+        return next(model.parameters()).detach().clone(), num_lent
+
+    for weight, num_lent in run_ranks(fn, 2):
+        assert num_lent == 0
+        torch.testing.assert_close(weight, torch.full_like(weight, 3))

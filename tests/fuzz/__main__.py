@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tests.fuzz.campaign import FOLDER, report, run_all, shrink_all, tasks, written
+from tests.fuzz.campaign import FOLDER, read, report, run_all, shrink_all, tasks, written
 from tests.fuzz.workers import workers
 
 
@@ -18,10 +18,15 @@ def main() -> int:
     parser.add_argument("--scheme", action="append", default=[], help="run these alone")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the scripts of defects")
     parser.add_argument("--no-shrink", action="store_true", help="print programs as they are")
+    parser.add_argument("--journal", type=Path, help="file to which each run is added")
+    parser.add_argument("--sum", type=Path, nargs="+", help="say what these journals hold, no more")
     given = parser.parse_args()
+    if given.sum:
+        print(report(read(given.sum)))
+        return 0
     seeds = range(given.seed, given.seed + given.count)
     with workers(given.jobs) as pool:
-        campaign = run_all(pool, tasks(seeds, given.runs_per_program, given.scheme))
+        campaign = run_all(pool, tasks(seeds, given.runs_per_program, given.scheme), given.journal)
         print(report(campaign), flush=True)
         if given.no_shrink:
             groups = {

@@ -1,10 +1,11 @@
 """Many programs under schemes, and what is said of them in the end."""
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -28,6 +29,7 @@ class Campaign:
     unfit: dict[int, str] = field(default_factory=dict)
     pairs: set[tuple[str, str]] = field(default_factory=set)
     defects: list[tuple[Task, Outcome]] = field(default_factory=list)
+    since_a_defect: set[int] = field(default_factory=set)
 
     def add(self, task: Task, outcome: Outcome) -> None:
         """Count one run."""
@@ -35,6 +37,7 @@ class Campaign:
         if outcome.verdict == UNFIT:
             self.unfit[task.seed] = outcome.kind
             return
+        self.since_a_defect.add(task.seed)
         self.verdicts[task.scheme][outcome.verdict] += 1
         if outcome.verdict != LEFT_OUT:
             self.pairs |= pairs_of(task.features)
@@ -42,6 +45,7 @@ class Campaign:
             self.refusals[_without_numbers(outcome.text)] += 1
         if outcome.verdict == DEFECT:
             self.defects.append((task, outcome))
+            self.since_a_defect.clear()
 
 
 def schemes_for(features: Sequence[str], seed: int, count: int) -> list[str]:
@@ -65,14 +69,33 @@ def tasks(
             yield Task(features, seed, name)
 
 
-def run_all(pool: Sequence[Worker], all_tasks: Iterable[Task]) -> Campaign:
-    """Run programs; print each defect as it comes. Ctrl-C leaves what has come by then."""
+def run_all(
+    pool: Sequence[Worker], all_tasks: Iterable[Task], journal: Path | None = None
+) -> Campaign:
+    """Run programs; print each defect as it comes. Ctrl-C leaves what has come by then.
+
+    Each run is added to the journal as it is done, if there is one.
+    """
     campaign = Campaign()
     with suppress(KeyboardInterrupt):
         for task, outcome in outcomes(pool, all_tasks):
             campaign.add(task, outcome)
+            if journal is not None:
+                with journal.open("a") as file:
+                    file.write(json.dumps({"task": asdict(task), "outcome": asdict(outcome)}))
+                    file.write("\n")
             if outcome.verdict == DEFECT:
                 print(f"seed {task.seed} under {task.scheme}: {outcome.kind}", flush=True)
+    return campaign
+
+
+def read(journals: Iterable[Path]) -> Campaign:
+    """Return what came of the programs of several campaigns together."""
+    campaign = Campaign()
+    for journal in journals:
+        for entry in map(json.loads, journal.read_text().splitlines()):
+            task = entry["task"] | {"features": tuple(entry["task"]["features"])}
+            campaign.add(Task(**task), Outcome(**entry["outcome"]))
     return campaign
 
 
@@ -133,7 +156,8 @@ def report(campaign: Campaign) -> str:
         "",
         f"{len(campaign.programs)} programs, {sum(total[name] for name in names)} runs; "
         f"{len(campaign.unfit)} programs unfit on one device; "
-        f"{len(campaign.pairs & possible)} of {len(possible)} possible pairs of features",
+        f"{len(campaign.pairs & possible)} of {len(possible)} possible pairs of features; "
+        f"the last {len(campaign.since_a_defect)} programs without a defect",
     ]
     lines += [f"unfit: seed {seed}: {why}" for seed, why in sorted(campaign.unfit.items())[:20]]
     lines += [f"refused {count}x: {text}" for text, count in campaign.refusals.most_common(60)]

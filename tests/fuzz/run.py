@@ -152,7 +152,7 @@ def _on_ranks(
         results = run_processes(
             in_a_process,
             scheme.num_ranks,
-            timeout_seconds=60,
+            timeout_seconds=240,
             features=list(features),
             seed=seed,
             scheme_name=scheme.name,

@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+import lightning as L  # noqa: N812
 import pytest
 import torch
 
@@ -85,3 +86,27 @@ def test_equals_a_single_device(model: str, layout: str) -> None:
     expected, gradients = with_gradients(model)
     assert_parity(run, expected, num_steps=LONG_STEPS)
     own.assert_close(gradients)
+
+
+class Products(Gradients):
+    """Records the product of each parameter with its gradient."""
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        there = [param for param in pl_module.parameters() if param.grad is not None]
+        found = [(param.detach() * param.grad).sum().item() for param in there]
+        self.of_params[-1] += [abs(product) for product in found]
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("layout", ["ep2-stage1", "ep2-dp2-stage2"])
+def test_a_gradient_is_computed_with_on_the_ranks_that_have_its_expert(layout: str) -> None:
+    """Ranks that had it asked those that had not, and waited for ever."""
+    num_ranks, options = LAYOUTS[layout]
+    strategy = HybridParallelStrategy(expert_parallel_size=2, backend="in_process", **options)
+    one, own = Products(), Products()
+    train(build("listed"), curve=one)
+    train(build("listed"), strategy=strategy, devices=num_ranks, curve=own)
+    own.assert_close(one)
