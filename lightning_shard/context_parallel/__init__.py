@@ -2,7 +2,7 @@
 
 crossings        where activations are cut and full again, and what gradients are there
 sequence_part    a part that looks full
-operations, einsum, other_dims, attention, torch_attention, after_blocks      what is done on parts
+operations, other_dims, attention, after_blocks      what is done on parts
 ring, tiles, rank_subset      attention where ranks cannot share out the heads
 cut_blocks       where the parts begin and end
 """
@@ -10,8 +10,6 @@ cut_blocks       where the parts begin and end
 from lightning_shard.context_parallel import (  # noqa: F401  (register their rules)
     after_blocks,
     attention,
-    einsum,
     operations,
     other_dims,
-    torch_attention,
 )

@@ -23,9 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.compiled import CompiledModules
 from lightning_shard.context_parallel.crossings import cut_sequence
-from lightning_shard.context_parallel.full_sequences import FullSequences
 from lightning_shard.context_parallel.huggingface_attention import AttentionFunctions
-from lightning_shard.context_parallel.sequence_part import SequencePart, padded
+from lightning_shard.context_parallel.sequence_part import FullSequences, SequencePart, padded
 from lightning_shard.context_parallel.trial import try_block
 from lightning_shard.data_parallel.units import named_blocks
 from lightning_shard.errors import ConfigError

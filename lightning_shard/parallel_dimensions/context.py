@@ -1,20 +1,24 @@
 """Context parallel as a dimension: sequences in parts over the ranks of an axis."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.context_parallel.crossings import total
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
-from lightning_shard.context_parallel.differentiated import MeanGradients
-from lightning_shard.data_parallel.differentiation import asking
+from lightning_shard.data_parallel.differentiation import Gradients, Run, asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.expert_parallel.own_tokens import OwnTokens
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DifferentiatedParts
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.trainer.same_results import SameResults
 
@@ -80,3 +84,27 @@ class ContextDimension(ParallelDimension):
         if self._experts is not None:
             self._experts.restore()
         self._blocks = self._same_results = self._experts = None
+
+
+class MeanGradients(DifferentiatedParts):
+    """Averages the gradients of full tensors over the ranks that share each sequence.
+
+    Source: the convention of `crossings`: the mean over the ranks is the gradient everywhere.
+
+    Args:
+        group: Group of the W ranks, each of which must differentiate.
+    """
+
+    def __init__(self, group: Collectives) -> None:
+        self._group = group
+
+    def differentiate(self, inputs: Sequence[Any], run: Run, *, accumulates: bool) -> Gradients:
+        """Return the gradients of inputs; see `Differentiator`."""
+        found = super().differentiate(inputs, run, accumulates=accumulates)
+        if accumulates:  # the engine averages them
+            return found
+        are_full = [isinstance(one, Tensor) for one in inputs]  # an edge stands for a part
+        return tuple(
+            total(grad / self._group.size, self._group) if is_full and grad is not None else grad
+            for is_full, grad in zip(are_full, found, strict=True)
+        )

@@ -1,6 +1,7 @@
 """Pipeline parallel as a dimension: consecutive layers on each rank, microbatches in flight."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -24,13 +25,12 @@ from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.quantised import refuse_quantised_parts
 from lightning_shard.data_parallel.scripted import refuse_scripted_parts
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.microbatched_steps import MicrobatchedSteps
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.stage_options import StageOptions
 from lightning_shard.parallel_dimensions.step_runner import PlainRunner, StepRunner
-from lightning_shard.pipeline_parallel.absent_advice import explaining_absent
 from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
 from lightning_shard.pipeline_parallel.differentiated import AfterSchedule
 from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
@@ -271,3 +271,34 @@ def _check_steps(module: "pl.LightningModule") -> None:
             f"{type(module).__name__}.training_step takes the loader's iterator, expected the "
             f"batch, which a pipeline splits into microbatches."
         )
+
+
+_OF_NOTHING = re.compile(r"\(0\)|\[0\]|\bsize 0\b|numel\(\) == 0|no identity")
+
+
+@contextmanager
+def explaining_absent(names: Sequence[str]) -> Iterator[None]:
+    """Say which parameters other ranks have when user code inside fails on an empty tensor.
+
+    Between the steps of a pipeline a parameter of another stage has no elements here. User code
+    that computes with it and with a full tensor, like an average that is kept by hand, fails on its
+    size.
+
+    Args:
+        names: Names of the parameters that other ranks of the pipeline have.
+
+    Raises:
+        ConfigError: User code failed on a tensor without elements; in place of torch's error.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        if isinstance(error, ShardError) or not names or not _OF_NOTHING.search(str(error)):
+            raise
+        raise ConfigError(
+            f"Between the steps of a pipeline each rank has the parameters of its own stages only: "
+            f"{len(names)} of other stages, such as {names[0]!r}, have no elements here. A hook "
+            f"met a tensor without elements ({error}), expected each rank to compute with what it "
+            f"has. For an average of the weights use Lightning's EMAWeightAveraging or "
+            f"WeightAveraging in place of a copy that is kept by hand, or use strategy='zero2'."
+        ) from error

@@ -21,9 +21,8 @@ from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
 from lightning_shard.planner.description import Description, Measure
-from lightning_shard.tensor_parallel.automatic import automatic_plan
+from lightning_shard.tensor_parallel.automatic import automatic_plan, check_layouts
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
-from lightning_shard.tensor_parallel.fused_layouts import check_layouts
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel

@@ -26,19 +26,24 @@ from lightning_shard.pipeline_parallel.backward import (
     input_backward,
     weight_backward,
 )
-from lightning_shard.pipeline_parallel.early_receives import with_early_receives
+from lightning_shard.pipeline_parallel.containers import map_tensors
 from lightning_shard.pipeline_parallel.gradients import (
     GradientStash,
     hooks_set_aside,
     leaves_of_graph,
 )
-from lightning_shard.pipeline_parallel.leaves import map_tensors
 from lightning_shard.pipeline_parallel.lending import Lending, Wanted, lendable
 from lightning_shard.pipeline_parallel.messages import ReceiveHandle
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.needs import Needs, Step
 from lightning_shard.pipeline_parallel.randomness import StageRandomness
-from lightning_shard.pipeline_parallel.schedules import Action, Kind, Schedule, forward_schedule
+from lightning_shard.pipeline_parallel.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    forward_schedule,
+    with_early_receives,
+)
 from lightning_shard.pipeline_parallel.stage_run import StageRun
 from lightning_shard.pipeline_parallel.stage_traffic import (
     LossOf,

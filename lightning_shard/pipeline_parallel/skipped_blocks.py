@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_shard.data_parallel.recomputation import CACHES
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.containers import held_values
-from lightning_shard.pipeline_parallel.leaves import signature, tensors_in
+from lightning_shard.pipeline_parallel.containers import held_values, signature, tensors_in
 from lightning_shard.placeholders import Placeholder, alone, births, note_given
 
 _PLAIN = (type(None), bool, int, float, str)

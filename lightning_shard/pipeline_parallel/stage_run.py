@@ -19,13 +19,12 @@ from lightning_shard.data_parallel.offload.activations import stay
 from lightning_shard.data_parallel.transforms import OF_STAGES, refuse_transforms
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.alike_steps import NotedCalls
-from lightning_shard.pipeline_parallel.leaves import exchange_tensors, map_tensors, tensors_in
+from lightning_shard.pipeline_parallel.containers import exchange_tensors, map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.skipped_blocks import (
     SkippedBlock,
     Template,
     template_of_call,
 )
-from lightning_shard.pipeline_parallel.stance import Stance
 from lightning_shard.placeholders import OtherStageError, Placeholder, is_placeholder
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
@@ -36,6 +35,49 @@ _ADVICE_LATER = (
     "it after the blocks; a weight that is used there as well can be tied (head.weight = "
     "embedding.weight), and a penalty over weights is the optimizer's weight_decay."
 )
+
+
+class Stance:
+    """The stance of torch.compile during one step.
+
+        step ──> before ──> skipped blocks ──> own blocks ──> end, or what follows the last block
+                 └──────as it is written─────┘ └─compiled────────────────────────────────────────┘
+
+    Before its blocks a stage computes with stand-ins, which compiled code cannot take. So the
+    stance of torch.compile changes during a step, and with it that of compiled code around the
+    whole network.
+    """
+
+    def __init__(self) -> None:
+        self._eager: Any = None  # what has set the stance
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Run a step inside, whose compiled code runs uncompiled except in the stage's blocks."""
+        eager = self._eager = torch.compiler.set_stance("force_eager")
+        try:
+            yield
+        finally:
+            self._eager = None
+            eager.__exit__(None, None, None)
+
+    @contextmanager
+    def compiled(self, *, is_last: bool) -> Iterator[None]:
+        """Run one of the stage's blocks inside, compiled where the user has compiled it.
+
+        Args:
+            is_last: Whether no tensor is a stand-in after this block.
+        """
+        eager = self._eager
+        if eager is None:  # in backward
+            yield
+            return
+        eager.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            if not is_last:
+                eager.__enter__()
 
 
 class Needed(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.pipeline_parallel.containers import signature
 from lightning_shard.pipeline_parallel.gradients import GradientStash
-from lightning_shard.pipeline_parallel.leaves import signature
 from lightning_shard.pipeline_parallel.messages import ReceiveHandle, StageMessages, TensorMetadata
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.needs import Step

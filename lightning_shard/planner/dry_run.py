@@ -16,14 +16,20 @@ from torch import nn
 
 from lightning_shard.mesh import NodePlacement
 from lightning_shard.pipeline_parallel.batch_reading import BatchReader
+from lightning_shard.pipeline_parallel.costs import FlopCounter
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of, split_batch
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.pipeline_parallel.simulation import replay
 from lightning_shard.planner.activation_bytes import ActivationBytes
 from lightning_shard.planner.no_elements import NoElements
 from lightning_shard.planner.report import DryRun, RankFigures
-from lightning_shard.planner.simulated_experts import ProductsOfGroups
-from lightning_shard.planner.simulated_model import SimulatedModel, WorldOptions
+from lightning_shard.planner.simulated_model import (
+    ProductsOfGroups,
+    SimulatedModel,
+    Step,
+    WorldOptions,
+    loss_of,
+)
 from lightning_shard.planner.simulated_rank import SimulatedRank
 from lightning_shard.planner.simulation import SimulatedPipeline, run_unpipelined
 
@@ -111,3 +117,40 @@ def apart() -> Iterator[None]:
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), products():
         warnings.simplefilter("ignore")  # of addresses that tensors without elements do not have
         yield
+
+
+def model_flops(
+    module: nn.Module,
+    batch: Any,
+    step: Step,
+    *,
+    dtype: torch.dtype | None = None,
+    left_out: tuple[object, ...] = (),
+) -> int:
+    """Return the operations of forward and backward of one batch, of the full model.
+
+    Counted are matrix products, attention and convolutions of forward and backward, by torch's
+    FlopCounterMode on tensors without elements. What is computed again for backward is no work of
+    the model, so that more than three forwards, one and two for backward, never count.
+
+    Source: model FLOPs utilization, PaLM, arXiv:2204.02311, appendix B.
+
+    Args:
+        module: The full module, with parameters on any device, meta included; it is not changed.
+        batch: Batch of which only shapes count.
+        step: Runs the module's training step.
+        dtype: Format of the parameters; None leaves each its own.
+        left_out: Objects that the module refers to and its copy must not.
+
+    Raises:
+        Exception: The step asks for elements or for a trainer, or returns no loss.
+    """
+    stand_ins = NoElements()
+    batch = stand_ins.batch(batch)
+    with apart(), torch.enable_grad(), FlopCounter() as counter:
+        copied = stand_ins.module(module, dtype=dtype, left_out=left_out).train()
+        loss = loss_of(step(copied, batch))
+        forward: int = counter.read()
+        loss.backward()  # type: ignore[no-untyped-call]
+        total: int = counter.read()
+    return min(total, 3 * forward)

@@ -8,27 +8,31 @@ Everything here is the code that trains; only the group is simulated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.options import EngineOptions, Offload
+from lightning_shard.data_parallel.torch_private import TorchDispatchMode
 from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.expert_parallel.finding import find_mixtures
 from lightning_shard.expert_parallel.own_tokens import OwnTokens
+from lightning_shard.expert_parallel.shared_experts import SharedExperts
 from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.mesh import ParallelMesh
+from lightning_shard.pipeline_parallel.containers import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, parameter_stages
+from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
 from lightning_shard.pipeline_parallel.stage_run import Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
-from lightning_shard.planner.simulated_experts import split_experts
 from lightning_shard.planner.simulated_group import SimulatedCollectives
-from lightning_shard.planner.skips import Skips
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.split import SplitModel
 
@@ -173,3 +177,99 @@ def loss_of(result: Any) -> Tensor:
             f"gradient, expected one: a dry run goes through its backward."
         )
     return found
+
+
+_Call = Callable[..., Any]
+
+
+class Skips:
+    """Remembers the structure of results by class of block and shapes of its arguments.
+
+    Other effects of a skipped block, such as an auxiliary loss, happen only once.
+
+    A real rank runs the Python code of each block of other stages in its first batch. That is
+    little for one rank; a simulation has all ranks of a pipeline.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Template] = {}
+
+    def watch(self, run: StepRun, blocks: Sequence[nn.Module]) -> StepRun:
+        """Return a run that runs skipped blocks only where their results are not known."""
+        return _Watched(run, blocks, self)
+
+    def result(
+        self,
+        kind: type[nn.Module],
+        skipped: SkippedBlock,
+        call: _Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Return placeholders in the structure of a skipped block's result."""
+        leaves = tensors_in((args, kwargs))
+        key = kind, signature(leaves)
+        if key in self._known:
+            return self._known[key].build(leaves)
+        result = skipped(call, args, kwargs)
+        template = Template.of(result, leaves)
+        if template.is_plain:
+            self._known[key] = template
+        return result
+
+
+class _Watched:
+    """A run of a stage, or a probe, that remembers the results of skipped blocks."""
+
+    def __init__(self, run: StepRun, blocks: Sequence[nn.Module], skips: Skips) -> None:
+        self._run, self._blocks, self._skips = run, blocks, skips
+
+    def known(self) -> AbstractContextManager[None]:
+        """Return the context of the wrapped run."""
+        return self._run.known()
+
+    def call(
+        self,
+        index: int,
+        skipped: SkippedBlock,
+        call: _Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Answer as the wrapped run does, with the known result where it skips the block."""
+
+        def skip(call: _Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            return self._skips.result(type(self._blocks[index]), skipped, call, args, kwargs)
+
+        return self._run.call(index, cast("SkippedBlock", skip), call, args, kwargs)
+
+
+def split_experts(module: nn.Module, mesh: ParallelMesh) -> ExpertSplit:
+    """Leave a module the experts of the first rank, to which its own and its peers' tokens go.
+
+    Which experts tokens go to is known from their elements alone, which a dry run has not. Products
+    of groups of matrices know no shape of theirs but in bfloat16, so they are asked in that format.
+
+    Args:
+        module: A module without elements, which is changed.
+        mesh: Grid of the simulated ranks.
+    """
+    group = SimulatedCollectives(0, mesh.size("ep"))
+    data = DataGroups.of(SimulatedCollectives(0, mesh.dp * mesh.cp))
+    mixtures = find_mixtures(module)
+    split = ExpertSplit(module, mixtures, group, data, data)
+    SharedExperts(mixtures, split, nullcontext, is_dry=True, tries=False)
+    return split
+
+
+class ProductsOfGroups(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Multiplies groups of matrices without elements in any format."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Ask for the shapes of a product in bfloat16."""
+        kwargs = dict(kwargs or {})
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return func(*args, **kwargs)
+        left, right, *rest = args
+        result = func(left.bfloat16(), right.bfloat16(), *rest, **kwargs)
+        return result.to(left.dtype)

@@ -26,7 +26,7 @@ from lightning_shard.pipeline_parallel.backward import (
     input_backward,
     weight_backward,
 )
-from lightning_shard.pipeline_parallel.leaves import tensors_in
+from lightning_shard.pipeline_parallel.containers import tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
 from lightning_shard.pipeline_parallel.stage_traffic import followed

@@ -7,7 +7,8 @@ Each figure is linear in the samples of a microbatch and in the number of blocks
 say what any number of either takes. The steps are dry runs: the code that trains counts them.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_shard.pipeline_parallel.blocks import BlockList
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.blocks import BlockList, find_blocks
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
 from lightning_shard.planner.no_elements import NoElements
@@ -25,7 +27,6 @@ from lightning_shard.planner.report import RankFigures
 from lightning_shard.planner.simulated_model import SimulatedModel
 from lightning_shard.planner.step_trace import StepTrace
 from lightning_shard.planning.candidates import Checkpointing
-from lightning_shard.planning.short_module import repeated_blocks, shortened
 from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
 from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_shard.strategies.zero import DDPStrategy
@@ -321,3 +322,71 @@ def _tied_bytes(both: Weights) -> int:
 def _blocks_of(module: nn.Module, path: str) -> BlockList:
     container = module.get_submodule(path)
     return BlockList(path=path, modules=tuple(container.children()))
+
+
+def on_meta(module: "pl.LightningModule") -> "pl.LightningModule":
+    """Return a copy whose parameters and buffers have shapes and no elements; ties stay ties."""
+    memo: dict[int, Any] = {id(one): None for one in runners_of(module)}
+    for param in module.parameters():
+        memo[id(param)] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(module, memo)
+
+
+def repeated_blocks(module: nn.Module) -> BlockList | None:
+    """Return the list of a module's blocks if there is one and its blocks are alike."""
+    try:
+        blocks = find_blocks(module)
+    except ConfigError:
+        return None
+    kinds = {(type(block), _shapes(block)) for block in blocks.modules}
+    is_list = isinstance(module.get_submodule(blocks.path), nn.ModuleList | nn.Sequential)
+    return blocks if len(kinds) == 1 and is_list and _are_set_alike(blocks.modules) else None
+
+
+def _are_set_alike(blocks: Sequence[nn.Module]) -> bool:
+    """Whether blocks differ in nothing that they are told but their number (a sliding window)."""
+    told = [_settings(block) for block in blocks]
+    if any(one.keys() != told[0].keys() for one in told):
+        return False
+    columns = ([one[name] for one in told] for name in told[0])
+    return all(_is_constant(values) or _counts(values) for values in columns)
+
+
+def _settings(block: nn.Module) -> dict[str, Any]:
+    """Return the flags, names and whole numbers of a block's modules, and their classes."""
+    found: dict[str, Any] = {}
+    for path, module in block.named_modules():
+        found[path] = type(module)
+        values = {name: value for name, value in vars(module).items() if name != "training"}
+        found |= {
+            f"{path}:{name}": value
+            for name, value in values.items()
+            if value is None or isinstance(value, bool | int | str)
+        }
+    return found
+
+
+def _is_constant(values: Sequence[Any]) -> bool:
+    return all(type(one) is type(values[0]) and one == values[0] for one in values)
+
+
+def _counts(values: Sequence[Any]) -> bool:
+    return all(type(one) is int and one == values[0] + place for place, one in enumerate(values))
+
+
+def _shapes(block: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, p.shape, p.requires_grad) for name, p in block.named_parameters())
+
+
+def shortened(
+    module: "pl.LightningModule", blocks: BlockList, num_blocks: int
+) -> "pl.LightningModule":
+    """Return a copy on meta with the first `num_blocks` blocks, the last repeated if too few."""
+    made = on_meta(module)
+    container: Any = made.get_submodule(blocks.path)
+    del container[num_blocks:]
+    while len(container) < num_blocks:
+        container.append(copy.deepcopy(container[-1]))
+    return made

@@ -37,8 +37,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule
-from lightning_shard.pipeline_parallel.simulation import replay
-from lightning_shard.pipeline_parallel.theory import theoretical_idle_share
+from lightning_shard.pipeline_parallel.simulation import replay, theoretical_idle_share
 from lightning_shard.pipeline_parallel.timeline import (
     Event,
     Timeline,

@@ -1,6 +1,6 @@
 """What the callbacks that write into a run's folder have in common: where, when, and who they are.
 
-Each rank writes its own file, see `reporting.rank_file`: none of these callbacks communicates.
+Each rank writes its own file, see `reporting.records`: none of these callbacks communicates.
 """
 
 import os
@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from typing_extensions import override
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.reporting.rank_file import RankFile
+from lightning_shard.reporting.records import RankFile
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.elastic import ElasticStrategy
 from lightning_shard.strategies.names import strategy_name

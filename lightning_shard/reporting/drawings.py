@@ -10,10 +10,11 @@ What a mark means is told by its `title`, which browsers show under the pointer.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from statistics import median
 
+from lightning_shard.reporting.html import seconds_of
 from lightning_shard.reporting.records import TimelineEvent
-from lightning_shard.reporting.texts import escape, seconds_of
 
 Point = tuple[float, float]
 Write = Callable[[float], str]

@@ -6,15 +6,25 @@ from statistics import median
 
 from lightning_shard.reporting import drawings
 from lightning_shard.reporting import figures_of_run as figures
-from lightning_shard.reporting.html import colours, legend, paragraph, table, tiles
-from lightning_shard.reporting.memory_figures import (
+from lightning_shard.reporting.figures_of_run import (
     KINDS,
     PERSISTENT,
     memory_of_ranks,
     planned,
 )
-from lightning_shard.reporting.records import Record, RunRecords
-from lightning_shard.reporting.texts import bytes_of, percent, rate, seconds_of
+from lightning_shard.reporting.html import (
+    bytes_of,
+    colours,
+    legend,
+    paragraph,
+    percent,
+    rate,
+    seconds_of,
+    table,
+    tiles,
+)
+from lightning_shard.reporting.plan_deviation import deviations, why_of_another_run
+from lightning_shard.reporting.records import PLAN, Record, RunRecords
 
 _COMPUTATIONS = ("forward", "backward", "backward of inputs", "backward of weights")
 _SLOW = 1.1  # times the median of the ranks
@@ -353,3 +363,25 @@ def _clock(seconds: float) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
+
+
+def plan(run: RunRecords) -> str:
+    """Show what was planned beside what was measured, and by how much they differ."""
+    rows = deviations(run)
+    if not rows:
+        return paragraph(
+            f"No plan lies with the run: add PlanMonitor(plan=...) to the callbacks, or write what "
+            f"`lightning-shard plan --json` prints to {run.folder / PLAN}."
+        )
+    said = (
+        "Memory is that of the fullest rank, traffic that of the rank that sends most in a step. "
+        "Planned times are those at the profile's peaks."
+    )
+    besides = why_of_another_run(run)
+    return "".join(
+        [
+            paragraph(said, "faint"),
+            paragraph(besides, "bad") if besides else "",
+            table(("", "planned", "measured", "deviation"), [one.cells for one in rows]),
+        ]
+    )

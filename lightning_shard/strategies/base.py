@@ -27,7 +27,7 @@ from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.meta_start.recorder import recording
 from lightning_shard.meta_start.start import move_to, staying_on_meta
-from lightning_shard.parallel_dimensions.run_groups import RunGroups
+from lightning_shard.parallel_dimensions.run_view import RunGroups
 from lightning_shard.precision.asked_formats import AskedFormats
 from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.precision.policy import TRUE_DTYPES

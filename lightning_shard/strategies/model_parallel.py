@@ -21,8 +21,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis, ParallelMesh
 from lightning_shard.meta_start.start import MetaStart, noted_alike
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
-from lightning_shard.parallel_dimensions.run_groups import RunGroups
-from lightning_shard.parallel_dimensions.run_view import RunView
+from lightning_shard.parallel_dimensions.run_view import RunGroups, RunView
 from lightning_shard.parallel_dimensions.step_runner import WrappedRunner
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.host_placement import tell_placement

@@ -13,7 +13,7 @@ be left out by a plan of one's own.
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -33,7 +33,7 @@ from lightning_shard.tensor_parallel.huggingface import own_plans
 from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
 from lightning_shard.tensor_parallel.plan import PlannedLayer, UnsplitLayer, pattern_of
 from lightning_shard.tensor_parallel.probe import TrialResult, table_is_right, try_out
-from lightning_shard.tensor_parallel.styles import STYLES, Style
+from lightning_shard.tensor_parallel.styles import STYLES, Style, style_name
 from lightning_shard.tensor_parallel.tried_wrappers import with_tried_wrappers
 from lightning_shard.tensor_parallel.wrappers import is_low_rank, linear_sizes
 
@@ -314,3 +314,56 @@ def _because(reason: str, tried: TrialResult) -> str:
 
 def _layers(candidate: Candidate) -> dict[str, nn.Module]:
     return {name: candidate.owner.get_submodule(name) for name in candidate.styles}
+
+
+def check_layouts(model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: int) -> None:
+    """Compare the fused layers of a given plan with a plan that was tried out.
+
+        [ q | k | v ]               packed_colwise(3)      qkv.chunk(3), view(B, T, 3, heads, width)
+        [ q0 k0 v0 | q1 k1 v1 ]     colwise                view(B, T, heads, 3, width)
+
+    Cut in the other way, every rank gets activations of the right shape: a model trains, but it is
+    another model. So the layout that a given plan says is compared with the one that a trial finds.
+
+    Args:
+        model: The full model.
+        layers: The layers of the given plan.
+        num_ranks: Number of ranks of the tensor-parallel group.
+
+    Raises:
+        ConfigError: A trial finds that a layer is laid out otherwise.
+    """
+    fused = {layer.module: layer for layer in _fused(layers)}
+    if not fused or num_ranks == 1:
+        return
+    try:
+        tried = automatic_plan(model, num_ranks).layers
+    except ConfigError:  # of what the given plan leaves full, or cuts by itself
+        return
+    for right in tried:
+        given = fused.get(right.module)
+        is_fused = right.style.form == "colwise" and not right.style.full_output
+        if given and is_fused and given.style.num_blocks != right.style.num_blocks:
+            raise ConfigError(
+                f"The plan's entry {given.pattern!r} cuts {given.name!r} "
+                f"{style_name(given.style)}, but its parts lie in it otherwise: a trial computed "
+                f"the same with {style_name(right.style)!r}, expected that."
+            )
+
+
+def _fused(layers: Sequence[PlannedLayer]) -> Iterator[PlannedLayer]:
+    """Yield the layers whose output is wider than any input of their module's layers."""
+    taken: dict[str, set[int]] = {}
+    for layer in layers:
+        if layer.style.form == "rowwise":
+            taken.setdefault(_parent(layer), set()).add(linear_sizes(layer.module)[0])
+    for layer in layers:
+        feeds = layer.style.form == "colwise" and not layer.style.full_output
+        if feeds and not isinstance(layer.module, nn.Embedding):
+            outputs = linear_sizes(layer.module)[1]
+            if layer.style.num_blocks > 1 or outputs not in taken.get(_parent(layer), {outputs}):
+                yield layer
+
+
+def _parent(layer: PlannedLayer) -> str:
+    return layer.name.rpartition(".")[0]

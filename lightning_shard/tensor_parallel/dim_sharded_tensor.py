@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.kept_inputs import TakenApart, take_apart_by
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.data_parallel.transforms import OF_RANKS, refuse_transforms
@@ -427,3 +428,15 @@ class _Narrow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.part.wide_gradient(grads[0])
+
+
+class DifferentiatedParts:
+    """Gives autograd this rank's parts of the tensors that a backward is told to stop at.
+
+    loss.backward(inputs=[weight])       autograd gets the part, and adds to its gradient
+    torch.autograd.grad(loss, weight)    by a rule of `dim_sharded_operations`
+    """
+
+    def differentiate(self, inputs: Sequence[Any], run: Run, *, accumulates: bool) -> Gradients:
+        """Return the gradients of inputs; see `Differentiator`."""
+        return run([own_part(one) for one in inputs])

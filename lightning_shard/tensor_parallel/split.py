@@ -1,9 +1,10 @@
 """Splitting a model in place by a plan, and restoring its full layers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.arrival_hooks import others_wait_for
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.model_split import in_place
 from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.sharded_parameter import bring_full
-from lightning_shard.data_parallel.torch_private import pass_for_parameter, untraced
+from lightning_shard.data_parallel.torch_private import gradient_hooks, pass_for_parameter, untraced
 from lightning_shard.data_parallel.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.layout.boxes import PlacedBox
@@ -24,8 +26,8 @@ from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.candidates import check_heads
 from lightning_shard.tensor_parallel.copies import Copies
 from lightning_shard.tensor_parallel.crossings import COMPUTED_ALIKE, Crossings
-from lightning_shard.tensor_parallel.differentiated_parts import DifferentiatedParts
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    DifferentiatedParts,
     DimShardedTensor,
     Part,
     from_local,
@@ -33,11 +35,6 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
 )
 from lightning_shard.tensor_parallel.full_view import FullView
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
-from lightning_shard.tensor_parallel.hooks_of_gradients import (
-    put_first,
-    show_as_they_are,
-    show_full,
-)
 from lightning_shard.tensor_parallel.layers import (
     LayerContext,
     is_transposed,
@@ -415,3 +412,64 @@ def _cuts(module: nn.Module, style: Style) -> tuple[ParameterCut, ...]:
     weight = ParameterCut(name="weight", dim=outputs, num_blocks=style.num_blocks)
     bias = ParameterCut(name="bias", dim=0, num_blocks=style.num_blocks)
     return (weight,) if getattr(module, "bias", None) is None else (weight, bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookOnPart:
+    """Calls a hook with a gradient that looks full, and takes this rank's part of its result.
+
+    Attributes:
+        hook: The hook of user code.
+        sharding: How the hook's parameter is cut.
+        group: Group of the ranks that have the parts.
+    """
+
+    hook: Any
+    sharding: Sharding
+    group: Collectives
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        """Return the part of what the hook makes of the gradient, or None as the hook does."""
+        dim, num_blocks = self.sharding.dim, len(self.sharding.blocks)
+        part = Part(local=grad, dim=dim, group=self.group, num_blocks=num_blocks)
+        changed = self.hook(part.wide_gradient(grad))
+        return None if changed is None else part.own_gradient(changed)
+
+
+def show_full(shardings: dict[nn.Parameter, Sharding], group: Collectives) -> None:
+    """Let the hooks that split parameters have by now see gradients that look full.
+
+        part's gradient ──looks full──► the user's hook ──this rank's part──► accumulated
+
+    Without it a hook that takes a norm would take that of this rank's part, on each rank another.
+
+    Raises:
+        ConfigError: A hook waits for `.grad`, which is this rank's part then.
+    """
+    for param, sharding in shardings.items():
+        if others_wait_for(param):
+            raise ConfigError(
+                f"Rank {group.rank}: a split parameter, of shape {tuple(param.shape)} here, has a "
+                f"hook of register_post_accumulate_grad_hook, whose .grad would be this rank's "
+                f"part. Use .grad in on_after_backward, change the gradient in a hook of "
+                f"param.register_hook, or use strategy='zero2'."
+            )
+        hooks = gradient_hooks(param)
+        for key, hook in hooks.items():
+            if not isinstance(hook, HookOnPart):
+                hooks[key] = HookOnPart(hook=hook, sharding=sharding, group=group)
+
+
+def show_as_they_are(params: Iterable[nn.Parameter]) -> None:
+    """Let the hooks of parameters, which are full again, see gradients as autograd has them."""
+    for param in params:
+        hooks = gradient_hooks(param)
+        for key, hook in hooks.items():
+            if isinstance(hook, HookOnPart):
+                hooks[key] = hook.hook
+
+
+def put_first(param: nn.Parameter, handle: RemovableHandle) -> None:
+    """Call a hook before those that user code has put on the parameter."""
+    hooks = cast("OrderedDict[int, Any]", gradient_hooks(param))
+    hooks.move_to_end(handle.id, last=False)

@@ -24,8 +24,7 @@ from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import measure_blocks
 from lightning_shard.pipeline_parallel.partition import BlockCosts
 from lightning_shard.planner.description import Description, Measure
-from lightning_shard.planner.dry_run import dry_run
-from lightning_shard.planner.model_flops import model_flops
+from lightning_shard.planner.dry_run import dry_run, model_flops
 from lightning_shard.planner.report import DryRun
 from lightning_shard.planner.simulated_model import WorldOptions
 from lightning_shard.planner.step_trace import StepTrace, trace_step

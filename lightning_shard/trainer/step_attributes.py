@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.containers import held_values
-from lightning_shard.pipeline_parallel.leaves import map_tensors, tensors_in
+from lightning_shard.pipeline_parallel.containers import held_values, map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import merge_outputs
 from lightning_shard.pipeline_parallel.staged_model import MAX_FOLLOWED_NUMEL
 from lightning_shard.placeholders import Placeholder, is_placeholder

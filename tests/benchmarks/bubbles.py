@@ -22,8 +22,7 @@ from lightning_shard.pipeline_parallel.schedules import (
     default_stages_per_rank,
     make_schedule,
 )
-from lightning_shard.pipeline_parallel.simulation import replay
-from lightning_shard.pipeline_parallel.theory import theoretical_idle_share
+from lightning_shard.pipeline_parallel.simulation import replay, theoretical_idle_share
 from tests.benchmarks.report import make_console
 
 RANKS = (2, 4, 8, 16, 32, 64)

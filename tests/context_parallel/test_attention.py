@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.context_parallel.crossings import cut_sequence
-from lightning_shard.context_parallel.full_sequences import FullSequences
-from lightning_shard.context_parallel.sequence_part import SequencePart, padded
+from lightning_shard.context_parallel.sequence_part import FullSequences, SequencePart, padded
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor, wrapped
 from lightning_shard.testing import run_ranks
 

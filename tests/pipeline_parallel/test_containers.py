@@ -1,9 +1,14 @@
 """The checksum by which stages compare what each has computed of a batch."""
 
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_shard.pipeline_parallel.containers import digest
+from lightning_shard.pipeline_parallel.containers import digest, map_tensors, tensors_in
 
 COLUMNS = torch.arange(21).reshape(3, 7)
 
@@ -15,3 +20,44 @@ def test_a_column_of_one_sample_had_no_checksum(rows: int, dtype: torch.dtype) -
     column = COLUMNS.to(dtype)[:rows, 3]
     assert digest([column]) == digest([column.clone(memory_format=torch.contiguous_format)])
     assert digest([column]) != digest([column + 1])
+
+
+A, B, C = (torch.full((1,), float(value)) for value in range(3))
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Held:
+    """What a model may return."""
+
+    one: Tensor
+    other: Any = None
+
+
+@pytest.mark.parametrize(
+    ("value", "tensors"),
+    [
+        (A, [A]),
+        ((A, [B, (C,)]), [A, B, C]),
+        ({"b": B, "a": [A, None]}, [B, A]),
+        (OrderedDict(b=B, a=(A, 1)), [B, A]),
+        (Pair([A], {"c": C}), [A, C]),
+        (Held(C, [A]), [C, A]),
+        ([Held(A), Pair(B, "text"), 1.5, True], [A, B]),
+        ([A, A], [A, A]),
+        ("text", []),
+        (object(), []),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_tensor_is_found_in_order(value: Any, tensors: list[Tensor]) -> None:
+    found = tensors_in(value)
+    assert list(map(id, found)) == list(map(id, tensors))
+    seen: list[Tensor] = []
+    map_tensors(value, lambda tensor: seen.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    assert list(map(id, seen)) == list(map(id, found))
+
+
+def test_a_parameter_is_a_tensor() -> None:
+    param = torch.nn.Parameter(A)
+    assert tensors_in({"weight": param})[0] is param

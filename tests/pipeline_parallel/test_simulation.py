@@ -16,8 +16,9 @@ from lightning_shard.pipeline_parallel.schedules import (
     forward_schedule,
     make_schedule,
 )
-from lightning_shard.pipeline_parallel.simulation import Durations, replay
-from lightning_shard.pipeline_parallel.theory import (
+from lightning_shard.pipeline_parallel.simulation import (
+    Durations,
+    replay,
     theoretical_idle_share,
 )
 from lightning_shard.pipeline_parallel.timeline import Timeline, draw_text

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from examples.train_gpt import GPT
-from lightning_shard.planner.model_flops import model_flops
+from lightning_shard.planner.dry_run import model_flops
 from lightning_shard.trainer.dry_run import flops_of_batch
 
 WIDTH, LAYERS, CONTEXT, BATCH = 64, 3, 32, 4

@@ -12,7 +12,7 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from lightning_shard.data_parallel.offload.activations import HostActivations
-from lightning_shard.planner.live_bytes import LiveBytes
+from lightning_shard.planner.step_trace import LiveBytes
 from tests.planner.test_dry_run import text
 from tests.strategies.models import ExampleGPT
 from tests.strategies.offload.places import WARNINGS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_shard import DDPStrategy
-from lightning_shard.planner.live_bytes import LiveBytes
+from lightning_shard.planner.step_trace import LiveBytes
 from lightning_shard.trainer.dry_run import trace_of
 from tests.strategies.models import MODELS, ExampleGPT
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_shard.profiling import MemoryMonitor, StepMonitor, TrafficMonitor
 from lightning_shard.profiling.run_monitor import RunMonitor
-from lightning_shard.reporting.rank_file import path_of
+from lightning_shard.reporting.records import path_of
 from tests.strategies.parity import Curve, Run, build, train
 
 

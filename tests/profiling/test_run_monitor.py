@@ -13,8 +13,7 @@ import lightning_shard
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.profiling import MemoryMonitor, StepMonitor, TrafficMonitor
-from lightning_shard.reporting.rank_file import path_of
-from lightning_shard.reporting.records import read_run
+from lightning_shard.reporting.records import path_of, read_run
 from lightning_shard.testing import Fault
 from tests.elastic.runs import Classifier, Journal
 from tests.elastic.runs import fit as fit_elastic

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.reporting.rank_file import path_of
+from lightning_shard.reporting.records import path_of
 
 
 def fit(rank: int, **figures: Any) -> dict[str, Any]:

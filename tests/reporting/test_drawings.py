@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_shard.reporting.drawings import _joined, _round_values, _thinned
-from lightning_shard.reporting.texts import bytes_of, rate, seconds_of
+from lightning_shard.reporting.html import bytes_of, rate, seconds_of
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_shard.reporting import figures_of_run as figures
-from lightning_shard.reporting.memory_figures import memory_of_ranks, planned
+from lightning_shard.reporting.figures_of_run import memory_of_ranks, planned
 from lightning_shard.reporting.records import RunRecords, read_run
 from tests.reporting.runs import dry_run, fit, step, traffic, whole_run, write
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.reporting.rank_file import RankFile, path_of
-from lightning_shard.reporting.records import read_run
+from lightning_shard.reporting.records import RankFile, path_of, read_run
 from tests.reporting.runs import fit, step, whole_run, write, write_timeline
 
 

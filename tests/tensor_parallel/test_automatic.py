@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.automatic import automatic_plan
+from lightning_shard.tensor_parallel.automatic import automatic_plan, check_layouts
 from lightning_shard.tensor_parallel.plan import describe_plan, match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
@@ -470,3 +470,41 @@ def test_heads_that_the_ranks_share_are_full_on_each() -> None:
         assert (model.block.num_heads, model.block.num_key_value_heads) == (4, 1)
 
     run_ranks(fn, 2)
+
+
+OF_HEADS = {"block.mix": "colwise", "block.back": "rowwise"}
+PACKED = {"block.mix": "packed_colwise(3)", "block.back": "rowwise"}
+
+
+def check(block: nn.Module, plan: dict[str, str], num_ranks: int = 2) -> None:
+    model = Net(block)
+    check_layouts(model, match_plan(model, plan), num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("block", "plan", "right"),
+    [
+        (FusedAttention(by_heads=False), OF_HEADS, r"packed_colwise\(3\)"),
+        (FusedAttention(by_heads=True), PACKED, "colwise"),
+        (
+            FusedGate(),
+            {"block.gate_up": "colwise", "block.down": "rowwise"},
+            r"packed_colwise\(2\)",
+        ),
+    ],
+)
+def test_a_fused_projection_cut_in_the_wrong_way_trained_another_model(
+    block: nn.Module, plan: dict[str, str], right: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"computed the same with '{right}', expected that"):
+        check(block, plan)
+
+
+def test_what_a_trial_confirms_or_cannot_tell_is_accepted() -> None:
+    check(FusedAttention(by_heads=False), PACKED)
+    check(FusedAttention(by_heads=True), OF_HEADS)
+    shared = dict.fromkeys(("block.q_proj", "block.k_proj", "block.v_proj"), "colwise")
+    check(Grouped(num_kv_heads=2), shared | {"block.o_proj": "rowwise"})
+    check(FusedAttention(by_heads=False), OF_HEADS, num_ranks=1)
+    check(FusedAttention(by_heads=False), {"block.mix": "colwise_gather_output"})
+    check(FusedAttention(by_heads=False), OF_HEADS, num_ranks=3)  # the automatic plan refuses it

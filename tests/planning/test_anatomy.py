@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_shard.planning.short_module import repeated_blocks
+from lightning_shard.planning.anatomy import repeated_blocks
 from tests.strategies.models import ExampleGPT, llama
 
 
