@@ -131,17 +131,25 @@ class ModelSplit(Protocol):
         """
 
 
-class Unsplit:
-    """A model of which every rank has all parameters."""
+class BaseSplit:
+    """What a split says where it does not know better: every rank has all parameters."""
 
     groups: Sequence[Collectives] = ()
     groups_of_layers: Sequence[Collectives] = ()
     group_sets: Sequence[Sequence[Collectives]] = ((),)
     full_shapes: Mapping[nn.Parameter, torch.Size] = {}
-    copies: Sequence[nn.Parameter] = ()
-    parts: LayerParts | None = None
     shared_out: SharedOut | None = None
     is_first = True
+
+    @property
+    def copies(self) -> Sequence[nn.Parameter]:
+        """No parameter: copies of modules are full."""
+        return ()
+
+    @property
+    def parts(self) -> LayerParts | None:
+        """None, since no rank has a part of a layer."""
+        return None
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
         """Return no group, since no other rank has elements of `param`."""
@@ -178,6 +186,10 @@ class Unsplit:
     def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
         """Return the one place of all elements."""
         return [in_place(shape)]
+
+
+class Unsplit(BaseSplit):
+    """A model of which every rank has all parameters."""
 
 
 def has_parts(split: ModelSplit | None) -> bool:

@@ -6,21 +6,21 @@
 Each rank has all other parameters. An expert that is not here has parameters without elements.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.data_parallel.model_split import SharedOut, in_place
+from lightning_shard.data_parallel.model_split import BaseSplit, SharedOut, in_place
 from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.expert_parallel.finding import Mixture
 from lightning_shard.layout.boxes import PlacedBox, whole
 from lightning_shard.meta_start.start import MetaStart
 
 
-class ExpertSplit:
+class ExpertSplit(BaseSplit):
     """Takes other ranks' experts off a rank, until `restore`.
 
     Args:
@@ -32,9 +32,6 @@ class ExpertSplit:
         start: Knows the values of parameters on meta.
     """
 
-    parts: None = None  # no optimizer is given a full parameter made of them
-    copies: Sequence[nn.Parameter] = ()  # are full
-
     def __init__(
         self,
         model: nn.Module,
@@ -45,6 +42,8 @@ class ExpertSplit:
         start: MetaStart | None = None,
     ) -> None:
         self.group = group
+        self.groups = (group,)
+        self.group_sets = ((), self.groups)  # of what every rank has, and of the experts
         self.is_first = group.rank == 0
         self._batched: dict[nn.Parameter, torch.Size] = {}
         self._owners: dict[nn.Parameter, int] = {}
@@ -62,9 +61,12 @@ class ExpertSplit:
                 first = one.experts[group.rank * num_here]
                 self._alike |= dict(zip(expert.parameters(), first.parameters(), strict=True))
         self._shapes = {param: param.shape for param in self._owners}
-        self.shared_out = SharedOut(group=group, data=data, reducing=reducing, lists=lists)
+        self.groups_of_layers = self.groups if self._owners else ()
+        self.shared_out: SharedOut = SharedOut(
+            group=group, data=data, reducing=reducing, lists=lists
+        )
         absent = {p: shape for p, shape in self._shapes.items() if not self.is_here(p)}
-        self.full_shapes: Mapping[nn.Parameter, torch.Size] = {**self._batched, **absent}
+        self.full_shapes = {**self._batched, **absent}
         for param in (*self._batched, *self._owners):
             self._take_off(param, start)
 
@@ -86,31 +88,13 @@ class ExpertSplit:
         """Return where parameters without elements lie that were on meta."""
         return torch.device("cpu") if start is None else start.device
 
-    @property
-    def groups(self) -> Sequence[Collectives]:
-        """The group of the ranks that share the experts."""
-        return (self.group,)
-
-    @property
-    def groups_of_layers(self) -> Sequence[Collectives]:
-        """The ranks that have different modules of lists."""
-        return (self.group,) if self._owners else ()
-
-    @property
-    def group_sets(self) -> Sequence[Sequence[Collectives]]:
-        """No group, of what every rank has, and that of the experts."""
-        return ((), (self.group,))
-
     def is_batched(self, param: nn.Parameter) -> bool:
         """Whether a parameter has the experts as its first dimension."""
         return param in self._batched
 
-    def _is_expert(self, param: nn.Parameter) -> bool:
-        return param in self._batched or param in self._owners
-
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
         """Return the group over which an expert's elements are spread; none for others."""
-        return (self.group,) if self._is_expert(param) else ()
+        return self.groups if self.is_spread(param) else ()
 
     def is_here(self, param: nn.Parameter) -> bool:
         """Whether this rank has a parameter, or its experts' part of it."""
@@ -126,11 +110,7 @@ class ExpertSplit:
 
     def is_spread(self, param: nn.Parameter) -> bool:
         """Whether a parameter is of experts, some of which are on other ranks."""
-        return self._is_expert(param)
-
-    def is_shared(self, param: nn.Parameter) -> bool:
-        """Return False: an expert is on one rank, and all else on every rank."""
-        return False
+        return param in self._batched or param in self._owners
 
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank has elements that no other one of the group has, or all have."""

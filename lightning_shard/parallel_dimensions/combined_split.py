@@ -3,7 +3,7 @@
 whole ──tensor parallel──> this rank's part of every layer ──pipeline──> of its stages' layers
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.model_split import (
+    BaseSplit,
     LayerParts,
     ModelSplit,
-    SharedOut,
     has_parts,
 )
 from lightning_shard.layout.boxes import Box, PlacedBox, placed_in
@@ -24,7 +24,7 @@ def combined(splits: Sequence[ModelSplit]) -> ModelSplit | None:
     return reduce(CombinedSplit, splits) if splits else None
 
 
-class CombinedSplit:
+class CombinedSplit(BaseSplit):
     """Two splits as one.
 
     Args:
@@ -37,10 +37,12 @@ class CombinedSplit:
 
     def __init__(self, inner: ModelSplit, outer: ModelSplit) -> None:
         self._inner, self._outer = inner, outer
-        self.full_shapes: Mapping[nn.Parameter, torch.Size] = {
-            **outer.full_shapes,
-            **inner.full_shapes,
-        }
+        self.full_shapes = {**outer.full_shapes, **inner.full_shapes}
+        self.groups = (*inner.groups, *outer.groups)
+        self.groups_of_layers = (*inner.groups_of_layers, *outer.groups_of_layers)
+        self.group_sets = [(*one, *other) for one in inner.group_sets for other in outer.group_sets]
+        self.shared_out = inner.shared_out or outer.shared_out
+        self.is_first = inner.is_first and outer.is_first
 
     @property
     def copies(self) -> Sequence[nn.Parameter]:
@@ -48,37 +50,10 @@ class CombinedSplit:
         return (*self._inner.copies, *self._outer.copies)
 
     @property
-    def groups(self) -> Sequence[Collectives]:
-        """The groups of both."""
-        return (*self._inner.groups, *self._outer.groups)
-
-    @property
-    def groups_of_layers(self) -> Sequence[Collectives]:
-        """Those of both whose ranks have different parameters."""
-        return (*self._inner.groups_of_layers, *self._outer.groups_of_layers)
-
-    @property
     def parts(self) -> LayerParts | None:
         """Who has parts of the same layers, in one of both; None where both have, or none."""
         found = [one.parts for one in (self._inner, self._outer) if has_parts(one)]
         return found[0] if len(found) == 1 else None
-
-    @property
-    def shared_out(self) -> SharedOut | None:
-        """What ranks that average gradients have parts of, in one of both."""
-        return self._inner.shared_out or self._outer.shared_out
-
-    @property
-    def group_sets(self) -> Sequence[Sequence[Collectives]]:
-        """Every set of groups that a parameter can be spread over."""
-        return [
-            (*inner, *outer) for inner in self._inner.group_sets for outer in self._outer.group_sets
-        ]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank of both."""
-        return self._inner.is_first and self._outer.is_first
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
         """Return the groups over whose ranks the elements of `param` are spread."""

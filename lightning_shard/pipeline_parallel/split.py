@@ -7,21 +7,20 @@ A parameter that is not here has no elements; it stays the object that optimizer
 hold. A parameter that two stages share is on both: its gradients are summed, so both take one step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.model_split import in_place
+from lightning_shard.data_parallel.model_split import BaseSplit
 from lightning_shard.data_parallel.values_at_start import give_memory
-from lightning_shard.layout.boxes import PlacedBox
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.partition import Partition, buffer_stages, parameter_stages
 
 
-class PipelineSplit:
+class PipelineSplit(BaseSplit):
     """Takes the parameters of other stages off a rank, until `restore`.
 
     Args:
@@ -38,11 +37,6 @@ class PipelineSplit:
         shapes: Full shape of every parameter.
     """
 
-    is_first: bool
-    parts: None = None  # stages have layers, not parts of the same
-    shared_out: None = None
-    copies: Sequence[nn.Parameter] = ()  # are full
-
     def __init__(
         self,
         model: nn.Module,
@@ -52,13 +46,15 @@ class PipelineSplit:
         device: torch.device,
     ) -> None:
         self.group = group
+        self.groups = self.groups_of_layers = (group,)
+        self.group_sets = (self.groups,)
         self._device = device
         self.is_first = group.rank == 0
         self.param_stages = parameter_stages(model, partition)
         self.shapes = {param: param.shape for param in self.param_stages}
         self._model, self._partition, self._stage_ranks = model, partition, stage_ranks
         self._ranks = {param: self._ranks_of(s) for param, s in self.param_stages.items()}
-        self.full_shapes: Mapping[nn.Parameter, torch.Size] = {
+        self.full_shapes = {
             param: shape for param, shape in self.shapes.items() if not self.is_here(param)
         }
         self._ties = self._groups_of_ties()
@@ -102,24 +98,9 @@ class PipelineSplit:
                 if is_used:
                     group.all_reduce(stash.own(param)).wait()
 
-    @property
-    def groups(self) -> Sequence[Collectives]:
-        """The group of the pipeline's ranks."""
-        return (self.group,)
-
-    @property
-    def groups_of_layers(self) -> Sequence[Collectives]:
-        """The pipeline's ranks."""
-        return (self.group,)
-
-    @property
-    def group_sets(self) -> Sequence[Sequence[Collectives]]:
-        """The one set of groups over which any parameter is spread: the pipeline's."""
-        return ((self.group,),)
-
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
         """Return the group of the pipeline's ranks, on some of which `param` is."""
-        return (self.group,)
+        return self.groups
 
     def is_here(self, param: nn.Parameter) -> bool:
         """Whether a stage of this rank has a parameter."""
@@ -140,14 +121,6 @@ class PipelineSplit:
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank is the first that has a parameter."""
         return self._ranks[param][0] == self.group.rank
-
-    def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
-        """Return the tensor itself, since a parameter that is here is full."""
-        return full
-
-    def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
-        """Return the one place of all elements, since a parameter that is here is full."""
-        return [in_place(shape)]
 
     @torch.no_grad()
     def full(self, param: nn.Parameter, local: Tensor) -> Tensor:

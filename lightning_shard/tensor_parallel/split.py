@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.arrival_hooks import others_wait_for
 from lightning_shard.data_parallel.differentiation import asking
-from lightning_shard.data_parallel.model_split import in_place
+from lightning_shard.data_parallel.model_split import BaseSplit, in_place
 from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.sharded_parameter import bring_full
 from lightning_shard.data_parallel.torch_private import gradient_hooks, pass_for_parameter, untraced
@@ -49,7 +49,7 @@ from lightning_shard.tensor_parallel.styles import ParameterCut, Style
 from lightning_shard.tensor_parallel.wrappers import inner_styles
 
 
-class SplitModel:
+class SplitModel(BaseSplit):
     """A model whose layers are split over the ranks of a group.
 
     Args:
@@ -68,8 +68,6 @@ class SplitModel:
         ConfigError: A layer cannot be split over so many ranks.
     """
 
-    shared_out: None = None
-
     def __init__(
         self,
         model: nn.Module,
@@ -80,6 +78,9 @@ class SplitModel:
         make: Callable[[nn.Parameter], object] | None = None,
     ) -> None:
         self.group = group
+        self.groups = (group,)
+        self.group_sets = ((), self.groups)  # of what is full, and of what is split
+        self.is_first = group.rank == 0
         self._make = make
         self.shardings: dict[nn.Parameter, Sharding] = {}
         self.full_shapes: dict[nn.Parameter, torch.Size] = {}
@@ -280,54 +281,22 @@ class SplitModel:
         self._crossings.forget()
 
     @property
-    def is_first(self) -> bool:
-        """Whether this is the group's rank 0."""
-        return self.group.rank == 0
-
-    @property
-    def groups(self) -> Sequence[Collectives]:
-        """The group of the tensor-parallel ranks."""
-        return (self.group,)
-
-    @property
-    def groups_of_layers(self) -> Sequence[Collectives]:
-        """No group: its ranks have parts of the same parameters."""
-        return ()
-
-    @property
     def parts(self) -> "SplitModel":
         """The split itself, whose ranks have parts of the same layers."""
         return self
 
-    @property
-    def group_sets(self) -> Sequence[Sequence[Collectives]]:
-        """Full parameters are spread over no group, split ones over the tensor-parallel one."""
-        return (), (self.group,)
-
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
         """Return the groups that a parameter is split over."""
-        return (self.group,) if self.is_spread(param) else ()
+        return self.groups if self.is_spread(param) else ()
 
     @property
     def copies(self) -> Sequence[nn.Parameter]:
         """The copies of split parameters that user code still has."""
         return list(self._copies.params().values())
 
-    def is_here(self, param: nn.Parameter) -> bool:
-        """Return True: each rank has a part of every parameter, or all of it."""
-        return True
-
     def is_spread(self, param: nn.Parameter) -> bool:
         """Whether a parameter is split."""
         return self._copies.original(param) in self.shardings
-
-    def is_shared(self, param: nn.Parameter) -> bool:
-        """Return False: each rank has elements of its own, or all."""
-        return False
-
-    def counts(self, param: nn.Parameter) -> bool:
-        """Return True: parts count on each rank, and what is full is not summed over ranks."""
-        return True
 
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
         """Return this rank's shard of a tensor of the full shape of `param`; others as is."""
