@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -32,7 +32,7 @@ class Description:
         schedule: Makes the pipeline's schedule for a number of microbatches; None without a
             pipeline.
         num_microbatches: Number of microbatches of a batch.
-        offload: What lies in host memory, of which `engine` says nothing.
+        offload: What lies in host memory: see `EngineOptions`, of which `engine` has none.
     """
 
     mesh: ParallelMesh
@@ -45,3 +45,20 @@ class Description:
     schedule: Callable[[int], Schedule] | None = None
     num_microbatches: int = 1
     offload: Offload | None = None
+
+
+Step = Callable[[nn.Module, Any], Any]
+"""Runs the user's training step of a module on the content of a microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldOptions(Description):
+    """The options that all ranks of a simulated world have in common.
+
+    Attributes:
+        step: Runs the training step.
+        state_values: Number of values that the optimizer keeps for each trained element.
+    """
+
+    step: Step
+    state_values: int

@@ -7,7 +7,7 @@ No data is moved and no memory taken: 4,096 ranks take no longer than the ranks 
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,16 +18,14 @@ from lightning_shard.mesh import NodePlacement
 from lightning_shard.pipeline_parallel.batch_reading import BatchReader
 from lightning_shard.pipeline_parallel.costs import FlopCounter
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of, split_batch
-from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.pipeline_parallel.simulation import replay
 from lightning_shard.planner.activation_bytes import ActivationBytes
+from lightning_shard.planner.description import Step, WorldOptions
 from lightning_shard.planner.no_elements import NoElements
 from lightning_shard.planner.report import DryRun, RankFigures
 from lightning_shard.planner.simulated_model import (
     ProductsOfGroups,
     SimulatedModel,
-    Step,
-    WorldOptions,
     loss_of,
 )
 from lightning_shard.planner.simulated_rank import SimulatedRank
@@ -39,8 +37,6 @@ def dry_run(
     batch: Any,
     options: WorldOptions,
     *,
-    schedule: Callable[[int], Schedule] | None,
-    num_microbatches: int,
     placement: NodePlacement,
     dtype: torch.dtype | None = None,
     left_out: tuple[object, ...] = (),
@@ -52,9 +48,6 @@ def dry_run(
         module: The full module, with parameters on any device, meta included; it is not changed.
         batch: Batch of one data-parallel rank: only its shapes count, so it may be on meta.
         options: Options that all ranks of the world have in common.
-        schedule: Makes the pipeline's schedule for a number of microbatches; None without a
-            pipeline.
-        num_microbatches: Number of microbatches of a batch that has as many samples.
         placement: Placement of the mesh on nodes.
         dtype: Format of the parameters; None leaves each its own.
         left_out: Objects that the module refers to and its copy must not.
@@ -69,15 +62,15 @@ def dry_run(
     with apart():
         copied = stand_ins.module(module, dtype=dtype, left_out=left_out)
         model = SimulatedModel(copied.train(), options)
-        if schedule is None:
+        if options.schedule is None:
             (full,) = split_batch(batch, 1, BatchReader("fields"))
             ranks = [SimulatedRank(0, model)]
             kept = [run_unpipelined(ranks[0], full)]
             idle: tuple[float, ...] = (0.0,)
             table = None
         else:
-            parts = split_batch(batch, min(num_microbatches, size), BatchReader("fields"))
-            table = schedule(len(parts))
+            parts = split_batch(batch, min(options.num_microbatches, size), BatchReader("fields"))
+            table = options.schedule(len(parts))
             pipeline = SimulatedPipeline(model, table, parts)
             pipeline.run()
             ranks, idle = pipeline.ranks, replay(table).idle_shares

@@ -9,7 +9,7 @@ Everything here is the code that trains; only the group is simulated.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.data_parallel.options import EngineOptions, Offload
 from lightning_shard.data_parallel.torch_private import TorchDispatchMode
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.expert_parallel.finding import find_mixtures
@@ -28,45 +27,13 @@ from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.mesh import ParallelMesh
 from lightning_shard.pipeline_parallel.containers import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
-from lightning_shard.pipeline_parallel.partition import Partition, Stages, parameter_stages
+from lightning_shard.pipeline_parallel.partition import Stages, parameter_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
 from lightning_shard.pipeline_parallel.stage_run import Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
+from lightning_shard.planner.description import WorldOptions
 from lightning_shard.planner.simulated_group import SimulatedCollectives
-from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.split import SplitModel
-
-Step = Callable[[nn.Module, Any], Any]
-"""Runs the user's training step of a module on the content of a microbatch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorldOptions:
-    """The options that all ranks of a simulated world have in common.
-
-    Attributes:
-        mesh: Grid of the simulated ranks.
-        engine: Options of the data-parallel engine.
-        shard_size: Number of data-parallel ranks that shard one copy of the state.
-        layers: Layers that the plan splits, by names of the user's module.
-        cut: Cuts a model, whose layers are split, into stages; None without a pipeline.
-        stage_ranks: Pipeline rank of each stage.
-        sequence_parallel: Whether activations between split layers are in slices.
-        step: Runs the training step.
-        state_values: Number of values that the optimizer keeps for each trained element.
-        offload: What lies in host memory: see `EngineOptions`, of which `engine` has none.
-    """
-
-    mesh: ParallelMesh
-    engine: EngineOptions
-    shard_size: int
-    layers: Sequence[PlannedLayer]
-    cut: Callable[[nn.Module], Partition] | None
-    stage_ranks: tuple[int, ...]
-    sequence_parallel: bool
-    step: Step
-    state_values: int
-    offload: Offload | None = None
 
 
 class SimulatedModel:

@@ -21,9 +21,10 @@ from lightning_shard.data_parallel.torch_private import TorchDispatchMode, stora
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.batch_reading import BatchReader
 from lightning_shard.pipeline_parallel.microbatches import Microbatch, split_batch
+from lightning_shard.planner.description import WorldOptions
 from lightning_shard.planner.dry_run import apart
 from lightning_shard.planner.no_elements import NoElements
-from lightning_shard.planner.simulated_model import SimulatedModel, WorldOptions, loss_of
+from lightning_shard.planner.simulated_model import SimulatedModel, loss_of
 from lightning_shard.planner.simulated_rank import SimulatedRank
 
 

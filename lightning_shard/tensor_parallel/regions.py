@@ -18,7 +18,7 @@ Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,14 +28,13 @@ from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.data_parallel.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.placeholders import is_placeholder
 
-F = TypeVar("F", bound=Callable[..., Any])
 PASSES_ON = "cross_with_part"
 """Method of a tensor of which each rank of another group has a part: that part crosses instead."""
 
 
 def copy_to_region(tensor: Tensor, group: Collectives) -> Tensor:
     """Enter with a replicated activation; its gradient is summed over the ranks."""
-    return _apply(_Copy, tensor, None, group)
+    return _apply("copy", tensor, None, group)
 
 
 def enter_layers(tensor: Tensor, group: Collectives) -> Tensor:
@@ -47,37 +46,37 @@ def enter_layers(tensor: Tensor, group: Collectives) -> Tensor:
     sent_as = None
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(tensor.device.type):
         sent_as = torch.get_autocast_dtype(tensor.device.type)
-    return _apply(_Copy, tensor, torch.bfloat16 if sent_as == torch.bfloat16 else None, group)
+    return _apply("copy", tensor, torch.bfloat16 if sent_as == torch.bfloat16 else None, group)
 
 
 def reduce_from_region(tensor: Tensor, group: Collectives) -> Tensor:
     """Leave with the sum of the ranks' partial results."""
-    return _apply(_Reduce, tensor, group)
+    return _apply("reduce", tensor, group)
 
 
 def gather_to_region(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     """Enter with every rank's slice along `dim`; the gradient is summed and sliced again."""
-    return _apply(_Gather, tensor, dim, group)
+    return _apply("gather", tensor, dim, group)
 
 
 def reduce_scatter_from_region(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     """Leave with this rank's slice along `dim` of the sum of the ranks' partial results."""
-    return _apply(_ReduceScatter, tensor, dim, group)
+    return _apply("reduce_scatter", tensor, dim, group)
 
 
 def gather_copies(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     """Leave with every rank's slice along `dim`, all ranks then computing the same."""
-    return _apply(_GatherCopies, tensor, dim, group)
+    return _apply("gather_copies", tensor, dim, group)
 
 
 def split_to_region(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
     """Enter with this rank's slice along `dim` of a replicated activation."""
-    return _apply(_Split, tensor, dim, group)
+    return _apply("split", tensor, dim, group)
 
 
 def scale_gradient(tensor: Tensor, factor: float, group: Collectives) -> Tensor:
     """Pass an activation on, and its gradient times `factor`."""
-    return _apply(_ScaleGradient, tensor, factor, group)
+    return _apply("scale", tensor, factor, group)
 
 
 def scaled_crossing(grad: Tensor, factor: float, group: Collectives) -> Tensor:
@@ -86,8 +85,7 @@ def scaled_crossing(grad: Tensor, factor: float, group: Collectives) -> Tensor:
     What is differentiated by it is scaled the other way there, so that its own gradient is passed
     on as it is.
     """
-    result: Tensor = _ScaledCrossing.apply(grad, factor, group)  # type: ignore[no-untyped-call]
-    return result
+    return _crossed("scaled", grad, factor, group)
 
 
 def all_reduced(tensor: Tensor, group: Collectives) -> Tensor:
@@ -124,109 +122,63 @@ def own_slice(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
 
 
 @untraced
-def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) -> Tensor:
+def _apply(name: str, tensor: Tensor, *args: Any) -> Tensor:
     group: Collectives = args[-1]
     if group.size == 1:
         return tensor
     refuse_transforms(OF_RANKS)
     on_part = getattr(tensor, PASSES_ON, None)
-    if (
-        on_part is not None
-        and (crossed := on_part(group, partial(_apply, function), args)) is not None
-    ):
-        passed: Tensor = crossed
-        return passed
-    result: Tensor = function.apply(tensor, *args)  # type: ignore[no-untyped-call]
+    crossed = None if on_part is None else on_part(group, partial(_apply, name), args)
+    return _crossed(name, tensor, *args) if crossed is None else cast(Tensor, crossed)
+
+
+def _crossed(name: str, tensor: Tensor, *args: Any) -> Tensor:
+    result: Tensor = _Crossing.apply(name, tensor, *args)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, sent_as: torch.dtype | None, group: Collectives
-    ) -> Tensor:
-        ctx.group, ctx.sent_as = group, sent_as
-        return tensor.view_as(tensor)
+class _Crossing(torch.autograd.Function):
+    """Crosses by a name of `_CROSSINGS`, with all that its forward is given beside the tensor."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent = grads[0].to(ctx.sent_as or grads[0].dtype)
-        total: Tensor = _Reduce.apply(sent, ctx.group)  # type: ignore[no-untyped-call]
-        return total.to(grads[0].dtype), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Collectives) -> Tensor:
-        ctx.group = group
-        return all_reduced(tensor, group)
+    def forward(ctx: Any, name: str, tensor: Tensor, *args: Any) -> Tensor:
+        ctx.name, ctx.args = name, args
+        return _CROSSINGS[name][0](tensor, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Copy.apply(grads[0], None, ctx.group), None  # type: ignore[no-untyped-call]
+        grad = _CROSSINGS[ctx.name][1](grads[0], *ctx.args)
+        return None, grad, *(None for _ in ctx.args)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gathered(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _ReduceScatter.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
+def _passed(tensor: Tensor, *_: Any) -> Tensor:
+    return tensor.view_as(tensor)
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return reduce_scattered(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Gather.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
+def _summed(grad: Tensor, sent_as: torch.dtype | None, group: Collectives) -> Tensor:
+    return _crossed("reduce", grad.to(sent_as or grad.dtype), group).to(grad.dtype)
 
 
-class _GatherCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gathered(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Split.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
+def _copied(grad: Tensor, group: Collectives) -> Tensor:
+    return _crossed("copy", grad, None, group)
 
 
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float, group: Collectives) -> Tensor:
-        ctx.factor, ctx.group = factor, group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return scaled_crossing(grads[0], ctx.factor, ctx.group), None, None
+def _taken(tensor: Tensor, dim: int, group: Collectives) -> Tensor:
+    return own_slice(tensor, dim, group).contiguous()
 
 
-class _ScaledCrossing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, factor: float, group: Collectives) -> Tensor:
-        ctx.factor, ctx.group = factor, group
-        return grad * factor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _ScaleGradient.apply(grads[0], ctx.factor, ctx.group), None, None  # type: ignore[no-untyped-call]
+def _scaled(grad: Tensor, factor: float, group: Collectives) -> Tensor:
+    return grad * factor
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: Collectives) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return own_slice(tensor, dim, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _GatherCopies.apply(grads[0], ctx.dim, ctx.group), None, None  # type: ignore[no-untyped-call]
+_CROSSINGS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "copy": (_passed, _summed),
+    "reduce": (all_reduced, _copied),
+    "gather": (all_gathered, partial(_crossed, "reduce_scatter")),
+    "reduce_scatter": (reduce_scattered, partial(_crossed, "gather")),
+    "gather_copies": (all_gathered, partial(_crossed, "split")),
+    "split": (_taken, partial(_crossed, "gather_copies")),
+    "scale": (_passed, scaled_crossing),
+    "scaled": (_scaled, partial(_crossed, "scale")),
+}
+"""Forward and backward of each crossing."""

@@ -23,10 +23,9 @@ from lightning_shard.mesh import NodePlacement
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import measure_blocks
 from lightning_shard.pipeline_parallel.partition import BlockCosts
-from lightning_shard.planner.description import Description, Measure
+from lightning_shard.planner.description import Description, Measure, WorldOptions
 from lightning_shard.planner.dry_run import dry_run, model_flops
 from lightning_shard.planner.report import DryRun
-from lightning_shard.planner.simulated_model import WorldOptions
 from lightning_shard.planner.step_trace import StepTrace, trace_step
 from lightning_shard.precision.policy import TRUE_DTYPES
 from lightning_shard.trainer._lightning import runners_of
@@ -66,8 +65,6 @@ def dry_run_of(
         module,
         world.batch,
         world.options,
-        schedule=world.described.schedule,
-        num_microbatches=world.described.num_microbatches,
         placement=world.strategy.placement(ranks_per_node),
         dtype=world.dtype,
         left_out=runners_of(module),
@@ -116,7 +113,6 @@ class SimulatedWorld:
     Attributes:
         strategy: A copy of the strategy on the simulated world.
         batch: The batch in that precision.
-        described: What the copy says of itself.
         options: What all ranks have in common.
         dtype: Format of the parameters; None leaves each its own.
     """
@@ -133,23 +129,12 @@ class SimulatedWorld:
         self.strategy = copy.copy(strategy)
         self.strategy.cluster_environment = _SimulatedEnvironment(world_size)
         step = _TrainingStep(module, precision)
-        self.described = described = self.strategy.described(
+        described = self.strategy.described(
             module, precision, lambda blocks, what: _measured(module, batch, step, blocks, what)
         )
         self.batch = step.converted(batch)
         self.dtype = TRUE_DTYPES.get(precision)
-        self.options = WorldOptions(
-            mesh=described.mesh,
-            engine=described.engine,
-            shard_size=described.shard_size,
-            layers=described.layers,
-            sequence_parallel=described.sequence_parallel,
-            cut=described.cut,
-            stage_ranks=described.stage_ranks,
-            step=step,
-            state_values=state_values,
-            offload=described.offload,
-        )
+        self.options = WorldOptions(**vars(described), step=step, state_values=state_values)
 
 
 def step_flops(
