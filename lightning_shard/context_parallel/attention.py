@@ -18,13 +18,13 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_shard.backends.collectives import Collectives
@@ -35,11 +35,12 @@ from lightning_shard.context_parallel.ring import ring_attention
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
 from lightning_shard.context_parallel.tiles import Visible
 from lightning_shard.tensor_parallel.attention import (
-    additive_mask,
+    added_masks,
     attend_with_weights,
     heads_of,
 )
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
+from lightning_shard.tensor_parallel.full_width_attention import combined
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 
 _HEADS, _ROWS = -3, -2
@@ -59,15 +60,14 @@ def attend(
     part = part_of(query)
     if part is None or part.num_blocks > 1:
         return NotImplemented
-    if part.place > 2:  # cut along a batch
-        return _attend_apart(
-            func, part, (query, key, value), attn_mask, dropout_p, is_causal, kwargs
-        )
+    options = kwargs | {"dropout_p": dropout_p}
+    drawn = drawn_apart(part.group, part.local.device) if dropout_p else nullcontext()
+    if part.place > 2:  # cut along a batch, or windows: each rank has all positions of its own
+        apart = partial(_apart, func, drawn, is_causal=is_causal, **options)
+        return combined(apart, query, (query, key, value, attn_mask), {})
     if part.place == 1:
         return NotImplemented
     mask = full_tensor(attn_mask)
-    options = kwargs | {"dropout_p": dropout_p}
-    drawn = drawn_apart(part.group, part.local.device) if dropout_p else nullcontext()
     num_sharing = _num_sharing(part, key, value, kwargs.get("enable_gqa", False))
     if num_sharing == part.group.size:
         return _by_heads(func, part, (key, value), mask, options | {"is_causal": is_causal}, drawn)
@@ -111,7 +111,7 @@ def _by_heads(
     mask = own_heads_of_mask(mask, part)
     with drawn:
         mixed = func(query, key, value, attn_mask=mask, **options)
-    mixed = functional.pad(mixed, (0, 0, 0, part.padding)) if part.padding else mixed
+    mixed = F.pad(mixed, (0, 0, 0, part.padding)) if part.padding else mixed
     result: Tensor = part.widen(_positions_for_heads(mixed, part.group))
     return result
 
@@ -215,26 +215,17 @@ def _causal_rows(part: SequencePart, key: Tensor) -> Tensor:
     return torch.arange(key.shape[_ROWS], device=key.device) <= rows[:, None]
 
 
-def _attend_apart(
+def _apart(
     func: Any,
-    part: SequencePart,
-    operands: tuple[Any, Any, Any],
-    mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    options: dict[str, Any],
+    drawn: AbstractContextManager[None],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **options: Any,
 ) -> Any:
-    """Attend within what each rank has all positions of: other samples, or windows."""
-    local = [part.operand(one) for one in (*operands, mask)]
-    if any(one is NotImplemented for one in local):
-        return NotImplemented
-    query, key, value, mask = local
-    drawn = drawn_apart(part.group, part.local.device) if dropout_p else nullcontext()
     with drawn:
-        mixed = func(
-            query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, **options
-        )
-    return part.widen(mixed)
+        return func(query, key, value, attn_mask=mask, **options)
 
 
 RULES["scaled_dot_product_attention"] = attend
@@ -259,7 +250,7 @@ def multi_head_attention(func: Any, *args: Any, **kwargs: Any) -> Any:
     if part_of(given.query) is None or given.query.ndim != 3 or given.add_zero_attn or others:
         return NotImplemented
     q, k, v = _projected(given)
-    mask = _mask(q, full_tensor(given.attn_mask), full_tensor(given.key_padding_mask))
+    mask = added_masks(q, full_tensor(given.attn_mask), full_tensor(given.key_padding_mask))
     dropout = given.dropout_p if given.training else 0.0
     mixed, shown = None, None
     if given.need_weights:
@@ -285,17 +276,6 @@ def _projected(given: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
         )
     )
     return q, k, v
-
-
-def _mask(query: Tensor, attn_mask: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
-    """Return both masks as one that is added to the scores; it broadcasts to (N, heads, L, S)."""
-    mask = None if attn_mask is None else additive_mask(attn_mask, query)
-    if mask is not None and mask.ndim == 3:  # (N * heads, L, S)
-        mask = mask.view(query.shape[0], -1, *mask.shape[1:])
-    if padding_mask is not None:
-        padding = additive_mask(padding_mask, query)[:, None, None, :]
-        mask = padding if mask is None else mask + padding
-    return mask
 
 
 RULES[F.multi_head_attention_forward.__name__] = multi_head_attention

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
+from lightning_shard.tensor_parallel.full_width_attention import combined
 from lightning_shard.tensor_parallel.regions import gather_to_region
 
 
@@ -40,18 +41,14 @@ def _matmul(func: Any, left: Any, right: Any, **kwargs: Any) -> Any:
     part, others = part_of(left), part_of(right)
     if part is not None and part.place == 2:
         full = gathered_for_part(right, part)
-        return full if full is NotImplemented else part.widen(left_of(func, part, full))
+        return full if full is NotImplemented else part.widen(func(part.local, full))
     if part is None and others is not None and others.place == 1:
         result = func(others.shared(full_tensor(left)), others.local)
         return others.widen(result, result.ndim - 1)
     like = part or others
     if like is None or like.place <= 2:
         return NotImplemented
-    operands = [like.operand(one) for one in (left, right)]
-    if any(one is NotImplemented for one in operands):
-        return NotImplemented
-    result = func(*operands)
-    return like.widen(result, result.ndim - like.place)
+    return combined(func, left if part else right, (left, right), {})
 
 
 def _baddbmm(
@@ -69,12 +66,6 @@ def _baddbmm(
         return NotImplemented
     scaled = product if alpha == 1 else product * alpha
     return scaled if beta == 0 else scaled + (input if beta == 1 else input * beta)
-
-
-def left_of(func: Any, part: SequencePart, right: Tensor) -> Tensor:
-    """Multiply a part's rows with a full matrix; the sharded dimension stays the last but one."""
-    result: Tensor = func(part.local, right)
-    return result
 
 
 def _addmm(func: Any, input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:  # noqa: A002
@@ -174,11 +165,7 @@ def _combined(func: Any, *args: Any, **kwargs: Any) -> Any:
     part = part_of(like)
     if part is None or any(isinstance(one, Tensor) for one in kwargs.values()):
         return NotImplemented
-    operands = [part.operand(one) for one in args]
-    if any(one is NotImplemented for one in operands):
-        return NotImplemented
-    result = func(*operands, **kwargs)
-    return part.widen(result, result.ndim - part.place)
+    return combined(func, like, args, kwargs)
 
 
 RULES.update(

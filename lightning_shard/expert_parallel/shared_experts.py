@@ -23,9 +23,11 @@ from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.expert_parallel.trial import try_mixture
 from lightning_shard.module_classes import give_class_back
 from lightning_shard.placeholders import is_alone, stands_in
+from lightning_shard.tensor_parallel.compared_calls import Arguments
 from lightning_shard.tensor_parallel.full_view import seeing, set_view, view_of
 
 _PLACE = "_lightning_shard_experts"
+_Calls = BatchedExperts | ListedExperts
 
 
 class SharedExperts:
@@ -55,11 +57,11 @@ class SharedExperts:
         self._split, self._with_shards, self._tries = split, with_shards, tries
         self._counts = counts
         self._tried: set[tuple[type[nn.Module], bool]] = set()
-        self._calls: dict[str, BatchedExperts | ListedExperts] = {}
+        self._calls: dict[str, _Calls] = {}
         self._changed: list[nn.Module] = []
         self.weights = ExpertWeights(split, in_pipeline=in_pipeline)
         for one in mixtures:
-            calls: BatchedExperts | ListedExperts = (
+            calls: _Calls = (
                 BatchedExperts(one, split.group, is_dry=is_dry)
                 if one.is_batched
                 else ListedExperts(one, split.group, in_pipeline=in_pipeline, is_dry=is_dry)
@@ -81,11 +83,11 @@ class SharedExperts:
         if mixin is _Inner and not params:
             return
         inner = view_of(module)
-        view = ExpertView(
-            weights=self.weights, params=params, calls=calls, inner=inner, layer=layer
-        )
         vars(module)[_PLACE] = place, inner
         if params:
+            view = ExpertView(
+                weights=self.weights, params=params, calls=calls, inner=inner, layer=layer
+            )
             set_view(module, view)
         own: Any = type(module)
         module.__class__ = _with(mixin, own, tuple(params))
@@ -93,11 +95,7 @@ class SharedExperts:
 
     @untraced
     def run(
-        self,
-        calls: BatchedExperts | ListedExperts,
-        module: nn.Module,
-        own: Callable[..., Any],
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        self, calls: _Calls, module: nn.Module, own: Callable[..., Any], arguments: Arguments
     ) -> Any:
         """Call a mixture; each rank that shares its experts must."""
         if stands_in(module, arguments):
@@ -112,11 +110,7 @@ class SharedExperts:
         return rows.of_all(here)
 
     def _call(
-        self,
-        calls: BatchedExperts | ListedExperts,
-        module: nn.Module,
-        own: Callable[..., Any],
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        self, calls: _Calls, module: nn.Module, own: Callable[..., Any], arguments: Arguments
     ) -> Any:
         with self._with_shards():
             if calls.is_full(module):  # a copy with full weights

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -32,6 +32,25 @@ from lightning_shard.placeholders import Placeholder, alone, births, note_given
 _PLAIN = (type(None), bool, int, float, str)
 _ORIGIN = "a block of an earlier stage"
 _MAX_TEMPLATES = 64  # a number that changes with every batch must not fill the memory
+
+
+class BlockCall(NamedTuple):
+    """A call of a block.
+
+    Attributes:
+        function: Calls the block with its hooks.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def arguments(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """All arguments of the call."""
+        return self.args, self.kwargs
 
 
 class UnknownResultError(BaseException):
@@ -112,6 +131,10 @@ class Template:
         )
 
 
+Skipped = Callable[[BlockCall], Any]
+"""Answers the call of a block that is skipped."""
+
+
 class SkippedBlock:
     """Stands in for one block where it is skipped.
 
@@ -128,28 +151,21 @@ class SkippedBlock:
         self._keeps = False  # values beside its result
         self._templates: dict[Any, Template] = {}
 
-    def __call__(
-        self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Return placeholders in the structure of the block's result for these arguments.
-
-        Args:
-            call: Calls the block with its hooks.
-            args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call.
+    def __call__(self, call: BlockCall) -> Any:
+        """Return placeholders in the structure of the block's result for a call's arguments.
 
         Raises:
             UnknownResultError: The block needs elements, and there is no hint.
         """
-        leaves = tensors_in((args, kwargs))
+        leaves = tensors_in(call.arguments)
         note_given(leaves)
-        settings = _settings((args, kwargs))
+        settings = _settings(call.arguments)
         keys = (len(leaves), settings), (signature(leaves), settings)
         known = self._templates.get(keys[0]) or self._templates.get(keys[1])
         if known is not None:
             return known.build(leaves)
         with births() as born:
-            result, template = self._run(call, args, kwargs, leaves)
+            result, template = self._run(call, leaves)
         if template is None:
             return result
         del result
@@ -161,19 +177,13 @@ class SkippedBlock:
         return template.build(leaves)
 
     @torch.no_grad()
-    def _run(
-        self,
-        call: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        leaves: Sequence[Tensor],
-    ) -> tuple[Any, Template | None]:
+    def _run(self, call: BlockCall, leaves: Sequence[Tensor]) -> tuple[Any, Template | None]:
         """Return a result of the block and its template, which is None where the result counts."""
         try:
-            result = _on_copies(call, args, kwargs)
+            result = _on_copies(call)
         except ConfigError:
             try:  # a hook may be what has asked for elements
-                result = _on_copies(self._block.forward, args, kwargs)
+                result = _on_copies(call._replace(function=self._block.forward))
             except ConfigError as error:
                 if self.hint is None or self.hint.num_arguments != len(leaves):
                     raise UnknownResultError from error
@@ -182,28 +192,21 @@ class SkippedBlock:
         return (None, template) if template.is_plain else (result, None)
 
 
-def template_of_call(
-    call: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    forget: Callable[[], None],
-) -> Template:
+def template_of_call(call: BlockCall, forget: Callable[[], None]) -> Template:
     """Call a block with values, and return the structure of its result.
 
     Args:
-        call: Calls the block.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
+        call: The call of the block.
         forget: Lets go of activations that split layers, not the block, keep between calls.
     """
-    leaves = tensors_in((args, kwargs))
+    leaves = tensors_in(call.arguments)
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
         _ComputedTensors() as computed,
         alone(),
     ):
-        result = _on_copies(call, args, kwargs)
+        result = _on_copies(call)
     template = Template.of(result, leaves)
     del result
     forget()
@@ -227,10 +230,11 @@ class _ComputedTensors(TorchFunctionMode):
         return result
 
 
-def _on_copies(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _on_copies(call: BlockCall) -> Any:
     """Call with copies of the arguments' tensors, to see whether the block keeps them."""
     with _uncompiled():
-        return call(*map(_copied, args), **{name: _copied(one) for name, one in kwargs.items()})
+        kwargs = {name: _copied(one) for name, one in call.kwargs.items()}
+        return call.function(*map(_copied, call.args), **kwargs)
 
 
 def _uncompiled() -> AbstractContextManager[None]:

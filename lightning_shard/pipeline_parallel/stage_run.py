@@ -21,7 +21,8 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.alike_steps import NotedCalls
 from lightning_shard.pipeline_parallel.containers import exchange_tensors, map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.skipped_blocks import (
-    SkippedBlock,
+    BlockCall,
+    Skipped,
     Template,
     template_of_call,
 )
@@ -208,26 +209,19 @@ class StageRun:
             if one.value is not tensor and one.value._version:
                 torch.autograd.graph.increment_version(tensor)
 
-    def call(
-        self,
-        index: int,
-        skipped: SkippedBlock,
-        call: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def call(self, index: int, skipped: Skipped, call: BlockCall) -> Any:
         """Skip or run block `index`, or end the step there, as this stage has to."""
         refuse_transforms(OF_STAGES)
         if self._noted is not None:
             self._noted.stop()
         if index < self._first:
             self._refuse_late(index)
-            return skipped(call, args, kwargs)
+            return skipped(call)
         if index >= self._stop:
-            self._end(index, (args, kwargs))
+            self._end(index, call.arguments)
         if index == self._first:
-            (self._enter_again if self._is_over else self._enter)((args, kwargs))
-        return self._called(index, call, (args, kwargs))
+            (self._enter_again if self._is_over else self._enter)(call.arguments)
+        return self._called(index, call)
 
     def _enter(self, arguments: Arguments) -> None:
         if self._entered:
@@ -307,13 +301,13 @@ class StageRun:
             f"stages once."
         )
 
-    def _called(self, index: int, call: Callable[..., Any], arguments: Arguments) -> Any:
+    def _called(self, index: int, call: BlockCall) -> Any:
         """Call a block; its errors get a note with the block's name and the arguments' shapes."""
-        args, kwargs = self._with_values(arguments, index)
+        args, kwargs = self._with_values(call.arguments, index)
         is_last = self._needed is None and index == self._stop - 1
         try:
             with self._stance.compiled(is_last=is_last):
-                result = call(*args, **kwargs)
+                result = call.function(*args, **kwargs)
         except Exception as error:
             shapes = ", ".join(str(tuple(one.shape)) for one in tensors_in((args, kwargs)))
             error.add_note(
@@ -376,22 +370,15 @@ class Probe:
         except StepCutShort:
             return
 
-    def call(
-        self,
-        index: int,
-        skipped: SkippedBlock,
-        call: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def call(self, index: int, skipped: Skipped, call: BlockCall) -> Any:
         """Skip the blocks of earlier stages, and end the step at the stage's first block."""
         refuse_transforms(OF_STAGES)
         if index < self._first:
-            return skipped(call, args, kwargs)
-        leaves = tensors_in((args, kwargs))
-        self.needed = Needed(tuple(placeholders_in((args, kwargs))), len(leaves))
+            return skipped(call)
+        leaves = tensors_in(call.arguments)
+        self.needed = Needed(tuple(placeholders_in(call.arguments)), len(leaves))
         if index == 0:
-            self.template = template_of_call(call, args, kwargs, self._forget)
+            self.template = template_of_call(call, self._forget)
         raise StepCutShort
 
 

@@ -20,7 +20,12 @@ from lightning_shard.data_parallel.units import class_name
 from lightning_shard.errors import ConfigError
 from lightning_shard.module_classes import give_class_back
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
-from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
+from lightning_shard.pipeline_parallel.skipped_blocks import (
+    BlockCall,
+    Skipped,
+    SkippedBlock,
+    Template,
+)
 from lightning_shard.placeholders import Placeholder
 
 _PLACE = "_pipeline_place"
@@ -30,14 +35,7 @@ MAX_FOLLOWED_NUMEL = 64  # of a tensor that goes with a step's small values
 class StepRun(Protocol):
     """Gets the calls of blocks: a `StageRun` or a `Probe`."""
 
-    def call(
-        self,
-        index: int,
-        skipped: SkippedBlock,
-        call: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def call(self, index: int, skipped: Skipped, call: BlockCall) -> Any:
         """Answer the call of block `index`: skip it, run it, or end the step there."""
 
     def known(self) -> AbstractContextManager[None]:
@@ -335,7 +333,8 @@ class _Caught:
         run = place.model.run
         if run is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return run.call(place.index, place.skipped, super().__call__, args, kwargs)  # type: ignore[misc]
+        call = BlockCall(super().__call__, args, kwargs)  # type: ignore[misc]
+        return run.call(place.index, place.skipped, call)
 
 
 @cache

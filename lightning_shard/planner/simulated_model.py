@@ -10,7 +10,8 @@ Everything here is the code that trains; only the group is simulated.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from lightning_shard.mesh import ParallelMesh
 from lightning_shard.pipeline_parallel.containers import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.partition import Stages, parameter_stages
-from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock, Template
+from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall, Skipped, Template
 from lightning_shard.pipeline_parallel.stage_run import Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
 from lightning_shard.planner.description import WorldOptions
@@ -146,9 +147,6 @@ def loss_of(result: Any) -> Tensor:
     return found
 
 
-_Call = Callable[..., Any]
-
-
 class Skips:
     """Remembers the structure of results by class of block and shapes of its arguments.
 
@@ -165,20 +163,13 @@ class Skips:
         """Return a run that runs skipped blocks only where their results are not known."""
         return _Watched(run, blocks, self)
 
-    def result(
-        self,
-        kind: type[nn.Module],
-        skipped: SkippedBlock,
-        call: _Call,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def result(self, kind: type[nn.Module], skipped: Skipped, call: BlockCall) -> Any:
         """Return placeholders in the structure of a skipped block's result."""
-        leaves = tensors_in((args, kwargs))
+        leaves = tensors_in(call.arguments)
         key = kind, signature(leaves)
         if key in self._known:
             return self._known[key].build(leaves)
-        result = skipped(call, args, kwargs)
+        result = skipped(call)
         template = Template.of(result, leaves)
         if template.is_plain:
             self._known[key] = template
@@ -195,20 +186,10 @@ class _Watched:
         """Return the context of the wrapped run."""
         return self._run.known()
 
-    def call(
-        self,
-        index: int,
-        skipped: SkippedBlock,
-        call: _Call,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def call(self, index: int, skipped: Skipped, call: BlockCall) -> Any:
         """Answer as the wrapped run does, with the known result where it skips the block."""
-
-        def skip(call: _Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            return self._skips.result(type(self._blocks[index]), skipped, call, args, kwargs)
-
-        return self._run.call(index, cast("SkippedBlock", skip), call, args, kwargs)
+        known = partial(self._skips.result, type(self._blocks[index]), skipped)
+        return self._run.call(index, known, call)
 
 
 def split_experts(module: nn.Module, mesh: ParallelMesh) -> ExpertSplit:

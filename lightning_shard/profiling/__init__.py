@@ -1,11 +1,10 @@
 """Callbacks that show what a strategy does: bytes that ranks hold and send, and how time passes."""
 
-from lightning_shard.profiling.compression_ratio import CompressionRatio
-from lightning_shard.profiling.expert_balance import ExpertBalance
 from lightning_shard.profiling.held_bytes import HeldBytesTable
 from lightning_shard.profiling.memory_monitor import MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
 from lightning_shard.profiling.plan_monitor import PlanMonitor
+from lightning_shard.profiling.progress_bar import CompressionRatio, ExpertBalance
 from lightning_shard.profiling.step_monitor import StepMonitor
 from lightning_shard.profiling.traffic_monitor import TrafficMonitor
 

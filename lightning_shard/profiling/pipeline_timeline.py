@@ -209,12 +209,7 @@ class PipelineTimeline(Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         profile, self._profile = self._profile, None
         if profile is None:

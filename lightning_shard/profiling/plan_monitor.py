@@ -8,12 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
+from lightning_shard.plain_text import plain_text
 from lightning_shard.planning.plan import Plan
 from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
 from lightning_shard.reporting.figures_of_run import chosen_of
@@ -137,7 +137,4 @@ def _text(rows: list[Deviation]) -> str:
         table.add_column(name, justify="left" if not name else "right")
     for one in rows:
         table.add_row(*one.cells)
-    console = Console(width=120, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    return plain_text(table, width=120)

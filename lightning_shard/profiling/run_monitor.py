@@ -72,6 +72,7 @@ class RunMonitor(OnlyLooks, Callback):
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._end(trainer, is_failed=False)
         if self._has_begun:
             self._write(trainer, "end", monitor=type(self).__name__)
         self._close()
@@ -80,10 +81,14 @@ class RunMonitor(OnlyLooks, Callback):
     def on_exception(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException
     ) -> None:
+        self._end(trainer, is_failed=True)
         if self._has_begun:
             said = f"{type(exception).__name__}: {exception}"
             self._write(trainer, "failure", monitor=type(self).__name__, error=said[:2000])
         self._close()
+
+    def _end(self, trainer: "pl.Trainer", *, is_failed: bool) -> None:
+        """Write what is left of a fit that ends, and forget it."""
 
     def _write(
         self, trainer: "pl.Trainer", kind: str, step: int | None = None, **figures: Any

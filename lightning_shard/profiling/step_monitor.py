@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -69,7 +69,7 @@ class StepMonitor(RunMonitor):
         self._generation: int | None = None
 
     @override
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and trainer.is_global_zero:
             strategy = own_strategy(trainer, type(self).__name__)
@@ -77,7 +77,7 @@ class StepMonitor(RunMonitor):
 
     @override
     def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._note_generation(trainer)
@@ -98,7 +98,7 @@ class StepMonitor(RunMonitor):
 
     @override
     def on_before_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         if self._clock is None:
             return
@@ -112,12 +112,7 @@ class StepMonitor(RunMonitor):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: "pl.Trainer",
-        pl_module: "pl.LightningModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._clock is not None
         self._clock.end_batch()
@@ -133,12 +128,12 @@ class StepMonitor(RunMonitor):
         self._contents, self._losses = {"samples": 0, "tokens": 0}, []
 
     @override
-    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._clock is not None:
             self._clock.pause()
 
     @override
-    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or self._clock is None:
             return
         self._clock.go_on()
@@ -151,25 +146,13 @@ class StepMonitor(RunMonitor):
             self._write(trainer, "metrics", values=values)
 
     @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    def _end(self, trainer: Trainer, *, is_failed: bool) -> None:
         self._write_last(trainer)
-        self._end()
-        super().on_train_end(trainer, pl_module)
-
-    @override
-    def on_exception(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException
-    ) -> None:
-        self._write_last(trainer)
-        self._end()
-        super().on_exception(trainer, pl_module, exception)
-
-    def _end(self) -> None:
         for handle in self._handles.values():
             handle.remove()
         self._forget()
 
-    def _record(self, trainer: "pl.Trainer", step: StepTime) -> dict[str, Any]:
+    def _record(self, trainer: Trainer, step: StepTime) -> dict[str, Any]:
         data = own_strategy(trainer, type(self).__name__).data_collectives
         return {
             "step": trainer.global_step,
@@ -186,12 +169,12 @@ class StepMonitor(RunMonitor):
             **self._contents,
         }
 
-    def _write_last(self, trainer: "pl.Trainer") -> None:
+    def _write_last(self, trainer: Trainer) -> None:
         record, self._unwritten = self._unwritten, None
         if record is not None:
             self._write(trainer, "step", **{**record, "loss": _mean(record["loss"])})
 
-    def _log(self, trainer: "pl.Trainer", step: StepTime) -> None:
+    def _log(self, trainer: Trainer, step: StepTime) -> None:
         """Give loggers what Lightning's own would not know of, as rank 0 sees it."""
         every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not trainer.is_global_zero or trainer.global_step % every_n_steps:
@@ -207,7 +190,7 @@ class StepMonitor(RunMonitor):
         }
         self._log_metrics(trainer, metrics)
 
-    def _rates(self, trainer: "pl.Trainer", step: StepTime) -> dict[str, float]:
+    def _rates(self, trainer: Trainer, step: StepTime) -> dict[str, float]:
         """Return what all ranks do in a second, if their batches are as large as rank 0's."""
         strategy = own_strategy(trainer, type(self).__name__)
         in_a_second = {
@@ -223,7 +206,7 @@ class StepMonitor(RunMonitor):
                 found["mfu"] = of_rank / self._machine.flops(str(trainer.precision))
         return found
 
-    def _note_flops(self, trainer: "pl.Trainer", expectations: Expectations, batch: Any) -> None:
+    def _note_flops(self, trainer: Trainer, expectations: Expectations, batch: Any) -> None:
         """Write how much arithmetic a token, or a sample, takes."""
         flops, machine = expectations.flops(batch), self._machine
         held = {"tokens": self._tokens_of(batch), "samples": num_samples(batch)}
@@ -239,7 +222,7 @@ class StepMonitor(RunMonitor):
             obstacle=expectations.obstacles.get("flops"),
         )
 
-    def _note_generation(self, trainer: "pl.Trainer") -> None:
+    def _note_generation(self, trainer: Trainer) -> None:
         """Write who takes part in an elastic fit, whenever it is others than before."""
         strategy = trainer.strategy
         if not isinstance(strategy, ElasticStrategy):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_shard.errors import ConfigError
@@ -52,7 +52,7 @@ class TrafficMonitor(RunMonitor):
         self._num_steps_before = 0
 
     @override
-    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self._takes_dry_run and trainer.is_global_zero:
             strategy = own_strategy(trainer, type(self).__name__)
@@ -60,7 +60,7 @@ class TrafficMonitor(RunMonitor):
 
     @override
     def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         expectations, self._expectations = self._expectations, None
@@ -73,12 +73,7 @@ class TrafficMonitor(RunMonitor):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: "pl.Trainer",
-        pl_module: "pl.LightningModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._counters is not None
         add_to(self._sent, self._counters.since())
@@ -93,19 +88,12 @@ class TrafficMonitor(RunMonitor):
             self._note_sent(trainer)
 
     @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._note_sent(trainer)
+    def _end(self, trainer: Trainer, *, is_failed: bool) -> None:
+        if not is_failed:
+            self._note_sent(trainer)
         self._forget()
-        super().on_train_end(trainer, pl_module)
 
-    @override
-    def on_exception(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException
-    ) -> None:
-        self._forget()
-        super().on_exception(trainer, pl_module, exception)
-
-    def _note_sent(self, trainer: "pl.Trainer") -> None:
+    def _note_sent(self, trainer: Trainer) -> None:
         steps = self._num_steps
         if not steps:
             return
@@ -130,7 +118,7 @@ class TrafficMonitor(RunMonitor):
         self._num_steps_before += steps
         self._sent, self._num_batches, self._num_steps = {}, 0, 0
 
-    def _note_dry_run(self, trainer: "pl.Trainer", expectations: Expectations, batch: Any) -> None:
+    def _note_dry_run(self, trainer: Trainer, expectations: Expectations, batch: Any) -> None:
         found = expectations.dry_run(batch)
         ranks = [] if found is None else _rows(found)
         besides = [] if found is None else list(found.not_counted)

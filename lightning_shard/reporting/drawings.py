@@ -37,7 +37,7 @@ def lines(series: Mapping[str, Sequence[Point]], *, title: str, write: Write = s
     """
     thin = {name: _thinned(points) for name, points in series.items() if points}
     every = [point for points in thin.values() for point in points]
-    frame = _Frame.around(every, from_zero=False)
+    frame = _Frame.around(every)
     drawn = []
     for number, (name, points) in enumerate(thin.items()):
         path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
@@ -177,12 +177,12 @@ class _Frame:
         self._last = last if last > first else first + 1
 
     @classmethod
-    def around(cls, points: Sequence[Point], *, from_zero: bool) -> "_Frame":
+    def around(cls, points: Sequence[Point]) -> "_Frame":
         """Return the frame in which all points lie."""
         xs, ys = zip(*points, strict=True)
-        low, high = 0.0 if from_zero else min(ys), max(ys)
+        low, high = min(ys), max(ys)
         margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-        return cls(min(xs), max(xs), low - margin * (not from_zero), high + margin)
+        return cls(min(xs), max(xs), low - margin, high + margin)
 
     def x(self, value: float) -> float:
         """Return where a step is."""

@@ -191,30 +191,20 @@ def throughput(run: RunRecords) -> str:
     arithmetic = figures.arithmetic(run)
     if arithmetic is None:
         told = run.last("flops") or {}
-        return (
-            drawn
-            + table(("", "median"), rows)
-            + paragraph(
-                f"The arithmetic of a step is not known. {told.get('obstacle') or ''}", "faint"
-            )
-        )
-    per_rank = median(y for _, y in arithmetic.flops_per_second) if found else 0.0
-    rows.append(("operations of the model a second and rank", rate(per_rank, "FLOP/s")))
-    if arithmetic.utilization:
-        share = median(y for _, y in arithmetic.utilization)
-        rows.append((f"MFU, of {rate(arithmetic.peak or 0.0, 'FLOP/s')}", percent(share)))
-        note = f"The peak is that of the machine profile {arithmetic.machine}."
+        note = f"The arithmetic of a step is not known. {told.get('obstacle') or ''}"
     else:
+        per_rank = median(y for _, y in arithmetic.flops_per_second)
+        rows.append(("operations of the model a second and rank", rate(per_rank, "FLOP/s")))
         note = "No machine profile was named, so MFU is not known: StepMonitor(machine='h100')."
-    return (
-        drawn
-        + table(("", "median"), rows)
-        + paragraph(
-            f"{note} Operations are those of forward and backward without recomputation "
-            "(arXiv:2204.02311, appendix B).",
-            "faint",
+        if arithmetic.utilization:
+            share = median(y for _, y in arithmetic.utilization)
+            rows.append((f"MFU, of {rate(arithmetic.peak or 0.0, 'FLOP/s')}", percent(share)))
+            note = f"The peak is that of the machine profile {arithmetic.machine}."
+        note += (
+            " Operations are those of forward and backward without recomputation "
+            "(arXiv:2204.02311, appendix B)."
         )
-    )
+    return drawn + table(("", "median"), rows) + paragraph(note, "faint")
 
 
 def memory(run: RunRecords) -> str:

@@ -105,7 +105,7 @@ class ParallelAttention:
             heads_of(_projected(place.enter(one), weight, bias), self.head_dim)
             for one, weight, bias in projections
         )
-        mask = _mask(place, q, attn_mask, key_padding_mask)
+        mask = added_masks(q, attn_mask, key_padding_mask, place.rank, place.group.size)
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -151,19 +151,28 @@ def heads_of(features: Tensor, width: int) -> Tensor:
     return features.view(*features.shape[:-1], -1, width).transpose(1, 2)
 
 
-def _mask(
-    place: AttentionContext,
+def added_masks(
     query: Tensor,
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> Tensor | None:
-    """Return both masks as one that is added to the scores; it broadcasts to (B, heads, T, S)."""
+    """Return both masks as one that is added to the scores; it broadcasts to (B, heads, T, S).
+
+    Args:
+        query: Shape (B, heads, T, width), of a rank's heads.
+        attn_mask: Shape (T, S), or (B * heads of all ranks, T, S).
+        key_padding_mask: Shape (B, S).
+        rank: Rank whose heads they are.
+        num_ranks: Number of ranks that share the heads.
+    """
     mask = None
     if attn_mask is not None:
         mask = additive_mask(attn_mask, query)
         if mask.dim() == 3:  # (B * all heads, T, S)
             mask = mask.view(query.shape[0], -1, *mask.shape[1:])
-            mask = mask.chunk(place.group.size, dim=1)[place.rank]
+            mask = mask.chunk(num_ranks, dim=1)[rank]
     if key_padding_mask is not None:
         padding = additive_mask(key_padding_mask, query)[:, None, None, :]
         mask = padding if mask is None else mask + padding

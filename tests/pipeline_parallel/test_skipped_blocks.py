@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.pipeline_parallel.skipped_blocks import SkippedBlock
+from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall, SkippedBlock
 from lightning_shard.placeholders import Placeholder, is_placeholder
 
 
@@ -31,7 +31,7 @@ def stand_in(length: int) -> Placeholder:
 def test_a_result_that_looks_like_the_argument_is_known_for_all_shapes() -> None:
     block = Counted()
     skipped = SkippedBlock(block)
-    shapes = [skipped(block, (stand_in(length),), {}).shape for length in (4, 2, 5)]
+    shapes = [skipped(BlockCall(block, (stand_in(length),), {})).shape for length in (4, 2, 5)]
     assert shapes == [(4, 3), (2, 3), (5, 3)]
     assert block.runs == 1
 
@@ -39,7 +39,7 @@ def test_a_result_that_looks_like_the_argument_is_known_for_all_shapes() -> None
 def test_numbers_in_a_result_were_those_of_the_first_shapes() -> None:
     block = Counted()
     skipped = SkippedBlock(block)
-    results = [skipped(block, (stand_in(n),), {"with_length": True}) for n in (4, 2, 4)]
+    results = [skipped(BlockCall(block, (stand_in(n),), {"with_length": True})) for n in (4, 2, 4)]
     assert [length for _, length in results] == [4, 2, 4]
     assert block.runs == 2
 
@@ -47,15 +47,15 @@ def test_numbers_in_a_result_were_those_of_the_first_shapes() -> None:
 def test_a_result_was_that_of_other_settings() -> None:
     block = Counted()
     skipped = SkippedBlock(block)
-    assert is_placeholder(skipped(block, (stand_in(4),), {"with_length": False}))
-    assert len(skipped(block, (stand_in(4),), {"with_length": True})) == 2
+    assert is_placeholder(skipped(BlockCall(block, (stand_in(4),), {"with_length": False})))
+    assert len(skipped(BlockCall(block, (stand_in(4),), {"with_length": True}))) == 2
 
 
 def test_a_block_that_keeps_values_runs_every_time() -> None:
     block = Counted()
     skipped = SkippedBlock(block)
     for _ in range(3):
-        skipped(block, (stand_in(4),), {"keep": True})
+        skipped(BlockCall(block, (stand_in(4),), {"keep": True}))
     assert block.runs == 3
     assert all(map(is_placeholder, block.kept))
 
@@ -65,7 +65,7 @@ def test_hooks_of_skipped_blocks_were_not_called() -> None:
     block.register_forward_hook(lambda module, args, output: seen.append(output))
     skipped = SkippedBlock(block)
     for _ in range(2):
-        skipped(block, (stand_in(4),), {})
+        skipped(BlockCall(block, (stand_in(4),), {}))
     assert len(seen) == 2
     assert all(map(is_placeholder, seen))
 
@@ -73,4 +73,4 @@ def test_hooks_of_skipped_blocks_were_not_called() -> None:
 def test_a_hook_that_asks_for_elements_is_left_out() -> None:
     block = Counted()
     block.register_forward_hook(lambda module, args, output: output.sum().item() and None)
-    assert is_placeholder(SkippedBlock(block)(block, (stand_in(4),), {}))
+    assert is_placeholder(SkippedBlock(block)(BlockCall(block, (stand_in(4),), {})))

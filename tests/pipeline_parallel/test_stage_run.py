@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall
 from lightning_shard.pipeline_parallel.stage_run import Needed, Probe, StageRun, StepCutShort
 from lightning_shard.placeholders import Placeholder
 
@@ -32,13 +33,13 @@ def last_stage(*received: Tensor) -> StageRun:
 def called(run: StageRun | Probe) -> Call:
     """Return what calls a block, which doubles its first tensor; a skipped one looks like it."""
 
-    def skipped(call: Any, args: Any, kwargs: Any) -> Any:
-        return args[0].again()
+    def skipped(call: BlockCall) -> Any:
+        return call.args[0].again()
 
     def double(x: Tensor, *others: Tensor) -> Tensor:
         return 2 * x
 
-    return lambda index, *args: run.call(index, skipped, double, args, {})
+    return lambda index, *args: run.call(index, skipped, BlockCall(double, args, {}))
 
 
 def run_through(run: StageRun | Probe, step: Callable[[Call], Any]) -> Any:
