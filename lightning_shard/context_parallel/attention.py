@@ -34,11 +34,7 @@ from lightning_shard.context_parallel.rank_subset import RankSubset, heads_and_r
 from lightning_shard.context_parallel.ring import ring_attention
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
 from lightning_shard.context_parallel.tiles import Visible
-from lightning_shard.tensor_parallel.attention import (
-    added_masks,
-    attend_with_weights,
-    heads_of,
-)
+from lightning_shard.tensor_parallel.attention import added_masks, attend_with_weights, heads_of
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.full_width_attention import combined
 from lightning_shard.tensor_parallel.randomness import drawn_apart

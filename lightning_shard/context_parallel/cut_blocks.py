@@ -56,12 +56,7 @@ class CutBlocks:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        group: Collectives,
-        *,
-        joins_each: bool = False,
-        tries: bool = True,
+        self, model: nn.Module, group: Collectives, *, joins_each: bool = False, tries: bool = True
     ) -> None:
         self._group, self._tries = group, tries
         self._warned = False

@@ -23,11 +23,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.context_parallel.crossings import (
-    cut_sequence,
-    gather_sequence,
-    share_full,
-)
+from lightning_shard.context_parallel.crossings import cut_sequence, gather_sequence, share_full
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
 from lightning_shard.tensor_parallel.regions import own_slice
 

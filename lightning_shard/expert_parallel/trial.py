@@ -48,11 +48,7 @@ class Calls(Protocol):
 
 
 def try_mixture(
-    calls: Calls,
-    module: nn.Module,
-    own: Forward,
-    arguments: Arguments,
-    split: ExpertSplit,
+    calls: Calls, module: nn.Module, own: Forward, arguments: Arguments, split: ExpertSplit
 ) -> None:
     """Call a mixture with all experts and with those of its ranks, and compare; each must call.
 

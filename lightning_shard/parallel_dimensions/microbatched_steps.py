@@ -25,11 +25,7 @@ from lightning_shard.parallel_dimensions.step_runner import ModuleStep, StepKind
 from lightning_shard.pipeline_parallel.batch_reading import BatchLists, BatchReader
 from lightning_shard.pipeline_parallel.differentiated import OfLastStage
 from lightning_shard.pipeline_parallel.gradients import GradientStash
-from lightning_shard.pipeline_parallel.microbatches import (
-    Microbatch,
-    merge_outputs,
-    split_batch,
-)
+from lightning_shard.pipeline_parallel.microbatches import Microbatch, merge_outputs, split_batch
 from lightning_shard.pipeline_parallel.needs import Checked, Step
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit

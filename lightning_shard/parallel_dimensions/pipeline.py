@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.data_parallel.agreement import (
-    check_same_model,
-    refuse_embeddings_of_batches,
-)
+from lightning_shard.data_parallel.agreement import check_same_model, refuse_embeddings_of_batches
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.edit_marks import EditMarks
 from lightning_shard.data_parallel.engine import DataParallelEngine

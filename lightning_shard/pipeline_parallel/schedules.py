@@ -280,10 +280,7 @@ def _idle(slots: int) -> list[Step | None]:
 
 
 def _with_messages(
-    name: str,
-    num_microbatches: int,
-    stage_ranks: tuple[int, ...],
-    tables: list[list[Step | None]],
+    name: str, num_microbatches: int, stage_ranks: tuple[int, ...], tables: list[list[Step | None]]
 ) -> Schedule:
     return Schedule(
         name=name,

@@ -23,11 +23,7 @@ from lightning_shard.planner.activation_bytes import ActivationBytes
 from lightning_shard.planner.description import Step, WorldOptions
 from lightning_shard.planner.no_elements import NoElements
 from lightning_shard.planner.report import DryRun, RankFigures
-from lightning_shard.planner.simulated_model import (
-    ProductsOfGroups,
-    SimulatedModel,
-    loss_of,
-)
+from lightning_shard.planner.simulated_model import ProductsOfGroups, SimulatedModel, loss_of
 from lightning_shard.planner.simulated_rank import SimulatedRank
 from lightning_shard.planner.simulation import SimulatedPipeline, run_unpipelined
 

@@ -70,11 +70,7 @@ def _written(saved: int, option: str) -> str:
 def _of_stages(of: Situation) -> list[tuple[int, str]]:
     if not (of.is_named_by_stage or "zero_stage" in of.options) or of.num_shards == 1:
         return []
-    kinds = {
-        1: of.held.optimizer_state,
-        2: of.held.gradients,
-        3: of.held.parameters,
-    }
+    kinds = {1: of.held.optimizer_state, 2: of.held.gradients, 3: of.held.parameters}
     found, saved = [], 0
     for stage in range(of.stage + 1, of.max_stage + 1):
         saved += kinds[stage] - kinds[stage] // of.num_shards

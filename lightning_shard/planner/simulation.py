@@ -33,10 +33,7 @@ class SimulatedPipeline:
     """
 
     def __init__(
-        self,
-        model: SimulatedModel,
-        schedule: Schedule,
-        microbatches: Sequence[Microbatch],
+        self, model: SimulatedModel, schedule: Schedule, microbatches: Sequence[Microbatch]
     ) -> None:
         self._model = model
         self.ranks = [SimulatedRank(rank, model) for rank in range(schedule.num_ranks)]

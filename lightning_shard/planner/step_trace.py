@@ -150,10 +150,7 @@ def trace_step(
         sent = rank.sent["tp"]
         live = _traced(model, rank, content)
     return StepTrace(
-        saved=rank.saved[0, content.size].total,
-        most=live.most,
-        moved=live.moved,
-        sent=sent,
+        saved=rank.saved[0, content.size].total, most=live.most, moved=live.moved, sent=sent
     )
 
 

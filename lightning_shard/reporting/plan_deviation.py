@@ -12,12 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from lightning_shard.reporting import figures_of_run as figures
-from lightning_shard.reporting.figures_of_run import (
-    PERSISTENT,
-    by_kind,
-    chosen_of,
-    memory_of_ranks,
-)
+from lightning_shard.reporting.figures_of_run import PERSISTENT, by_kind, chosen_of, memory_of_ranks
 from lightning_shard.reporting.html import bytes_of, percent, seconds_of
 from lightning_shard.reporting.records import Record, RunRecords
 

@@ -6,12 +6,7 @@ from statistics import median
 
 from lightning_shard.reporting import drawings
 from lightning_shard.reporting import figures_of_run as figures
-from lightning_shard.reporting.figures_of_run import (
-    KINDS,
-    PERSISTENT,
-    memory_of_ranks,
-    planned,
-)
+from lightning_shard.reporting.figures_of_run import KINDS, PERSISTENT, memory_of_ranks, planned
 from lightning_shard.reporting.html import (
     bytes_of,
     colours,

@@ -26,11 +26,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import is_narrow
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.regions import (
-    all_gathered,
-    copy_to_region,
-    reduce_from_region,
-)
+from lightning_shard.tensor_parallel.regions import all_gathered, copy_to_region, reduce_from_region
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,11 +101,7 @@ class Crossings:
     """
 
     def __init__(
-        self,
-        group: Collectives,
-        around_dropout: Iterable[nn.Module],
-        *,
-        sequence_parallel: bool,
+        self, group: Collectives, around_dropout: Iterable[nn.Module], *, sequence_parallel: bool
     ) -> None:
         self._group, self._sequence_parallel = group, sequence_parallel
         self._around_dropout = set(around_dropout)

@@ -222,8 +222,7 @@ _rules = _Rules(of_wrapper=(), on_parts=lambda func, args, kwargs: NotImplemente
 
 
 def register_rules(
-    of_wrapper: Container[Any],
-    on_parts: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
+    of_wrapper: Container[Any], on_parts: Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 ) -> None:
     """Say which operations the wrapper answers itself, and what is done on the parts.
 
