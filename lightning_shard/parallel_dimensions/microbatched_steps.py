@@ -23,8 +23,7 @@ from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import ModuleStep, StepKind, StepRunner
 from lightning_shard.pipeline_parallel.batch_reading import BatchLists, BatchReader
-from lightning_shard.pipeline_parallel.differentiated import OfLastStage
-from lightning_shard.pipeline_parallel.gradients import GradientStash
+from lightning_shard.pipeline_parallel.gradients import GradientStash, OfLastStage
 from lightning_shard.pipeline_parallel.microbatches import Microbatch, merge_outputs, split_batch
 from lightning_shard.pipeline_parallel.needs import Checked, Step
 from lightning_shard.pipeline_parallel.pipeline import Pipeline

@@ -29,7 +29,7 @@ from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.stage_options import StageOptions
 from lightning_shard.parallel_dimensions.step_runner import PlainRunner, StepRunner
 from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
-from lightning_shard.pipeline_parallel.differentiated import AfterSchedule
+from lightning_shard.pipeline_parallel.gradients import AfterSchedule
 from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit

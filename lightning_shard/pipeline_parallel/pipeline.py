@@ -33,7 +33,13 @@ from lightning_shard.pipeline_parallel.gradients import (
     leaves_of_graph,
 )
 from lightning_shard.pipeline_parallel.lending import Lending, Wanted, lendable
-from lightning_shard.pipeline_parallel.messages import ReceiveHandle
+from lightning_shard.pipeline_parallel.messages import (
+    LossOf,
+    ReceiveHandle,
+    RunningBatch,
+    StageTraffic,
+    followed,
+)
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.needs import Needs, Step
 from lightning_shard.pipeline_parallel.randomness import StageRandomness
@@ -45,12 +51,6 @@ from lightning_shard.pipeline_parallel.schedules import (
     with_early_receives,
 )
 from lightning_shard.pipeline_parallel.stage_run import StageRun
-from lightning_shard.pipeline_parallel.stage_traffic import (
-    LossOf,
-    RunningBatch,
-    StageTraffic,
-    followed,
-)
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.pipeline_parallel.step_buffers import StepBuffers
 from lightning_shard.pipeline_parallel.step_edits import StepEdits

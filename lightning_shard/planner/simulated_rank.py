@@ -27,9 +27,9 @@ from lightning_shard.pipeline_parallel.backward import (
     weight_backward,
 )
 from lightning_shard.pipeline_parallel.containers import tensors_in
+from lightning_shard.pipeline_parallel.messages import followed
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
-from lightning_shard.pipeline_parallel.stage_traffic import followed
 from lightning_shard.planner.activation_bytes import ActivationBytes, Kept
 from lightning_shard.planner.no_elements import SavedBytes, storage_bytes
 from lightning_shard.planner.report import RankMemory
