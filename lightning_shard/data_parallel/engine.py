@@ -25,13 +25,19 @@ from lightning_shard.data_parallel.adoption import Adoption
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.arrival_hooks import ArrivalHooks
 from lightning_shard.data_parallel.buffers import BufferSync
-from lightning_shard.data_parallel.building import build_gradients, build_units, placed, reducing_of
+from lightning_shard.data_parallel.building import (
+    build_gradients,
+    build_units,
+    placed,
+    reducing_of,
+    share_out,
+)
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.early_clipping import EarlyClipping
 from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.full_values import FullValues
+from lightning_shard.data_parallel.full_values import FullValues, bring_together, publishing_edits
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.hand_edits import HandEdits
 from lightning_shard.data_parallel.leftovers import mark_leftover, refuse_leftover_shards
@@ -39,14 +45,11 @@ from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.data_parallel.owners import share_out
-from lightning_shard.data_parallel.presenting import look_full
-from lightning_shard.data_parallel.publishing import bring_together, publishing_edits
+from lightning_shard.data_parallel.presenting import cut_loaded, look_full
 from lightning_shard.data_parallel.quantised import refuse_quantised
 from lightning_shard.data_parallel.reducer import Reducer, always
 from lightning_shard.data_parallel.released import give_back
 from lightning_shard.data_parallel.shard_advice import explaining_gradients, explaining_shards
-from lightning_shard.data_parallel.shard_loading import cut_loaded
 from lightning_shard.data_parallel.sharded_parameter import UserCode, move_out
 from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.data_parallel.unit import Unit

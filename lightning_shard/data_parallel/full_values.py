@@ -6,16 +6,47 @@
 No rank ever holds more full values than those of one unit, unless the caller keeps them.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit, ranks_of
 from lightning_shard.data_parallel.unit import Unit, of_one_unit
+
+
+def bring_together(flats: Iterable[FlatParameters]) -> None:
+    """Gather the full parameters of some buffers; each rank must call."""
+    for handle in [flat.begin_unshard() for flat in flats]:
+        if handle is not None:
+            handle.wait()
+
+
+@contextmanager
+def publishing_edits(
+    flats: Sequence[FlatParameters], ranks: Collectives, device: torch.device
+) -> Iterator[None]:
+    """Bring those buffers up to date whose shards user code on any rank changes inside.
+
+    Args:
+        flats: Buffers whose full parameters stay between the steps; the same on all ranks.
+        ranks: Group of all ranks that hold the model; each must enter and leave.
+        device: Where the numbers that ranks exchange lie.
+    """
+    for flat in flats:
+        flat.take_in_edits()
+        flat.settle()
+    marks = [flat.mark() for flat in flats]
+    yield
+    changed = [flat.mark() != mark for flat, mark in zip(flats, marks, strict=True)]
+    flags = torch.tensor(changed, dtype=torch.uint8, device=device)
+    ranks.all_reduce(flags, "max").wait()
+    bring_together(flat for flat, moved in zip(flats, flags.tolist(), strict=True) if moved)
 
 
 class FullValues:

@@ -10,7 +10,7 @@ Where each rank keeps the full average, the view of `full` is the parameter's `.
 as the full gradient does. The buffer learns what user code has done to `.grad` when it looks there.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from operator import and_, is_
 from sys import getrefcount
@@ -19,18 +19,176 @@ import torch
 from torch import Tensor
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.flat_memory import FlatMemory, full_views
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.flat_views import full_views
 from lightning_shard.data_parallel.gradient_state import GradientStates
-from lightning_shard.data_parallel.kept_averages import KeptAverages, moved_along
-from lightning_shard.data_parallel.kept_views import KeptViews
-from lightning_shard.data_parallel.offload.host_gradients import HostGradients
+from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
-from lightning_shard.data_parallel.tensor_properties import OWN_GRAD, SET_OWN_GRAD, addresses_of
-from lightning_shard.data_parallel.torch_private import storage_uses
-from lightning_shard.data_parallel.unrecorded import unrecorded
+from lightning_shard.data_parallel.tensor_properties import (
+    OWN_GRAD,
+    SET_OWN_GRAD,
+    addresses_of,
+    unrecorded,
+)
+from lightning_shard.data_parallel.torch_private import are_held_alone, storage_uses
 
 _OWN_REFERENCES = 2  # to a view that nobody else holds: that of the list, and getrefcount's own
+
+
+class KeptAverages:
+    """Knows whether others hold the memory of some averages.
+
+        one device     zero_grad leaves it the gradient, and backward makes a new one
+        here           averages come to lie where the last ones did, unless those are kept: then the
+                       engine goes on in new memory, and the optimizer has the old one
+
+    An average to which the next one is added, since it was not zeroed, is changed as on one device;
+    of a buffer where some are zeroed and some are not, this holds for the tensors that the
+    optimizer saw, not for views that it has made of them.
+    """
+
+    def __init__(self) -> None:
+        self._own_uses = 0
+
+    def begin(self, memory: Tensor) -> None:
+        """Note that memory is new: who holds it now, its views, will do so for good."""
+        self._own_uses = storage_uses(memory)
+
+    def are_there(self, memory: Tensor, views: list[Tensor]) -> bool:
+        """Whether others hold averages, while these stand in no `.grad`.
+
+        Args:
+            memory: The memory of the averages.
+            views: The tensors that an optimizer has seen.
+        """
+        return storage_uses(memory) > self._own_uses or not are_held_alone(views)
+
+
+def moved_along(left: Sequence[Tensor], views: list[Tensor], stay: Collection[int]) -> list[Tensor]:
+    """Return views of new memory, some of which are the tensors that have been seen.
+
+    Args:
+        left: The views of the memory that others keep.
+        views: Those of the new memory.
+        stay: Indices of those to which new averages are added.
+    """
+    for index in stay:
+        left[index].data = views[index]
+    return [left[index] if index in stay else view for index, view in enumerate(views)]
+
+
+class KeptViews:
+    """Keeps one buffer while it is not needed.
+
+        needed       flat   [ v0 | v1 | v2 ]
+        given back   ordinary memory   freed; the views keep their shapes and places
+                     shared memory     idle; who needs memory there first takes it, and the views go
+
+    To make the views of small parameters anew takes longer than to copy gradients into them, and so
+    many new objects have Python collect garbage.
+
+    Args:
+        memory: Where the buffer comes from.
+    """
+
+    def __init__(self, memory: FlatMemory) -> None:
+        self._memory = memory
+        self._kept: tuple[Tensor, list[Tensor]] | None = None
+
+    def keep(self, flat: Tensor, views: list[Tensor]) -> None:
+        """Give the memory of a buffer back, which nobody reads any more, and keep its views.
+
+        Args:
+            flat: The buffer, all of its memory.
+            views: Its views, in any order.
+        """
+        self._kept = flat, views  # before others may ask for it
+        if flat.untyped_storage().resizable():
+            flat.untyped_storage().resize_(0)
+        elif not self._memory.set_aside(flat, self.let_go):
+            self._kept = None
+
+    def take(self) -> tuple[Tensor, list[Tensor]] | None:
+        """Return the buffer with any content, and its views; None where there is none."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return None
+        if kept[0].untyped_storage().resizable():
+            kept[0].untyped_storage().resize_(kept[0].nbytes)
+        else:
+            self._memory.take_up(kept[0])
+        return kept
+
+    def let_go(self) -> None:
+        """Keep nothing any longer."""
+        self._kept = None
+
+
+class HostGradients:
+    """The host's side of one buffer of averages.
+
+        micro-batch 1 ... k-1     reduced, and added up on the device
+        micro-batch k             reduced, added, and copied down once, while backward goes on
+
+    A backward after that, without `zero_grad` between (several `manual_backward` calls, say), is
+    copied down as well, and added on the host.
+
+    Args:
+        copier: Copies of this rank.
+        views_of: Returns each parameter's elements as views of a tensor like the buffer.
+
+    Attributes:
+        tensor: Shape (S,): the averages that are on the host; None before the first.
+        views: View of each parameter's elements.
+        are_here: Whether what has been averaged since `zero_grad` is on the host.
+    """
+
+    def __init__(self, copier: HostCopier, views_of: Callable[[Tensor], list[Tensor]]) -> None:
+        self._copier, self._views_of = copier, views_of
+        self.tensor: Tensor | None = None
+        self.views: list[Tensor] = []
+        self.are_here = False
+        self._kept = KeptAverages()
+
+    def _part_from_kept(self, stay: Collection[int]) -> None:
+        """Go on in new memory where others have kept averages that new ones would overwrite."""
+        assert self.tensor is not None
+        self._copier.finish()
+        self.tensor = self._copier.empty(self.tensor).copy_(self.tensor)
+        self.views = moved_along(self.views, self._views_of(self.tensor), stay)
+        self._kept.begin(self.tensor)
+
+    @torch.no_grad()
+    def land(self, averages: Tensor, held: Sequence[bool]) -> None:
+        """Copy averages down; those that are here already are added to.
+
+        Args:
+            averages: Shape (S,): new averages, on the device.
+            held: Whether each parameter has an average here since `zero_grad`.
+        """
+        if self.tensor is None:
+            self.tensor = self._copier.empty(averages)
+            self.views = self._views_of(self.tensor)
+            self._kept.begin(self.tensor)
+        stay = {*compress(range(len(held)), held)} if self.are_here else set()
+        if len(stay) < len(held) and self._kept.are_there(self.tensor, self.views):
+            self._part_from_kept(stay)
+        if not self.are_here or not any(held):
+            self._copier.down(averages, self.tensor)
+        else:
+            come = self._views_of(self._copier.fetch(averages))
+            for view, more, adds in zip(self.views, come, held, strict=True):
+                view.add_(more) if adds else view.copy_(more)
+        self.are_here = True
+
+    def ready(self) -> list[Tensor]:
+        """Return the view of each parameter's elements, once all copies are done."""
+        self._copier.finish()
+        return self.views
+
+    def drop(self) -> None:
+        """Let go of the averages and their memory."""
+        self.tensor, self.views, self.are_here = None, [], False
 
 
 class GradientBuffer:

@@ -23,7 +23,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.content import content, contents
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
-from lightning_shard.data_parallel.unrecorded import unrecorded
+from lightning_shard.data_parallel.tensor_properties import unrecorded
 from lightning_shard.errors import ConfigError
 
 

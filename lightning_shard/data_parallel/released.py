@@ -8,8 +8,8 @@ optimizers' states are cut, where those stay in shards
 import torch
 
 from lightning_shard.data_parallel.blanks import blank
+from lightning_shard.data_parallel.flat_memory import full_views
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.flat_views import full_views
 
 
 def give_back(flat: FlatParameters, *, keep: bool) -> None:

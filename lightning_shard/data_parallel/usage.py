@@ -13,6 +13,7 @@ An optimizer's step may raise on one rank alone, where user code catches it. The
 updated then, and that rank's are not: it tells, and asks whether there is a rank without the error.
 """
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -24,8 +25,36 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.equal_weights import EqualWeights
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.data_parallel.unshard_record import UnshardRecord
 from lightning_shard.errors import ConfigError
+
+_DIGEST_BYTES = 4
+
+
+class UnshardRecord:
+    """A digest that is the same on two ranks only when they unsharded the same units."""
+
+    def __init__(self) -> None:
+        self._checksum = 0
+        self._names: dict[str, None] = {}
+
+    def note(self, index: int, name: str) -> None:
+        """Note that the unshard of unit `index` begins."""
+        self._checksum = zlib.crc32(index.to_bytes(4), self._checksum)
+        self._names[name] = None
+
+    def digest(self) -> bytes:
+        """Return the checksum of the unsharded units and its complement.
+
+        The maximum over all ranks is one's own digest only where all ranks have the same.
+        """
+        checksum = self._checksum.to_bytes(_DIGEST_BYTES)
+        return checksum + bytes(255 - byte for byte in checksum)
+
+    def take(self) -> list[str]:
+        """Return the names of the units, each once, and begin anew."""
+        names = list(self._names)
+        self._checksum, self._names = 0, {}
+        return names
 
 
 class UsageAgreement:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_shard
-from lightning_shard.data_parallel import link_trial
-from lightning_shard.data_parallel.bucket_choice import BucketChoice
+from lightning_shard.data_parallel.bucket_choice import BucketChoice, LinkTrial
 from lightning_shard.fabric import ZeRO3Strategy as FabricZeRO3
 from lightning_shard.fabric import strategy as fabric_strategy
 from lightning_shard.replay import RecordSteps, replay
@@ -188,7 +187,7 @@ def test_all_ranks_choose_the_same_under_every_mesh() -> None:
 def test_nothing_is_measured_in_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delattr(link_trial.LinkTrial, "figures")
+    monkeypatch.delattr(LinkTrial, "figures")
     caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
     strategy = in_process("zero2")
     assert strategy.bucket_choice is None

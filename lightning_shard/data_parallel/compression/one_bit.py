@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 from typing_extensions import override
 
-from lightning_shard.data_parallel.compression.blocks import in_blocks
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
+from lightning_shard.data_parallel.compression.rounding import in_blocks
 from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
 

@@ -15,14 +15,17 @@ Source: PowerSGD, arXiv:1905.13727.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_shard.backends.pending import Pending
 from lightning_shard.backends.streams import sent_up
+from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import (
     Compressor,
@@ -31,17 +34,127 @@ from lightning_shard.data_parallel.compression.compressor import (
     if_sound,
     scale_up,
 )
-from lightning_shard.data_parallel.compression.factors import (
-    Factors,
-    num_columns,
-    pays,
-    rank_of,
-    scaled,
-)
-from lightning_shard.data_parallel.compression.vector_average import VectorAverage, WireDType
+from lightning_shard.data_parallel.compression.rounding import BF16
 from lightning_shard.errors import ConfigError
-from lightning_shard.layout.flat import Slot
+from lightning_shard.layout.flat import Slot, build_layout
 from lightning_shard.option_checks import checked_options
+
+WireDType = Literal["float32", "bfloat16"]
+
+
+class VectorAverage:
+    """Averages a vector over the ranks, once in each step.
+
+        float32     all-reduce
+        bfloat16    all-to-all, sum in float32, all-gather      half the bytes, one more message
+
+    Gloo's and MPI's all-reduce would sum in bfloat16; so what is rounded goes through a codec.
+
+    Args:
+        numel: Number of elements of the vector.
+        buffer: Buffer whose ranks and device are used; its layout is not.
+        dtype: Format of the values on the wire; sums are in float32.
+
+    Attributes:
+        values: Shape (numel,), float32: this rank's, and after `wait` the average, the same bits on
+            all ranks. Not finite there, unless all ranks' values are.
+    """
+
+    def __init__(self, numel: int, buffer: FlatBuffer, dtype: WireDType) -> None:
+        self.values = torch.zeros(numel, dtype=torch.float32, device=buffer.device)
+        self._ranks, self._dtype = buffer.ranks, dtype
+        self._exchange: Exchange | None = None
+        if dtype == "bfloat16" and numel:
+            layout = build_layout([("values", (numel,))], num_shards=1)
+            self._exchange = BF16().exchange(replace(buffer, layout=layout, keeps_all=True))
+        self._pending: Pending | Exchange | None = None
+
+    def round_(self, part: Tensor) -> None:
+        """Round `part` of this rank's values in place, as the other ranks will get them."""
+        if self._dtype == "bfloat16":
+            part.copy_(part.bfloat16())
+
+    def begin(self) -> int:
+        """Start averaging; each rank must call. Return the bytes that this rank sends in all."""
+        if self._exchange is None:
+            self._pending = self._ranks.all_reduce(self.values, "avg", async_op=True)
+            return 4 * ring_share(2 * self.values.numel(), self._ranks.size)
+        sent_before = self._exchange.tally.sent_bytes
+        self._exchange.begin(self.values, self.values)
+        self._pending = self._exchange
+        return 2 * (self._exchange.tally.sent_bytes - sent_before)  # the way back is as long
+
+    def wait(self) -> None:
+        """Return once `values` holds the average; each rank must call, in the order of `begin`.
+
+        In bfloat16 the way back begins here.
+        """
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+
+
+@dataclass(eq=False)
+class Factors:
+    """One matrix of a buffer and its two thin factors.
+
+        M (m, n)  ≈  P (m, rank), orthonormal columns  ·  Q' (rank, n)
+
+    Source: PowerSGD, arXiv:1905.13727.
+
+    Attributes:
+        slot: Slot of the matrix in the buffer: its first dimension are the rows, all others
+            together the columns.
+        q: Shape (columns, rank): the next power iteration starts from it; no value is over 1.
+        p: Shape (rows, rank), with orthonormal columns: a view of the vector averaged first.
+        next_q: Shape (columns, rank): a view of the vector averaged second.
+    """
+
+    slot: Slot
+    q: Tensor
+    p: Tensor
+    next_q: Tensor
+
+    def matrix(self, full: Tensor) -> Tensor:
+        """Return the matrix as a view of a flat tensor."""
+        return full[self.slot.offset : self.slot.stop].view(self.slot.shape[0], -1)
+
+    def orthonormalise(self, sound: Tensor) -> None:
+        """Make the columns of P of length 1 and at right angles; any such ones unless `sound`."""
+        p = if_sound(sound, self.p)
+        self.p.copy_(torch.linalg.qr(scaled(p, otherwise=p)).Q)
+
+    def start_from(self, q: Tensor) -> None:
+        """Begin the next iteration with `q`, shape (columns, rank).
+
+        Only the directions of its columns matter, since P is made orthonormal. Their lengths must
+        not stay: they would grow with each gradient, and one that is large enough would make all
+        later P overflow.
+        """
+        self.q.copy_(scaled(q, otherwise=self.q))
+
+
+def scaled(columns: Tensor, otherwise: Tensor) -> Tensor:
+    """Return columns divided by their greatest value; those of `otherwise` where it is bad."""
+    greatest = columns.abs().amax(0)
+    return torch.where((greatest > 0) & (greatest < torch.inf), columns / greatest, otherwise)
+
+
+def num_columns(slot: Slot) -> int:
+    """Return the number of columns: all dimensions but the first, as one."""
+    return prod(slot.shape[1:])
+
+
+def rank_of(slot: Slot, rank: int) -> int:
+    """Return the rank of a matrix's factors, at most `rank`."""
+    return min(rank, slot.shape[0], num_columns(slot))
+
+
+def pays(slot: Slot, rank: int) -> bool:
+    """Whether the factors of a matrix have fewer elements than the matrix."""
+    if len(slot.shape) < 2 or not slot.numel:
+        return False
+    return rank_of(slot, rank) * (slot.shape[0] + num_columns(slot)) < slot.numel
 
 
 class PowerSGD(Compressor):

@@ -5,9 +5,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from typing_extensions import override
 
-from lightning_shard.data_parallel.compression.blocks import in_blocks
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
 from lightning_shard.errors import ConfigError
@@ -16,6 +16,11 @@ from lightning_shard.option_checks import checked_options
 _FP16_EXPONENT = 15  # below that of fp16's greatest value, so that rounding cannot overflow
 _LEAST_EXPONENT = -120  # so that one over the scale is a float32, too
 _INT8_MAX = 127
+
+
+def in_blocks(values: Tensor, block: int) -> Tensor:
+    """Cut into rows of `block` values, zeros behind the last: shape (n,) to (blocks, block)."""
+    return pad(values, (0, -values.numel() % block)).view(-1, block)
 
 
 class FP16(Codec):

@@ -6,6 +6,6 @@
     host     updated shard  <──────── the optimizer's step ──── shard of gradients
 
 `copier` moves the bytes and counts them, `host_shard` is the shard that the optimizer updates,
-`host_gradients` holds the averages that it reads. Source: ZeRO-Offload, arXiv:2101.06840. What
+`HostGradients` holds the averages that it reads. Source: ZeRO-Offload, arXiv:2101.06840. What
 autograd saves is another matter: `activations` has it go down and up, in `stretch`es of memory.
 """

@@ -10,8 +10,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_memory import FlatMemory
-from lightning_shard.data_parallel.gradient_buffer import GradientBuffer
-from lightning_shard.data_parallel.kept_views import KeptViews
+from lightning_shard.data_parallel.gradient_buffer import GradientBuffer, KeptViews
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.one_step import forward_and_backward

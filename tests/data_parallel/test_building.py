@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_shard.data_parallel.building import Owners, share_out
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.data_parallel.owners import Owners, share_out
 from lightning_shard.planner.simulated_group import SimulatedCollectives
 
 

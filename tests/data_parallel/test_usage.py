@@ -8,7 +8,7 @@ from torch import nn
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.data_parallel.unshard_record import UnshardRecord
+from lightning_shard.data_parallel.usage import UnshardRecord
 from lightning_shard.errors import ConfigError
 from lightning_shard.testing import run_ranks
 
