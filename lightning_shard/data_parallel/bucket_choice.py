@@ -25,8 +25,6 @@ from lightning_shard.data_parallel.options import EngineOptions
 
 IN_PROCESS = "the default: times within one process tell nothing"
 ONE_RANK = "the default: no gradients travel"
-
-
 _MB = 2**20
 _SMALL_BYTES = 2**10
 _LARGE_BYTES = tuple(2**power for power in range(14, 25, 2))  # 16 KB to 16 MB

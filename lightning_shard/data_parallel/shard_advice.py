@@ -1,7 +1,7 @@
 """Turns torch's errors about the sizes of parameter shards into errors with names and advice.
 
 Between the steps of ZeRO stage 3 a parameter shows this rank's shard. Matching parts are cut alike
-(see `matching_parts`) and so are copies made during the run (see `shard_copies`); whatever else
+(see `units`) and so are copies made during the run (see `unsharding`); whatever else
 meets a shard element by element has another size, and torch's error does not say why.
 """
 

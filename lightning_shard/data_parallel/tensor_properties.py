@@ -17,8 +17,6 @@ SET_OWN_GRAD: Callable[[Tensor, Tensor | None], None] = _TENSOR.grad.__set__
 REQUIRES_GRAD: Callable[[Tensor], bool] = _TENSOR.requires_grad.__get__
 IS_SPARSE: Callable[[Tensor], bool] = _TENSOR.is_sparse.__get__
 VERSION: Callable[[Tensor], int] = _TENSOR._version.__get__
-
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -26,8 +26,6 @@ from lightning_shard.errors import ConfigError
 
 _MB = 1024 * 1024
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
-
-
 _MOST_LAYERS = 8  # more pairs of single layers than this are layers of one size, not matching parts
 
 

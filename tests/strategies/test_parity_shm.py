@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_shard.backends.shm import hosts as shm_hosts
+from lightning_shard.backends.shm import backend as shm_backend
 from lightning_shard.settings import rank_and_world_size
 from tests.processes import run_processes
 from tests.strategies.parity import (
@@ -63,7 +63,7 @@ def test_the_ranks_end_with_the_same_bits(runs: Runs) -> None:
 def train_on_hosts(hosts: str, **arguments: Any) -> list[Run]:
     """Train where each rank pretends to be on the host of its letter."""
     own = hosts[rank_and_world_size()[0]]
-    with patch.object(shm_hosts, "own_host", lambda: own):
+    with patch.object(shm_backend, "own_host", lambda: own):
         return train_cases(**arguments)
 
 

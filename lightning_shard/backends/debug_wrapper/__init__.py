@@ -15,10 +15,11 @@ time-out. Two NCCL ranks that each send and receive in one batch may do so as we
 batches such calls on its own groups alone.
 """
 
-from lightning_shard.backends.debug_wrapper.collectives import DebugExchange, exchange_collectives
 from lightning_shard.backends.debug_wrapper.process_group import (
+    DebugExchange,
     DebugGroup,
     MakeGroup,
+    exchange_collectives,
     register_debug,
 )
 from lightning_shard.backends.debug_wrapper.torch_groups import debug_name

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Work
+from torch.distributed import ReduceOp, Work
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d
@@ -19,9 +19,12 @@ from lightning_shard.backends.debug_wrapper.torch_groups import (
     make_gloo,
     make_nccl,
 )
+from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.group_handle import GroupHandle, describe_group
 from lightning_shard.backends.liveness.interruption import interrupt_backend
+from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.python_group import ANY_SOURCE, Tensors, as_list
+from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 
 MakeGroup = Callable[[Any, Any], dist.ProcessGroup]
@@ -179,3 +182,38 @@ def register_debug(backend: str, make_inner: MakeGroup, devices: Sequence[str]) 
 if dist.is_available():
     register_debug("gloo", make_gloo, ["cpu"])
     register_debug("nccl", make_nccl, ["cuda"])
+
+
+_OPS: dict[str, Any] = {**C10D_OPS, "avg": ReduceOp.AVG}
+
+
+def exchange_collectives(group: dist.ProcessGroup) -> ExchangeCollectives:
+    """Wrap a group in exchange collectives, for a `DebugGroup` in those that compare.
+
+    Collectives.reduce_scatter ─► compared ─► messages with reserved tags, which pass unchecked
+    """
+    return (DebugExchange if isinstance(group, DebugGroup) else ExchangeCollectives)(group)
+
+
+class DebugExchange(ExchangeCollectives):
+    """Exchange collectives whose ranks first compare what they call; for a `DebugGroup` alone."""
+
+    def _all_reduce(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+    ) -> StartedTransfer:
+        self._compare("all_reduce", [source], reduce_op=_OPS[op])
+        return super()._all_reduce(output, source, op)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+    ) -> StartedTransfer:
+        self._compare("reduce_scatter", [source], [output], reduce_op=_OPS[op])
+        return super()._reduce_scatter(output, source, op)
+
+    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> StartedTransfer:
+        self._compare("all_gather", [source])
+        return super()._all_gather(output, source)
+
+    def _compare(self, operation: str, *tensors: list[torch.Tensor], reduce_op: Any = None) -> None:
+        assert isinstance(self.group, DebugGroup)
+        self.group.comparer.compare(operation, *tensors, reduce_op=reduce_op)

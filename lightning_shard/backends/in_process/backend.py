@@ -1,24 +1,107 @@
 """The in-process backend: ranks are threads of this process, one running at a time."""
 
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from typing_extensions import override
 
 from lightning_shard.backends import _c10d
 from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.calls import Call
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
-from lightning_shard.backends.in_process.process_group import InProcessGroup
+from lightning_shard.backends.group_handle import CallWork
+from lightning_shard.backends.in_process.channel import Meeting
 from lightning_shard.backends.in_process.world import BACKEND_NAME, World, current_world
+from lightning_shard.backends.python_group import PythonGroup
+from lightning_shard.backends.streams import join_streams, mark_stream
 from lightning_shard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_shard.backends.in_process.world import World
+
 
 _HOW_TO_USE = (
     "The in_process backend works inside an in-process world only. Train with a strategy whose "
     "name ends in _in_process, or call your function with lightning_shard.testing.run_ranks(fn, 4)."
 )
+
+
+class InProcessWork(CallWork):
+    """One rank's handle of one operation in an in-process world."""
+
+    def __init__(self, world: "World", meeting: Meeting, call: Call):
+        super().__init__(call)
+        self._world, self._meeting = world, meeting
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the other ranks run until the results are there.
+
+        Args:
+            timeout: Ignored, since a wait that can never end is found at once.
+
+        Raises:
+            DeadlockError, CollectiveMismatchError, RankFailedError: The results can never be there.
+        """
+        del timeout
+        if not self._meeting.done:
+            self._world.wait_for(self._meeting, self._call)
+        join_streams(self._meeting.finished)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the results are there; if not, the other ranks run once before the answer."""
+        if not self._meeting.done:
+            self._world.poll(self._meeting, self._call)
+        return self._meeting.done
+
+    def is_success(self) -> bool:
+        """Whether the results are there; no other rank runs meanwhile."""
+        return self._meeting.done
+
+    def exception(self) -> None:
+        """Return None: errors are raised by `wait`."""
+
+    def _source(self) -> int:
+        return self._meeting.source
+
+    def get_future(self) -> Future[Any]:
+        """Wait, and return a future that is done; torch's DDP blocks its thread on futures."""
+        self.wait()
+        tensors = [t for t in self._call.results if isinstance(t, Tensor) and t.is_cuda]
+        future: Future[Any] = Future(devices=[tensors[0].device] if tensors else None)
+        future.set_result(list(self._call.results))
+        return future
+
+
+class InProcessGroup(PythonGroup):
+    """One rank's handle of one group.
+
+    Args:
+        world: The in-process world that runs.
+        name: Name of the group in c10d, the same on each of its ranks.
+        global_ranks: Global ranks of the group's members, in order of their group rank.
+        rank: This rank's number in the group.
+    """
+
+    backend_name: ClassVar[str] = BACKEND_NAME
+
+    def __init__(self, world: World, name: str, global_ranks: tuple[int, ...], rank: int) -> None:
+        super().__init__(name, global_ranks, rank)
+        self._world = world
+        self._channel = world.channel(name, global_ranks)
+
+    @override
+    def _start(self, call: Call) -> InProcessWork:
+        if self._world is not current_world():
+            raise ConfigError(f"{call.op}: {self!r} belongs to an in-process world that has ended.")
+        call.posted = mark_stream(call.inputs or call.outputs)
+        return InProcessWork(self._world, self._world.post(self._channel, call), call)
 
 
 def _require_world() -> World:

@@ -1,19 +1,41 @@
 """One run of a world: its threads, their results, and the ranks that have survived."""
 
+import gc
+import os
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Generic, TypeVar
 
 import torch
 
 from lightning_shard.backends import _c10d
 from lightning_shard.backends.in_process.faults import RankDropped
-from lightning_shard.backends.in_process.forks import leave_nothing_to_forks
 from lightning_shard.backends.in_process.rank import Rank, Status
 from lightning_shard.backends.in_process.scheduler import Scheduler
 
 T = TypeVar("T")
 _JOIN_SECONDS = 1.0
+
+
+def leave_nothing_to_forks() -> None:
+    """Let ranks fork from now on; call on the thread that starts them, before each run.
+
+    A forked process has the forking thread alone. Were it to collect the garbage that its parent
+    has left, objects would end there whose threads it does not have, a store's or a process
+    group's: they join those threads, and the process dies of a segmentation fault, or waits for
+    ever.
+
+    The same becomes of what Python keeps for each thread, since a child lets go of all threads but
+    one: there torch remembers DTensors' operations, with the groups of their meshes.
+    """
+    _c10d.forget_dtensor_operations()
+    _leave_garbage_to_parents()
+
+
+@cache
+def _leave_garbage_to_parents() -> None:
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 class Run(Generic[T]):

@@ -2,22 +2,36 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, ClassVar, TypeVar, cast
 
 from lightning_shard.backends import _c10d
+from lightning_shard.backends._c10d import StoreBase
+from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call, Disagreement
 from lightning_shard.backends.in_process.channel import Channel, Meeting
 from lightning_shard.backends.in_process.failures import Failure, Failures
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
 from lightning_shard.backends.in_process.gloo_order import is_like_gloo
-from lightning_shard.backends.in_process.losses import Losses, check_place
-from lightning_shard.backends.in_process.rank import NOT_YET, Rank, RankPosition, Status, Wait
-from lightning_shard.backends.in_process.rank_errors import ErrorMaker, mismatch_error_maker
+from lightning_shard.backends.in_process.rank import (
+    NOT_YET,
+    Rank,
+    RankPosition,
+    Status,
+    Wait,
+    rank_name,
+)
+from lightning_shard.backends.in_process.rank_errors import (
+    ErrorMaker,
+    gone_error_maker,
+    left_error_maker,
+    mismatch_error_maker,
+    peer_failed_error_maker,
+)
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
 from lightning_shard.backends.in_process.run import Run
 from lightning_shard.backends.in_process.scheduler import Scheduler
-from lightning_shard.backends.in_process.store import InProcessStore
 from lightning_shard.backends.in_process.termination import RanksTermination, Termination
 from lightning_shard.backends.mismatch import Side, describe_disagreement
 from lightning_shard.errors import ConfigError, RankFailedError
@@ -25,6 +39,169 @@ from lightning_shard.errors import ConfigError, RankFailedError
 T = TypeVar("T")
 BACKEND_NAME = "in_process"
 _active: list["World"] = []  # the one world that runs, if any
+_ENDED = (Status.GONE, Status.FAILED, Status.FINISHED)
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+class InProcessStore(StoreBase):
+    """The store of one world.
+
+    c10d's C++ (`PrefixStore`, its own barriers) calls these methods too, some by camel-case names.
+    Time-outs are not used: what can never come is a deadlock, and found at once.
+    """
+
+    def __init__(self, world: "World") -> None:
+        super().__init__()
+        self._world = world
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set the value of a key."""
+        self._put(key, _as_bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter and return its new value."""
+        total = int(self._values.get(key, b"0")) + value
+        self._put(key, str(total).encode())
+        return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of a key."""
+        self._put(key, self._values.get(key, b"") + _as_bytes(value))
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Set a key if it has the expected value, or is absent and "" is expected."""
+        expected = _as_bytes(expected_value)
+        current = self._values.get(key)
+        if current == expected or (current is None and not expected):
+            self._put(key, _as_bytes(desired_value))
+        return self._values.get(key, expected)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set; if not at once, the other ranks run once before the answer."""
+        if not self._has(keys):
+            site = find_call_site()
+            self._world.scheduler.yield_token(lambda: _describe("check", keys, site))
+        return self._has(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Let the other ranks run until all keys are set."""
+        del timeout
+        if not self._has(keys):
+            site = find_call_site()
+            self._world.wait_until(lambda: self._has(keys), lambda: _describe("wait", keys, site))
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; return whether it was set."""
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """Return the number of keys that are set."""
+        return len(self._values)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for several keys and return their values."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Say that append and the multi-key calls are there."""
+        return True
+
+    deleteKey = delete_key  # noqa: N815 - c10d's name
+    getNumKeys = num_keys  # noqa: N815 - c10d's name
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._world.scheduler.note_progress()
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+
+def _describe(method: str, keys: Sequence[str], site: CallSite) -> str:
+    return f"store.{method}({', '.join(keys)}) at {site}"
+
+
+class Losses:
+    """Finds the lost ranks, for which a wait is in vain.
+
+    Args:
+        scheduler: The world's scheduler, which holds the ranks.
+        is_elastic: Whether a rank that fails, ends or goes on to the next generation is lost to its
+            peers. In other worlds a failure ends all ranks, and waiting for one that has ended is a
+            deadlock.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, is_elastic: bool) -> None:
+        self._scheduler = scheduler
+        self._is_elastic = is_elastic
+
+    def among(self, channel: Channel, members: Iterable[int]) -> ErrorMaker | None:
+        """Return the maker of the error of a wait for these group ranks; None when none is lost."""
+        return self._error_maker(
+            [(channel.threads[m], channel.global_ranks[m]) for m in members], channel.generation
+        )
+
+    def in_default_group(self, rank: Rank) -> ErrorMaker | None:
+        """Return the maker of the error of a wait for any rank of the default group, or None."""
+        place = rank.place
+        return self._error_maker(
+            [(thread, r) for r, thread in enumerate(place.threads)], place.generation
+        )
+
+    def _error_maker(self, peers: Iterable[tuple[int, int]], generation: int) -> ErrorMaker | None:
+        """Return the maker of the worst loss's error among these peers: (thread, global rank)."""
+        ranks = self._scheduler.ranks
+        lost = [p for p in peers if self._is_lost(ranks[p[0]], generation)]
+        if not lost:
+            return None
+        for thread, number in lost:
+            if ranks[thread].status is Status.FAILED:
+                return peer_failed_error_maker(
+                    rank_name(number, thread), self._scheduler.failures[thread]
+                )
+        gone = [p for p in lost if ranks[p[0]].status is Status.GONE]
+        names = [rank_name(number, thread) for thread, number in gone or lost]
+        return gone_error_maker(names) if gone else left_error_maker(names)
+
+    def _is_lost(self, rank: Rank, generation: int) -> bool:
+        if not self._is_elastic:
+            return rank.status is Status.GONE
+        return rank.status in _ENDED or rank.left >= generation
+
+
+def check_place(rank: Rank, channel: Channel, describe: Callable[[], str]) -> None:
+    """Raise if this rank can call nothing in this group any more.
+
+    Raises:
+        ConfigError: The rank has left the group's generation.
+        RankFailedError: A fault has broken the rank's groups.
+    """
+    if rank.left >= channel.generation:
+        raise ConfigError(
+            f"Rank {rank.name} called {describe()}, expected one of the generation's groups that "
+            f"it is in: it has left those up to generation {rank.left}."
+        )
+    if rank.broken >= channel.generation:
+        raise RankFailedError(
+            f"Rank {rank.name} cannot go on with {describe()}: a Fault that was injected has "
+            f"broken its groups of generation {rank.broken}. Go on in the next generation's."
+        )
 
 
 def current_world() -> "World | None":

@@ -7,11 +7,13 @@ computation and a peer never waits for a rank that is busy elsewhere.
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
+from lightning_shard.backends.in_flight import InFlight
 from lightning_shard.backends.mpi.runtime import given_up, lock, mpi
 
 _PERIOD_SECONDS = 0.0005
@@ -27,7 +29,7 @@ class Watch(Protocol):
         """Return the error to raise in place of one that a step has raised."""
 
 
-class Flight:
+class Flight(InFlight):
     """The steps of one operation; each begins when the requests of the one before are complete.
 
     Args:
@@ -37,12 +39,10 @@ class Flight:
     """
 
     def __init__(self, steps: Generator[list[Any], Any, None], watch: Watch) -> None:
-        self.done = False
-        self.error: Exception | None = None
+        super().__init__(lock)
         self._status: Any = None
         self._steps, self._watch = steps, watch
         self._requests: list[Any] = []
-        self._on_end: list[Callable[[], None]] = []
         with lock:
             self._next_step()
 
@@ -55,14 +55,14 @@ class Flight:
             except Exception as error:
                 self._fail(self._watch.explain(error))
         if self.done:
-            self._call_back()
+            self.call_back()
         return self.done
 
     def check(self) -> None:
         """End the flight if it can never end by itself."""
         if not self.done and (error := self._watch.why_it_stops()) is not None:
             self._fail(error)
-            self._call_back()
+            self.call_back()
 
     def _fail(self, error: Exception) -> None:
         """End the flight with an error; its memory is kept, since MPI may still write to it."""
@@ -73,21 +73,9 @@ class Flight:
                 self.done = True
 
     @property
+    @override
     def source(self) -> int:
-        """The group rank that sent what a receive got; -1 before it came."""
         return -1 if not self.done or self._status is None else int(self._status.Get_source())
-
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the flight has ended, or now if it has."""
-        with lock:
-            self._on_end.append(callback)
-        if self.done:
-            self._call_back()
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether a callback waits for the end of the flight."""
-        return bool(self._on_end)
 
     def _are_complete(self) -> bool:
         if len(self._requests) == 1:
@@ -102,13 +90,6 @@ class Flight:
                 self._requests = self._steps.send(self._status)
             except StopIteration:
                 self.done = True
-
-    def _call_back(self) -> None:
-        """Call the callbacks, which are the user's code, outside the lock and inference mode."""
-        with lock:
-            callbacks, self._on_end = self._on_end, []
-        for callback in callbacks:
-            callback()
 
 
 class ProgressThread:

@@ -1,22 +1,30 @@
 """The process group of one rank over MPI: communicators, message lanes, time-outs."""
 
+import os
 import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call
+from lightning_shard.backends.in_flight import FlightWork, OperationWatch
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.backends.mpi.departures import COLLECTIVE, MADE, Need
 from lightning_shard.backends.mpi.flight import Flight, progress
-from lightning_shard.backends.mpi.operations import OPERATIONS, Steps
-from lightning_shard.backends.mpi.staging import must_stage, staged
-from lightning_shard.backends.mpi.work import MPIWork
+from lightning_shard.backends.mpi.operations import OPERATIONS, GroupOfRanks, Steps
+from lightning_shard.backends.mpi.runtime import is_cuda_aware, mpi
+from lightning_shard.backends.packing import raw, write
 from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 from lightning_shard.backends.streams import drain_streams
@@ -25,9 +33,90 @@ from lightning_shard.errors import CollectiveMismatchError, ConfigError, RankFai
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+
 BACKEND_NAME = "mpi4py"  # c10d keeps the name "mpi" for its own, even where torch lacks it
 _POLL_SECONDS = 0.0005
 _RECV_ANY = f"recv {ANY_SOURCE}"
+# A wait spins, then yields the core, then sleeps: answers come in microseconds when the peers run
+# on cores of their own, and leave the core to them when they do not.
+_SPINS, _YIELDS = 50, 500
+_SLEEP_SECONDS = 0.0001
+
+
+def must_stage(tensors: Sequence[Tensor]) -> bool:
+    """Whether these tensors lie where MPI cannot reach; the first time, rank 0 warns."""
+    if all(tensor.device.type == "cpu" for tensor in tensors) or is_cuda_aware():
+        return False
+    _warn_once()
+    return True
+
+
+def staged(
+    operation: Callable[[GroupOfRanks, Call], Steps], group: GroupOfRanks, call: Call
+) -> Steps:
+    """Carry `call` out on copies in host memory, and copy the results back."""
+    with torch.inference_mode():
+        host = replace(
+            call,
+            inputs=[raw(tensor).cpu() for tensor in call.inputs],
+            outputs=[raw(tensor).cpu() for tensor in call.outputs],
+        )
+    yield from operation(group, host)
+    written = call.outputs or call.inputs
+    for target, source in zip(written, host.outputs or host.inputs, strict=True):
+        write(target, source)
+
+
+@cache
+def _warn_once() -> None:
+    if mpi().COMM_WORLD.rank == 0:
+        warnings.warn(
+            "This MPI library does not take GPU memory: tensors travel through copies on the host. "
+            "Use an MPI built with CUDA, or backend='nccl'.",
+            stacklevel=2,
+        )
+
+
+class MPIWork(FlightWork):
+    """One rank's handle of one operation over MPI."""
+
+    _flight: Flight
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the results are there.
+
+        Args:
+            timeout: A time-out shorter than the group's; None, or c10d's zero, for the group's.
+
+        Raises:
+            RankFailedError: A peer has died, or has not come within the group's time-out.
+            TimeoutError: The shorter `timeout` is over; the operation goes on.
+        """
+        end = time.monotonic() + timeout.total_seconds() if timeout else None
+        polls = 0
+        while not self._flight.poll():
+            _pause(polls)
+            polls += 1
+            if polls > _YIELDS or polls % 100 == 0:
+                self._flight.check()
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"{self._call} at {self._call.site} took longer than {timeout}.")
+        if self._flight.error is not None:
+            raise self._flight.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, with its results or an error."""
+        if not self._flight.poll():
+            self._flight.check()
+        return self._flight.done
+
+
+def _pause(polls: int) -> None:
+    if polls > _YIELDS:
+        time.sleep(_SLEEP_SECONDS)
+    elif polls > _SPINS:
+        os.sched_yield()
 
 
 class MPIGroup(PythonGroup):
@@ -153,7 +242,7 @@ class MPIGroup(PythonGroup):
             runtime.free(comm)
 
 
-class _OperationWatch:
+class _OperationWatch(OperationWatch):
     """Watches one operation of this rank for the flight, and makes its errors.
 
     Args:
@@ -167,30 +256,17 @@ class _OperationWatch:
     def __init__(
         self, group: MPIGroup, operation: Call | str, site: CallSite, need: Need, timeout: timedelta
     ) -> None:
-        self._group, self._operation, self._site, self._need = group, operation, site, need
+        super().__init__(group, operation, site)
+        self._need = need
         self._end = time.monotonic() + timeout.total_seconds()
-
-    def __str__(self) -> str:
-        return f"{self._operation} of {self._group.group_desc} at {self._site}"
-
-    def peer_failure(self) -> RankFailedError | None:
-        """Return the error of a rank that is known to have failed."""
-        lifeline = liveness.current()
-        try:
-            if lifeline is not None and lifeline.has_verdict:
-                lifeline.check(str(self._operation))
-        except RankFailedError as error:
-            return error
-        return None
 
     def why_it_stops(self) -> Exception | None:
         """Return the error when a rank has failed or left, or the time-out is over; else None."""
         if (failure := self.peer_failure()) is not None:
             return failure
-        place = f"Rank {self._group.global_ranks[self._group.rank()]}"
         if (left := runtime.who_never_comes(self._need)) is not None:
             return RankFailedError(
-                f"{place} can never go on with {self}: rank {left} has ended without it. "
+                f"{self.place} can never go on with {self}: rank {left} has ended without it. "
                 "Look for a rank that returned early or called sys.exit."
             )
         if time.monotonic() < self._end:
@@ -198,7 +274,7 @@ class _OperationWatch:
         if (lifeline := liveness.current()) is not None:
             return lifeline.explain(str(self))
         return RankFailedError(
-            f"{place} has waited for the group's time-out in {self}, and not every rank has "
+            f"{self.place} has waited for the group's time-out in {self}, and not every rank has "
             "come. Look for the first error among the other ranks' output."
         )
 

@@ -1,21 +1,42 @@
 """shm: CPU ranks over shared memory, and over Gloo between hosts."""
 
+import os
 import platform
 import sys
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d
-from lightning_shard.backends._c10d import PrefixStore
+from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.debug_wrapper import register_debug
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.shm.collectives import ShmCollectives
 from lightning_shard.backends.shm.doorbell import SYSTEM_CALLS
-from lightning_shard.backends.shm.hosts import hosts_of_ranks
 from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
 from lightning_shard.backends.shm.two_levels import TwoLevelGroup
+
+
+@cache
+def own_host() -> str:
+    """Return what tells this host, and this container's view of its processes, from others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def hosts_of_ranks(store: Store, rank: int, size: int) -> list[str]:
+    """Return each rank's host; each of them must call.
+
+    Args:
+        store: A store of this group alone.
+        rank: This rank's number in the group.
+        size: Number of ranks.
+    """
+    store.set(f"host/{rank}", own_host())
+    return [store.get(f"host/{peer}").decode() for peer in range(size)]
 
 
 class ShmBackend(GlooBackend):

@@ -8,11 +8,12 @@ until a peer rings. While it computes, a thread does so in its place.
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
+from lightning_shard.backends.in_flight import InFlight
 from lightning_shard.backends.shm.doorbell import Doorbell
 from lightning_shard.backends.shm.operations import Steps, Wait
 
@@ -31,26 +32,24 @@ class Watch(Protocol):
         """Take note that an operation has failed, after which the ranks are out of step."""
 
 
-class Flight:
+class Flight(InFlight):
     """The steps of one operation.
 
     Args:
         steps: Generator that yields what it waits for.
         watch: Tells when the operation can never end.
-
-    Attributes:
-        done: Whether it has ended, with its results or an error.
-        error: The error with which it has ended.
-        source: The group rank that sent what a receive got; -1 before it came.
     """
 
     def __init__(self, steps: Steps, watch: Watch) -> None:
-        self.done = False
-        self.error: Exception | None = None
-        self.source = -1
+        super().__init__(flights.lock)
+        self._source = -1
         self._steps, self._watch = steps, watch
         self._wait: Wait | None = None
-        self._on_end: list[Callable[[], None]] = []
+
+    @property
+    @override
+    def source(self) -> int:
+        return self._source
 
     def poll(self) -> None:
         """Go on as far as possible without waiting; under the lock of `flights`."""
@@ -59,7 +58,7 @@ class Flight:
                 with torch.inference_mode():
                     self._wait = next(self._steps)
         except StopIteration as end:
-            self.source = -1 if end.value is None else end.value
+            self._source = -1 if end.value is None else end.value
             self.done = True
         except Exception as error:
             self.fail(error)
@@ -76,25 +75,6 @@ class Flight:
         if not self.done:
             self.error, self.done = error, True
             self._watch.broke(error)
-
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the flight has ended, or now if it has."""
-        with flights.lock:
-            self._on_end.append(callback)
-        if self.done:
-            self.call_back()
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether a callback waits for the end of the flight."""
-        return bool(self._on_end)
-
-    def call_back(self) -> None:
-        """Call the callbacks, which are the user's code, outside the lock."""
-        with flights.lock:
-            callbacks, self._on_end = self._on_end, []
-        for callback in callbacks:
-            callback()
 
 
 class Flights:

@@ -2,24 +2,74 @@
 
 import time
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from torch.futures import Future
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.calls import Call
+from lightning_shard.backends.in_flight import FlightWork, OperationWatch
 from lightning_shard.backends.python_group import PythonGroup
+from lightning_shard.backends.shm.doorbell import Doorbell
 from lightning_shard.backends.shm.flight import Flight, flights
 from lightning_shard.backends.shm.heap import own_heap
 from lightning_shard.backends.shm.mail import Mail
 from lightning_shard.backends.shm.operations import OPERATIONS, Wait
 from lightning_shard.backends.shm.room import Room
-from lightning_shard.backends.shm.work import ShmWork
 from lightning_shard.errors import RankFailedError
 
 BACKEND_NAME = "shm"
 _left_rooms: list[Room] = []  # at whose boards peers may still look
+
+
+class ShmWork(FlightWork):
+    """One rank's handle of one operation.
+
+    Args:
+        flight: The operation in flight.
+        call: What this rank has called.
+        doorbell: By which peers wake this process.
+    """
+
+    _flight: Flight
+
+    def __init__(self, flight: Flight, call: Call, doorbell: Doorbell) -> None:
+        super().__init__(flight, call)
+        self._doorbell = doorbell
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the results are there.
+
+        Args:
+            timeout: A time-out shorter than the group's; None, or c10d's zero, for the group's.
+
+        Raises:
+            RankFailedError: A peer has died, or has not come within the group's time-out.
+            CollectiveMismatchError: The ranks called different operations.
+            TimeoutError: The shorter `timeout` is over; the operation goes on.
+        """
+        until = time.monotonic() + timeout.total_seconds() if timeout else None
+        if not flights.wait(self._flight, self._doorbell, until):
+            raise TimeoutError(f"{self._call} at {self._call.site} took longer than {timeout}.")
+        if self._flight.error is not None:
+            raise self._flight.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, with its results or an error."""
+        if not self._flight.done:
+            flights.poll()
+            self._flight.check()
+        return self._flight.done
+
+    @override
+    def get_future(self) -> Future[Any]:
+        future = super().get_future()
+        if not self._flight.done:
+            flights.follow()
+        return future
 
 
 class ShmGroup(PythonGroup):
@@ -108,7 +158,7 @@ class ShmGroup(PythonGroup):
             _left_rooms.append(self._room)
 
 
-class _OperationWatch:
+class _OperationWatch(OperationWatch):
     """Watches one operation of this rank for the flight, and makes its errors.
 
     Args:
@@ -116,26 +166,15 @@ class _OperationWatch:
         call: This rank's call.
     """
 
-    def __init__(self, group: ShmGroup, call: Call) -> None:
-        self._group, self._call = group, call
-        self._begin = time.monotonic()
+    _group: ShmGroup
 
-    def __str__(self) -> str:
-        return f"{self._call} of {self._group.group_desc} at {self._call.site}"
+    def __init__(self, group: ShmGroup, call: Call) -> None:
+        super().__init__(group, call, call.site)
+        self._begin = time.monotonic()
 
     def broke(self, error: Exception) -> None:
         """Have the group's later operations raise the same error."""
         self._group.break_off(error)
-
-    def peer_failure(self) -> RankFailedError | None:
-        """Return the error of a rank that is known to have failed."""
-        lifeline = liveness.current()
-        try:
-            if lifeline is not None and lifeline.has_verdict:
-                lifeline.check(str(self._call))
-        except RankFailedError as error:
-            return error
-        return None
 
     def why_it_stops(self, wait: Wait) -> Exception | None:
         """Return the error when a rank has failed or left, or the time-out is over; else None."""
@@ -143,7 +182,6 @@ class _OperationWatch:
         failure = group.failure or self.peer_failure()
         if failure is not None:
             return failure
-        place = f"Rank {group.global_ranks[group.rank()]}"
         gone = group.absent(wait.absent())
         if gone and not wait.is_over():
             if lifeline is not None:
@@ -151,8 +189,9 @@ class _OperationWatch:
                 if lifeline.has_verdict:
                     return explained
             return RankFailedError(
-                f"{place} can never go on with {self}: rank {', '.join(map(str, gone))} has ended "
-                "without it. Look for a rank that returned early, called sys.exit or was killed."
+                f"{self.place} can never go on with {self}: rank {', '.join(map(str, gone))} has "
+                "ended without it. Look for a rank that returned early, called sys.exit or was "
+                "killed."
             )
         if group.is_interrupted and lifeline is not None:
             return lifeline.explain(str(self))
@@ -162,6 +201,7 @@ class _OperationWatch:
             return lifeline.explain(str(self))
         late = ", ".join(str(group.global_ranks[rank]) for rank in wait.absent())
         return RankFailedError(
-            f"{place} has waited for the group's time-out in {self}, and rank {late or 'unknown'} "
-            "has not come. Look for the first error among the other ranks' output."
+            f"{self.place} has waited for the group's time-out in {self}, and rank "
+            f"{late or 'unknown'} has not come. Look for the first error among the other ranks' "
+            "output."
         )

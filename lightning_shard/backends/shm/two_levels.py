@@ -9,35 +9,231 @@ needs as many ranks of the group on every host. Other groups, and other operatio
 from rank to rank.
 """
 
-from collections.abc import Sequence
+import atexit
+import threading
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import ClassVar
+from queue import SimpleQueue
+from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.calls import Call, op_name
-from lightning_shard.backends.packing import pack, raw, unaliased, unpack, write
-from lightning_shard.backends.python_group import PythonGroup
+from lightning_shard.backends.group_handle import CallWork
+from lightning_shard.backends.packing import pack, raw, room_for, unaliased, unpack, write
+from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup
 from lightning_shard.backends.shm.exchange import (
     OPERATIONS,
     GlooRanks,
+    bytes_of,
     check_room,
     even_slices,
     reduce_scatter,
 )
 from lightning_shard.backends.shm.heap import own_heap
-from lightning_shard.backends.shm.line import Line, LineWork
-from lightning_shard.backends.shm.messages import MessageWork, receive, send
 from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
 
 _AT_ONCE_BYTES = 64 << 10  # up to here three steps take longer than one over Gloo
 _SUMS = ("SUM", "AVG")
+_CHECK_SECONDS = 0.05
+_LONGEST_END_SECONDS = 5.0
+
+
+class LineWork(CallWork):
+    """The handle of one operation in a line.
+
+    An operation over two levels waits several times. Every rank of a group calls its operations in
+    the same order, and a line keeps it, so that two that are in flight never wait for each other.
+
+    Args:
+        call: What this rank has called.
+        description: The operation in words, for errors.
+    """
+
+    def __init__(self, call: Call, description: str) -> None:
+        super().__init__(call)
+        self._description = description
+        self._has_ended = threading.Event()
+        self._error: Exception | None = None
+        self._future: Future[Any] = Future()
+
+    def end(self, error: Exception | None) -> None:
+        """Note that the operation has ended; called by the line."""
+        self._error = error
+        self._has_ended.set()
+        if error is None:
+            self._future.set_result(list(self._call.results))
+        else:
+            self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the results are there.
+
+        Args:
+            timeout: A time-out shorter than the group's; None, or c10d's zero, for the group's.
+
+        Raises:
+            RankFailedError: A peer has died.
+            TimeoutError: The shorter `timeout` is over; the operation goes on.
+        """
+        until = time.monotonic() + timeout.total_seconds() if timeout else None
+        while not self._has_ended.wait(_CHECK_SECONDS):
+            lifeline = liveness.current()
+            if lifeline is not None and lifeline.has_verdict:
+                lifeline.check(self._description)
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"{self._description} took longer than {timeout}.")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, with its results or an error."""
+        return self._has_ended.is_set()
+
+    def is_success(self) -> bool:
+        """Whether the results are there."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Return the error of an operation that has failed, else None."""
+        return self._error
+
+    def _source(self) -> int:
+        return -1
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that ends with the operation, on the line's thread."""
+        return self._future
+
+
+class Line:
+    """Runs operations in the order in which they come.
+
+    Args:
+        name: Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._waiting: SimpleQueue[tuple[LineWork, Callable[[], None]] | None] = SimpleQueue()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        atexit.register(_end, ref(self))  # a thread inside of torch must not outlive Python
+
+    def put(self, work: LineWork, operation: Callable[[], None]) -> LineWork:
+        """Run an operation once those before it have ended; after an error none is run any more."""
+        self._waiting.put((work, operation))
+        return work
+
+    def end(self) -> None:
+        """End the thread once it has nothing left to run; one that waits for a peer is left."""
+        self._waiting.put(None)
+        self._thread.join(_LONGEST_END_SECONDS)
+
+    def _run(self) -> None:
+        while (entry := self._waiting.get()) is not None:
+            work, operation = entry
+            if self._failure is None:
+                try:
+                    with torch.inference_mode():
+                        operation()
+                except Exception as error:
+                    self._failure = error
+            work.end(self._failure)
+
+
+def _end(line: "ref[Line]") -> None:
+    alive = line()
+    if alive is not None:
+        alive.end()
+
+
+class MessageWork(CallWork):
+    """The handle of one message.
+
+    Args:
+        call: What this rank has called.
+        works: Gloo's handle of each tensor's message.
+        kept: What Gloo moves until then.
+        finish: Called once, when the message has come.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        works: Sequence[dist.Work],
+        kept: Sequence[object],
+        finish: Callable[[], None],
+    ) -> None:
+        super().__init__(call)
+        self._works, self._kept, self._finish = works, kept, finish
+        self._has_ended = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the message has left, or has come.
+
+        Args:
+            timeout: A time-out shorter than the group's; None, or c10d's zero, for the group's.
+        """
+        if self._has_ended:
+            return True
+        for work in self._works:
+            work.wait(*((timeout,) if timeout else ()))
+        self._has_ended = True
+        self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the message has left, or is known to have come; a wait knows it."""
+        return self._has_ended or all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether the message has left, or has come."""
+        return self.is_completed()
+
+    def _source(self) -> int:
+        return int(self._works[-1]._source_rank()) if self._call.root < 0 else self._call.root
+
+    def get_future(self) -> Future[Any]:
+        """Wait, and return a future that is done."""
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result(list(self._call.results))
+        return future
+
+
+def send(ranks: GlooRanks, call: Call) -> MessageWork:
+    """Start to send a call's tensors to its root."""
+    kept = [pack([tensor]) for tensor in call.inputs]
+    works = [ranks.group.send([bytes_of(one)], call.root, call.tag or 0) for one in kept]
+    return MessageWork(call, works, kept, lambda: None)
+
+
+def receive(ranks: GlooRanks, call: Call) -> MessageWork:
+    """Start to receive a call's tensors from its root, or from whichever rank sends first."""
+    rooms, tag = [room_for([tensor]) for tensor in call.outputs], call.tag or 0
+    works = [
+        ranks.group.recv_anysource([bytes_of(one)], tag)
+        if call.root == ANY_SOURCE
+        else ranks.group.recv([bytes_of(one)], call.root, tag)
+        for one in rooms
+    ]
+
+    def finish() -> None:
+        for room, tensor in zip(rooms, call.outputs, strict=True):
+            unpack(room, [tensor])
+
+    return MessageWork(call, works, rooms, finish)
 
 
 class Levels:

@@ -18,7 +18,7 @@ from lightning_shard.backends import exchange
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.backends.shm import hosts as shm_hosts
+from lightning_shard.backends.shm import backend as shm_backend
 from lightning_shard.testing import run_ranks
 from tests.backends.conformance import facade
 from tests.backends.conformance.suite import CHECKS, Outcome, read_outcome, run_all
@@ -129,7 +129,7 @@ def join_and_run_all(
     chosen = get_backend(backend)
     rank, size = rank_and_size(backend)
     if hosts:
-        patch.object(shm_hosts, "own_host", lambda: hosts[rank]).start()
+        patch.object(shm_backend, "own_host", lambda: hosts[rank]).start()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.shm import hosts as shm_hosts
+from lightning_shard.backends.shm import backend as shm_backend
 from lightning_shard.backends.shm.process_group import ShmGroup
 from lightning_shard.backends.shm.two_levels import TwoLevelGroup
 from lightning_shard.errors import RankFailedError
@@ -22,7 +22,7 @@ HALVES = 256.0, 0.9, 0.05, 0.1  # 258 in bfloat16, but 256 where a host rounds i
 
 def join_on(hosts: str) -> Collectives:
     own = hosts[rank_and_world_size()[0]]
-    patch.object(shm_hosts, "own_host", lambda: own).start()
+    patch.object(shm_backend, "own_host", lambda: own).start()
     return join()
 
 
