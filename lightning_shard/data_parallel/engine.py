@@ -289,6 +289,8 @@ class DataParallelEngine:
     @contextmanager
     def hook(self) -> Iterator[None]:
         """Run a hook of the user's inside, under stage 3; see `explaining_shards`."""
+        if self._unsharder is not None and self.split.groups:
+            self._unsharder.reshard_at_start()  # a full unit is this rank's part of the model
         with self.explaining_shards(), self._unseen_calls.watching():
             yield
 

@@ -246,8 +246,8 @@ class Arrivals:
         self.gathers = bool(self.ends) and sum(map(len, self._hooks)) == len(self._hooks)
 
     def take(self) -> list[int]:
-        """Return the indices of all that wait, which are taken now."""
-        waiting = self.waiting[:]
+        """Return the indices of all that wait, which are taken now; autograd adds up what waits."""
+        waiting = [*dict.fromkeys(self.waiting)]
         self.waiting.clear()
         return waiting
 
@@ -437,8 +437,9 @@ class FlatGradients:
         self, indices: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> bool:
         """Whether gradients are tensors that autograd has just made, each for its first time."""
-        is_first = len({*indices}) == len(indices) and self._seen.keys().isdisjoint(indices)
-        if not is_first or self.was_reduced or self.buffer.must_set_aside:
+        if not self._seen.keys().isdisjoint(indices):
+            return False
+        if self.was_reduced or self.buffer.must_set_aside:
             return False
         if {*map(type, grads)} != {Tensor} or num_trained(params) < len(params):
             return False

@@ -209,6 +209,10 @@ class GradientShards:
         """Return how a sharded parameter's elements, and its gradient's, are spread."""
         return self._sources[param].spread
 
+    def note_of(self, param: nn.Parameter) -> GradientNote:
+        """Return the note of the stand-ins of a parameter's gradient."""
+        return self._sources[param].note
+
     @property
     def num_changes(self) -> int:
         """How often gradients have changed on this rank."""

@@ -12,7 +12,14 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.gradient_shards import GradientShards
 from lightning_shard.data_parallel.model_split import ModelSplit, is_shared_out
 from lightning_shard.data_parallel.scripted import hookable
-from lightning_shard.data_parallel.sharded_parameter import ParameterHome, UserCode, settle_beside
+from lightning_shard.data_parallel.sharded_parameter import (
+    ParameterHome,
+    UserCode,
+    looks_full,
+    present,
+    settle_beside,
+    settle_in,
+)
 from lightning_shard.data_parallel.sharded_tensor import Spread
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.unsharding import Unsharder
@@ -48,22 +55,32 @@ def look_full(
     def bring(unit: Unit) -> bool:
         return unsharder is not None and unsharder.bring(unit, anywhere=user_code.is_a_loop)
 
-    def home(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
-        param = flat.params[index]
+    def home(param: nn.Parameter, bring: Callable[[], bool]) -> ParameterHome:
         spread: Spread = shards.spread_of(param)
         if any(group in split.groups_of_layers for group in split.groups_of(param)):
             spread = _OfOneExpert(spread) if is_shared_out(param, split) else _OfOneStage(spread)
-        note, is_of_part = flat.stand_ins.note(index), bool(split.groups)
-        return ParameterHome(spread, note, user_code, partial(bring, unit), named, is_of_part)
+        note, is_of_part = shards.note_of(param), bool(split.groups)
+        return ParameterHome(spread, note, user_code, bring, named, is_of_part)
 
+    beside = set[nn.Parameter]()
     for unit in units:
         for flat in unit.flats:
-            flat.settle_in(partial(home, unit, flat))
+            flat.settle_in(
+                lambda index, unit=unit, flat=flat: home(flat.params[index], partial(bring, unit))
+            )
             flat.present_shards(sharded=unit.is_resharded)
         for param in (one for module in unit.modules for one in module.parameters()):
             if not split.is_here(param):
                 settle_beside(param, partial(_brought_beside, unit, bring))
+                beside.add(param)
+    for param in shards.absent() if unsharder is not None else ():
+        if param not in beside and settle_in(param, home(param, _never)):  # of another stage
+            present([param], sharded=True)
     return user_code
+
+
+def _never() -> bool:
+    return False
 
 
 def _brought_beside(unit: Unit, bring: Callable[[Unit], bool]) -> bool:
@@ -123,6 +140,8 @@ def cut_loaded(
     """
 
     def own(param: nn.Parameter, value: Tensor) -> Tensor:
+        if looks_full(param, through=__name__):
+            return value  # is cut where it is copied
         if value.shape == split.full_shapes.get(param):  # not so where the user has cut it
             if not split.is_here(param):
                 return param.data  # another rank has it

@@ -182,6 +182,14 @@ def bring_full(param: Tensor) -> bool:
     return bring is None or bring()
 
 
+def looks_full(param: nn.Parameter, *, through: str) -> bool:
+    """Whether torch's function that calls module `through` finds a full parameter in shards."""
+    if type(param) is not ShardedParameter:
+        return False
+    home = _home_of(param)
+    return home.user_code.runs and (not home.is_of_part or is_called_by_user((through,)))
+
+
 class ShardedParameter(nn.Parameter):
     """A parameter of which this rank has some elements, made by changing a parameter's class."""
 

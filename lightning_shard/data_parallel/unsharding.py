@@ -512,6 +512,11 @@ class Unsharder:
             unit.forget_calls()
             unit.reshard(edited=unit.stays or not self._has_stepped)
 
+    def reshard_at_start(self) -> None:
+        """Reshard every unit before the first step."""
+        if not self._has_stepped:
+            self.reshard_all()
+
     def _see_assigned(self) -> None:
         """Adopt assigned values before any reshard: they may lie in another unit's memory."""
         for unit in self._units:

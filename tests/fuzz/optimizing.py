@@ -33,8 +33,9 @@ OPTIMIZERS = {
 LINEAR = {"momentum", "Nesterov", "dampened momentum", "fused SGD", "SGD that ascends", "ASGD"}
 CONFLICTS = {
     "LBFGS": ["manual", "accumulates"],
-    # It divides by gradients' own size: that of an attention's key bias is rounding.
-    "Adafactor": ["attends"],
+    # It divides by gradients' own size: that of an attention's key bias, or of a bias before a
+    # batch norm, is rounding.
+    "Adafactor": ["attends", "batch norm"],
 }
 
 

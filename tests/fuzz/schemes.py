@@ -124,7 +124,6 @@ _add(
     "TensorParallelStrategy",
     "tensor_parallel_size=2, zero_stage=3",
     ranks=[4],
-    leaves_out=SHARDS_IN_PARTS,
 )
 _add("tensor in sequence parts", "TensorParallelStrategy", "sequence_parallel=True", ranks=[2])
 _add("pipeline", "PipelineParallelStrategy", leaves_out=PIPELINE, share=2)
@@ -182,7 +181,7 @@ _add(
     "HybridParallelStrategy",
     "pipeline_parallel_size=2, num_microbatches=2, zero_stage=3",
     ranks=[4],
-    leaves_out=[*PIPELINE, *SHARDS_IN_PARTS],
+    leaves_out=[*PIPELINE],
 )
 _add(
     "pipeline x tensor",

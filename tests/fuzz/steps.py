@@ -76,7 +76,8 @@ def _(draft: Draft, random: Random) -> None:
     "two halves of a batch by hand",
     slot="step",
     gives=[MANUAL, "accumulates"],
-    conflicts=["batch", "of whole batch", "spectral norm in blocks"],
+    # Halves of a rank's samples are other ones than those of all.
+    conflicts=["batch", "of whole batch", "spectral norm in blocks", "uneven", "logs"],
 )
 def _(draft: Draft, random: Random) -> None:
     _manual(

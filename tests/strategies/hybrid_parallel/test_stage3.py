@@ -1,5 +1,6 @@
 """ZeRO stage 3 inside a pipeline: weights that come and go between a forward and its backward."""
 
+import copy
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
@@ -14,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridParallelStrategy
+from lightning_shard import ConfigError, HybridParallelStrategy
 from tests.precision.test_plugins import _error
 from tests.processes import run_processes
 from tests.strategies.parity import (
@@ -294,3 +295,80 @@ def test_four_gloo_processes() -> None:
     layout = Layout(model="gpt_8", schedule="zbv", precision="bf16-mixed")
     for run in run_processes(train_layout, 4, timeout_seconds=500, layout=layout, backend="gloo"):
         assert_single_device(run, layout)
+
+
+AT_START = ("on_fit_start", "on_train_start", "on_train_batch_start")
+
+
+class Reading(Stack):
+    """Reads, edits by index and loads weights in hooks, as on one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_fit_start(self) -> None:
+        self.seen += [param.norm().item() for param in self.parameters()]
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen += [param.detach().norm().item() for param in self.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += [param.norm().item() for param in self.parameters()]
+        if batch_idx == 0:
+            self.earlier = copy.deepcopy(self.state_dict())
+        if batch_idx == 2:
+            self.load_state_dict(self.earlier)
+        with torch.no_grad():
+            self.head.weight[0].zero_()
+
+
+@pytest.mark.few_cases(1)
+def test_hooks_read_and_edit_weights_in_shards_of_split_layers_as_on_one_device() -> None:
+    """Before the first step norms were a part's, and states that a hook kept did not load."""
+    strategy = HybridParallelStrategy(
+        backend="in_process",
+        tensor_parallel_size=2,
+        zero_stage=3,
+        plan={"blocks.*.layer": "colwise_gather_output"},
+    )
+    got, alone = fit(Reading, strategy, devices=4), fit(Reading)
+    assert_same(got, alone)
+    torch.testing.assert_close(got.model.seen, alone.model.seen, rtol=1e-5, atol=1e-6)
+
+
+class Shaped(Stack):
+    """Notes the sizes of all weights in a hook, and loads some that were there before."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        params = [*self.parameters()]
+        self.seen = [(p.ndim, p.numel(), tuple(p.shape)) for p in params]
+        if batch_idx == 0:
+            self.earlier = copy.deepcopy(self.state_dict())
+        if batch_idx == 2:
+            self.load_state_dict(self.earlier)
+
+
+@pytest.mark.few_cases(1)
+def test_weights_of_other_stages_look_full_to_hooks() -> None:
+    """They were empty, so that what a hook decided by their shapes was decided otherwise."""
+    got, alone = fit_stack(Shaped, "1f1b"), fit_stack(Shaped, None)
+    assert got.model.seen == alone.model.seen
+    assert_same(got, alone)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("hook", AT_START)
+def test_elements_of_weights_of_other_stages_were_nothing(hook: str) -> None:
+    """Their norm was 0, without a word, and until the first step that of others was right."""
+
+    class Asking(Stack):
+        pass
+
+    def ask(self: Stack, *_: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.head.weight.detach().norm()
+
+    setattr(Asking, hook, ask)
+    with pytest.raises(ConfigError, match=r"reads elements of 'head.weight' outside of autograd"):
+        fit_stack(Asking, "1f1b")
