@@ -62,25 +62,31 @@ def look_full(
         note, is_of_part = shards.note_of(param), bool(split.groups)
         return ParameterHome(spread, note, user_code, bring, named, is_of_part)
 
+    def home_in(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
+        return home(flat.params[index], partial(bring, unit))
+
     beside = set[nn.Parameter]()
     for unit in units:
         for flat in unit.flats:
-            flat.settle_in(
-                lambda index, unit=unit, flat=flat: home(flat.params[index], partial(bring, unit))
-            )
+            flat.settle_in(partial(home_in, unit, flat))
             flat.present_shards(sharded=unit.is_resharded)
         for param in (one for module in unit.modules for one in module.parameters()):
             if not split.is_here(param):
                 settle_beside(param, partial(_brought_beside, unit, bring))
                 beside.add(param)
-    for param in shards.absent() if unsharder is not None else ():
-        if param not in beside and settle_in(param, home(param, _never)):  # of another stage
-            present([param], sharded=True)
+    if unsharder is not None:
+        _show_absent({*shards.absent()} - beside, home)
     return user_code
 
 
-def _never() -> bool:
-    return False
+def _show_absent(
+    params: Iterable[nn.Parameter],
+    home: Callable[[nn.Parameter, Callable[[], bool]], ParameterHome],
+) -> None:
+    """Let parameters of other stages look full, which are never brought here."""
+    for param in params:
+        if settle_in(param, home(param, lambda: False)):
+            present([param], sharded=True)
 
 
 def _brought_beside(unit: Unit, bring: Callable[[Unit], bool]) -> bool:

@@ -24,7 +24,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _summed(grads[0], ctx.collectives), None
+        return _sum_over_ranks(grads[0], ctx.collectives), None  # which has a backward, too
 
 
 def _sum_over_ranks(tensor: Tensor, collectives: Collectives) -> Tensor:

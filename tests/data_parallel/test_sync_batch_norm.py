@@ -84,3 +84,31 @@ def test_a_batch_of_the_wrong_shape_was_normalised() -> None:
 
     with pytest.raises(ValueError, match="expected 4D input"):
         run_ranks(fn, 2)
+
+
+def test_a_penalty_of_gradients_is_that_of_the_full_batch() -> None:
+    """Second derivatives left out what comes through the statistics of other ranks' samples."""
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(7, 3, generator=generator, dtype=torch.float64)
+
+    def penalty(given: Tensor, out: Tensor) -> Tensor:
+        loss = out.tanh().pow(3).sum()
+        (slope,) = torch.autograd.grad(loss, given, create_graph=True)
+        return loss + slope.square().sum()
+
+    full, expected_in = norm(shape="1d").double(), batch.clone().requires_grad_()
+    penalty(expected_in, full(expected_in)).backward()
+
+    def fn(rank: int) -> tuple[Tensor, Tensor]:
+        assert dist.group.WORLD is not None
+        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        module = norm(shape="1d").double()
+        mine = batch[slice(*CUTS[rank])].clone().requires_grad_()
+        penalty(mine, sync_batch_norm(module, mine, collectives)).backward()
+        assert mine.grad is not None
+        assert module.weight.grad is not None
+        return mine.grad, module.weight.grad
+
+    results = [result for result in run_ranks(fn, 3) if result is not None]
+    torch.testing.assert_close(torch.cat([grad for grad, _ in results]), expected_in.grad)
+    torch.testing.assert_close(sum(grad for _, grad in results), full.weight.grad)
