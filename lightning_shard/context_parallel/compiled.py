@@ -146,8 +146,8 @@ class _Watched:
         self._handles: list[RemovableHandle] = []
         for one in module.modules():
             self._handles += [
-                one.register_forward_pre_hook(_Begin(self), with_kwargs=True),
-                one.register_forward_hook(_End(self)),
+                one.register_forward_pre_hook(_Hook(self.began), with_kwargs=True),
+                one.register_forward_hook(_Hook(self.ended)),
             ]
 
     def began(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -160,7 +160,7 @@ class _Watched:
         part = part_of(args[0]) if len(args) == 1 and not kwargs else None
         self._calls[module] = _Call(part, self._num_exchanges(), *_left_behind(module))
 
-    def ended(self, module: nn.Module, result: Any) -> None:
+    def ended(self, module: nn.Module, args: Any, result: Any) -> None:
         """Decide whether a call needed nothing but its rows."""
         call = self._calls.pop(module, None)
         if not self._is_watching or call is None:
@@ -275,29 +275,15 @@ def _on_rows(own: type[nn.Module]) -> type[nn.Module]:
     return type(f"OnRows{own.__name__}", (_OnRows, own), {"stands_for": name})
 
 
-class _Begin:
-    """Hook before a forward; copies of the module, made in a run, are not watched."""
+class _Hook:
+    """Hook before or after a forward; copies of the module, made in a run, are not watched."""
 
-    def __init__(self, watched: _Watched | None) -> None:
-        self._watched = watched
+    def __init__(self, tell: Callable[[nn.Module, Any, Any], None] | None) -> None:
+        self._tell = tell
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._watched is not None:
-            self._watched.began(module, args, kwargs)
+    def __call__(self, module: nn.Module, args: Any, given: Any) -> None:
+        if self._tell is not None:
+            self._tell(module, args, given)
 
-    def __deepcopy__(self, memo: Any) -> "_Begin":
-        return type(self)(None)
-
-
-class _End:
-    """Hook after a forward."""
-
-    def __init__(self, watched: _Watched | None) -> None:
-        self._watched = watched
-
-    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
-        if self._watched is not None:
-            self._watched.ended(module, result)
-
-    def __deepcopy__(self, memo: Any) -> "_End":
-        return type(self)(None)
+    def __deepcopy__(self, memo: Any) -> "_Hook":
+        return _Hook(None)

@@ -10,7 +10,7 @@ of it; elsewhere it is gathered.
 Where W does not divide the positions, the last rank has copies of the last one in their place.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,10 +72,10 @@ class CutBlocks:
         last = {name.rpartition(".")[0]: name for name in self.blocks}
         end = next(reversed(last.values()), None)
         for name, block in self.blocks.items():
-            enter = _Entrance(self, name, sequence_dim(block))
+            enter = _Hook(partial(self._entered, name, sequence_dim(block)))
             self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             joins = joins_each or name in last.values()
-            leave = _Exit(self, joins=joins, is_last=name == end and not joins_each)
+            leave = _Hook(partial(self._left, joins, name == end and not joins_each))
             self._handles.append(block.register_forward_hook(leave, always_call=True))
         self._compiled.begin()
 
@@ -107,8 +107,8 @@ class CutBlocks:
             handle.remove()
         self._handles.clear()
 
-    def entered(
-        self, block: nn.Module, name: str, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _entered(
+        self, name: str, dim: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         """Return a block's arguments with the hidden states cut; None to leave them."""
         hidden = _hidden_states(args, kwargs)
@@ -120,6 +120,12 @@ class CutBlocks:
             self._tried.add(trial)
             try_block(name, block, (args, kwargs), partial(self._cut, name, dim), self._group)
         return self._cut(name, dim, args, kwargs)
+
+    def _left(self, joins: bool, is_last: bool, block: nn.Module, args: Any, result: Any) -> Any:
+        """Return a block's result in full; a training step goes on with parts to its loss."""
+        self.in_full.block = None
+        goes_on = is_last and block.training and torch.is_grad_enabled()
+        return full_tensor(result) if joins and not goes_on else None
 
     def _cut(
         self, name: str, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -169,31 +175,16 @@ def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         )
 
 
-class _Entrance:
-    """Hook before a block's forward; copies of the block, made in a run, have it as well."""
+class _Hook:
+    """Hook before or after a block's forward; copies of the block, made in a run, have it, too."""
 
-    def __init__(self, owner: CutBlocks, name: str, dim: int) -> None:
-        self._owner, self._name, self._dim = owner, name, dim
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
 
-    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._owner.entered(block, self._name, self._dim, args, kwargs)
+    def __call__(self, *given: Any) -> Any:
+        return self._call(*given)
 
-    def __deepcopy__(self, memo: Any) -> "_Entrance":
-        return self
-
-
-class _Exit:
-    """Hook after a block's forward; a training step goes on with parts to its loss."""
-
-    def __init__(self, owner: CutBlocks, *, joins: bool, is_last: bool) -> None:
-        self._owner, self._joins, self._is_last = owner, joins, is_last
-
-    def __call__(self, block: nn.Module, args: Any, result: Any) -> Any:
-        self._owner.in_full.block = None
-        goes_on = self._is_last and block.training and torch.is_grad_enabled()
-        return full_tensor(result) if self._joins and not goes_on else None
-
-    def __deepcopy__(self, memo: Any) -> "_Exit":
+    def __deepcopy__(self, memo: Any) -> "_Hook":
         return self
 
 

@@ -9,19 +9,20 @@ in evaluation mode so that nothing is dropped, and leaves the block as it was. I
 activations of one block for the full sequence, once.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.recomputation import RECOMPUTED
-from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.compared_calls import (
     Arguments,
     Called,
     as_it_was,
+    explained,
     first_difference,
 )
 
@@ -53,7 +54,7 @@ def try_block(
 
     with as_it_was(block):
         full = Called(lambda given: forward(*given[0], **given[1]), arguments, params)
-    with as_it_was(block), _explained(name, block, group):
+    with as_it_was(block), explained(partial(_fails_in_parts, name, block, group)):
         parts = Called(in_parts, arguments, params)
     for grad in parts.of_params:  # the mean over the ranks, as the engine takes it
         group.all_reduce(grad)
@@ -70,21 +71,13 @@ def try_block(
         )
 
 
-@contextmanager
-def _explained(name: str, block: nn.Module, group: Collectives) -> Iterator[None]:
-    """Say what has failed inside that works with the full sequence."""
-    try:
-        yield
-    except ShardError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) runs with the full "
-            f"sequence, but not with a sequence in {group.size} parts ({type(error).__name__}: "
-            f"{error}); expected operations of torch that can be called with a subclass of "
-            f"Tensor. Use scaled_dot_product_attention for attention, or strategy='zero3' with "
-            f"activation_checkpointing='full'."
-        ) from error
+def _fails_in_parts(name: str, block: nn.Module, group: Collectives, error: str) -> str:
+    return (
+        f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) runs with the full "
+        f"sequence, but not with a sequence in {group.size} parts ({error}); expected operations "
+        f"of torch that can be called with a subclass of Tensor. Use scaled_dot_product_attention "
+        f"for attention, or strategy='zero3' with activation_checkpointing='full'."
+    )
 
 
 def own_forward(block: nn.Module) -> Callable[..., Any]:

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.recomputed_state import Drawn, attributes_kept
+from lightning_shard.data_parallel.recomputed_state import Drawn
 from lightning_shard.data_parallel.torch_private import in_backward, unobserved
 from lightning_shard.data_parallel.units import class_name
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.exchange import Routes
 from lightning_shard.expert_parallel.finding import Mixture
 from lightning_shard.expert_parallel.load import Load
-from lightning_shard.tensor_parallel.compared_calls import as_it_was
+from lightning_shard.tensor_parallel.compared_calls import as_it_was, unchanged
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 
 Forward = Callable[..., Any]
@@ -109,7 +109,7 @@ class ListedExperts:
     def call(self, module: nn.Module, own: Forward, args: Sequence[Any], kwargs: Any) -> Any:
         """Call a module with this rank's tokens; each rank must call."""
         drawn, random = Drawn(), _RandomState(module)
-        with drawn.noting(), _unchanged(module):
+        with drawn.noting(), unchanged(module):
             noted, _ = self._rehearsed(own, args, kwargs)
         results, anchor = self._exchanged(module, noted, self._anchors(module, (args, kwargs)))
         with drawn.again(), random.again():
@@ -356,19 +356,6 @@ class _RandomState:
             yield
         finally:
             self._write(present)
-
-
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Leave attributes and buffers of a module inside as they are."""
-    buffers = [(one, one.detach().clone()) for one in module.buffers()]
-    try:
-        with attributes_kept(module):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def _copied(one: Tensor) -> Tensor:

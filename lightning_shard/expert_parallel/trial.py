@@ -10,6 +10,7 @@ first call of each class of mixtures is tried, and leaves the mixture as it was.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard.data_parallel.torch_private import unobserved
 from lightning_shard.data_parallel.units import class_name
-from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.finding import Mixture
 from lightning_shard.expert_parallel.full_weights import standing_in
 from lightning_shard.expert_parallel.split import ExpertSplit
@@ -25,6 +26,7 @@ from lightning_shard.tensor_parallel.compared_calls import (
     Arguments,
     Called,
     as_it_was,
+    explained,
     first_difference,
 )
 
@@ -86,12 +88,12 @@ def _difference(
     full = {n: _leaf(split.full(one, split.like(one)), one) for n, one in experts.items()}
     local = {n: standing_in(_leaf(one.data.clone(), one)) for n, one in experts.items()}
     trained = [one for one in full.values() if one.requires_grad]
-    whole_call = calls.whole(module, own)
+    whole_call, failing = calls.whole(module, own), partial(_fails_shared, calls, module, split)
     with as_it_was(module), _in_place(module, full):
         whole = Called(
             lambda given: whole_call(*given[0], **given[1]), arguments, [*others.values(), *trained]
         )
-    with as_it_was(module), _in_place(module, local), _explained(calls, module, split):
+    with as_it_was(module), _in_place(module, local), explained(failing):
         shared = Called(
             lambda given: calls.call(module, own, *given),
             arguments,
@@ -101,21 +103,14 @@ def _difference(
     return first_difference(whole, shared, [*others, *here])
 
 
-@contextmanager
-def _explained(calls: Calls, module: nn.Module, split: ExpertSplit) -> Iterator[None]:
-    """Say what has failed inside that works where all experts are on one rank."""
-    try:
-        yield
-    except ShardError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"Rank {split.group.rank}: the mixture {calls.mixture.name!r} ({class_name(module)}) "
-            f"runs with all experts on one rank, but not with its {calls.mixture.num_experts} "
-            f"experts on {split.group.size} ranks ({type(error).__name__}: {error}); expected that "
-            f"it calls its experts and reads nothing of them. Leave expert_parallel_size out, and "
-            f"use zero_stage=3 to share out parameters."
-        ) from error
+def _fails_shared(calls: Calls, module: nn.Module, split: ExpertSplit, error: str) -> str:
+    return (
+        f"Rank {split.group.rank}: the mixture {calls.mixture.name!r} ({class_name(module)}) "
+        f"runs with all experts on one rank, but not with its {calls.mixture.num_experts} "
+        f"experts on {split.group.size} ranks ({error}); expected that it calls its experts and "
+        f"reads nothing of them. Leave expert_parallel_size out, and use zero_stage=3 to share "
+        f"out parameters."
+    )
 
 
 def _leaf(value: Tensor, param: nn.Parameter) -> Tensor:

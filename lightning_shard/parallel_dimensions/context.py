@@ -36,7 +36,6 @@ class ContextDimension(ParallelDimension):
     def __init__(self, size: int | None = None) -> None:
         super().__init__(size)
         self._blocks: CutBlocks | None = None
-        self._same_results: SameResults | None = None
         self._experts: OwnTokens | None = None
 
     @override
@@ -66,11 +65,9 @@ class ContextDimension(ParallelDimension):
 
     @override
     def before_backward(self, loss: Tensor) -> None:
-        same, blocks = self._same_results, self._blocks
-        if blocks is not None:
-            blocks.check_cut(self._run.model)
-        if same is not None and loss.numel() == 1 and same.is_due("loss"):
-            same.check_loss(loss)
+        if self._blocks is not None:
+            self._blocks.check_cut(self._run.model)
+        super().before_backward(loss)
 
     @override
     def before_update(self, optimizer: Optimizer, number: int) -> None:

@@ -29,6 +29,7 @@ from lightning_shard.mesh import Axis
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import StepRunner
 from lightning_shard.planner.description import Description, Measure
+from lightning_shard.trainer.same_results import SameResults
 
 
 class ParallelDimension:
@@ -50,6 +51,7 @@ class ParallelDimension:
     axis: ClassVar[Axis]
     averages_gradients: ClassVar[bool] = False
     has_own_samples: ClassVar[bool] = False
+    _same_results: SameResults | None = None  # of ranks whose losses must be equal
 
     def __init__(self, size: int | None = None) -> None:
         self.size = size
@@ -86,7 +88,10 @@ class ParallelDimension:
         return result
 
     def before_backward(self, loss: Tensor) -> None:
-        """See the loss of which a backward begins; each rank must call."""
+        """See the loss of which a backward begins, and compare it; each rank must call."""
+        same = self._same_results
+        if same is not None and loss.numel() == 1 and same.is_due("loss"):
+            same.check_loss(loss)
 
     def before_update(self, optimizer: Optimizer, number: int) -> None:
         """See the averaged gradients of an optimizer, `number` among them; each rank must call."""

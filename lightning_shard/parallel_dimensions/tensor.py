@@ -53,7 +53,6 @@ class TensorDimension(ParallelDimension):
         self._layers: SplitModel | None = None
         self._buffers: Sequence[dict[str, Tensor | None]] = ()
         self._found: Sequence[PlannedLayer] = ()  # those that are split in the present run
-        self._same_results: SameResults | None = None
         self._engine: DataParallelEngine | None = None
 
     @override
@@ -119,12 +118,6 @@ class TensorDimension(ParallelDimension):
     @override
     def completed(self, result: Any) -> Any:
         return full_tensor(result)
-
-    @override
-    def before_backward(self, loss: Tensor) -> None:
-        same = self._same_results
-        if same is not None and loss.numel() == 1 and same.is_due("loss"):
-            same.check_loss(loss)
 
     @override
     def before_update(self, optimizer: Optimizer, number: int) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_shard.data_parallel.offload.activations import stretch_bytes
 from lightning_shard.data_parallel.recomputation import observed_by
 from lightning_shard.data_parallel.torch_private import (
     FAKE_TENSOR_LOGGER,
@@ -32,6 +33,7 @@ from lightning_shard.data_parallel.torch_private import (
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 
 
 def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
@@ -132,56 +134,97 @@ class FlopCounter(FlopCounterMode):
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=_UNCOUNTED)
 
-    def read(self) -> int:
-        """Return the number of operations so far."""
+    @property
+    def total(self) -> int:
+        """Number of operations counted so far."""
         return self.get_total_flops()
 
 
-class _BytesForBackward(saved_tensors_hooks):
-    """Counts the bytes that autograd keeps for backward, each storage once.
+class SavedBytes(saved_tensors_hooks):
+    """Counts the bytes that are kept for backward while it is entered, each storage once.
+
+    Kept are the tensors that autograd saves, and those that checkpoints do.
 
     Args:
-        params: Parameters and buffers, whose memory does not count.
+        known: Tensors that are held anyway, and do not count.
+
+    Attributes:
+        recomputed: Bytes of the largest recomputation inside `backward`, without what is kept.
     """
 
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        super().__init__(self._keep, lambda tensor: tensor)
-        self._storages = {self._key(param): param for param in params}
-        self._total = 0
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__(self._note, lambda tensor: tensor)
+        self.recomputed = 0
+        self._known = {storage_key(one): one for one in known}
+        self._kept: dict[int, Tensor] = {}
+        self._staying: set[int] = set()
         self._observing = ExitStack()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "SavedBytes":  # type: ignore[override]
         super().__enter__()
         self._observing.enter_context(observed_by(self))
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._observing.close()
         super().__exit__(*error)
 
-    def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that checkpoints keep."""
-        for tensor in tensors:
-            self._keep(tensor)
-
-    def recomputing(
-        self, tensors: Iterable[Tensor]
-    ) -> AbstractContextManager[Callable[[Tensor], None]]:
-        """Count nothing of a recomputation, which the measured forward has none of."""
-        return nullcontext(lambda tensor: None)
-
-    def read(self) -> int:
-        """Return the number of bytes so far."""
-        return self._total
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        if self._key(tensor) not in self._storages:
-            self._storages[self._key(tensor)] = tensor  # alive, so that no other gets its address
-            self._total += tensor.untyped_storage().nbytes()
+    def _note(self, tensor: Tensor) -> Tensor:
+        self.keep([tensor])
         return tensor
 
-    @staticmethod
-    def _key(tensor: Tensor) -> int:
-        return storage_key(tensor)
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that are kept, also outside of autograd."""
+        for tensor in map(_local, tensors):
+            if storage_key(tensor) not in self._known:
+                self._kept.setdefault(storage_key(tensor), tensor)
+
+    def stay(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that the device has until backward, also where activations are offloaded."""
+        self._staying |= {storage_key(_local(one)) for one in tensors}
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Make the context of a backward, in which recomputations are counted."""
+        return observed_by(self)
+
+    @contextmanager
+    def recomputing(self, tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], None]]:
+        """Count what one recomputation saves."""
+        held = (
+            {storage_key(_local(one)) for one in tensors} | self._known.keys() | self._kept.keys()
+        )
+        found: list[Tensor] = []
+
+        def note(tensor: Tensor) -> None:
+            if storage_key(tensor) not in held:
+                found.append(tensor)
+
+        try:
+            yield note
+        finally:
+            self.recomputed = max(self.recomputed, storage_bytes(found))
+
+    @property
+    def total(self) -> int:
+        """Number of bytes counted so far."""
+        return storage_bytes(self._kept.values())
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """The bytes of each stretch of memory that goes to the host under offload, in order."""
+        leaving = [one for key, one in self._kept.items() if key not in self._staying]
+        return tuple(filter(None, map(stretch_bytes, leaving)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.part.local if isinstance(tensor, DimShardedTensor) else tensor
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of some stand-ins, which have no addresses."""
+    storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 class _StepModule(nn.Module):
@@ -249,8 +292,8 @@ def _measure(
     with _unchanged(model), _uncompiled(), stand_ins.mode():
         params = {name: stand_ins.param(param) for name, param in step.named_parameters()}
         buffers = {name: stand_ins.buffer(buffer) for name, buffer in step.named_buffers()}
-        counter = FlopCounter() if what == "flops" else _BytesForBackward(params.values())
-        meter = _Meter(len(blocks), counter.read)
+        counter = FlopCounter() if what == "flops" else SavedBytes(params.values())
+        meter = _Meter(len(blocks), lambda: counter.total)
         with counter, meter.attached(blocks):
             torch.func.functional_call(step, {**params, **buffers}, ())
             return meter.costs()

@@ -27,6 +27,7 @@ from lightning_shard.pipeline_parallel.skipped_blocks import (
     Template,
 )
 from lightning_shard.placeholders import Placeholder
+from lightning_shard.tensor_parallel.compared_calls import buffers_kept
 
 _PLACE = "_pipeline_place"
 MAX_FOLLOWED_NUMEL = 64  # of a tensor that goes with a step's small values
@@ -199,16 +200,9 @@ class StagedModel:
         finally:
             self._show(None)
 
-    @contextmanager
-    def buffers_kept(self) -> Iterator[None]:
+    def buffers_kept(self) -> AbstractContextManager[None]:
         """Undo what the runs inside do to buffers, such as running statistics."""
-        kept = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in kept:
-                    buffer.copy_(before)
+        return buffers_kept(self._model)
 
     def _show(self, stage: int | None) -> None:
         if stage == self._shown:

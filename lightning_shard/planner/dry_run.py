@@ -139,7 +139,7 @@ def model_flops(
     with apart(), torch.enable_grad(), FlopCounter() as counter:
         copied = stand_ins.module(module, dtype=dtype, left_out=left_out).train()
         loss = loss_of(step(copied, batch))
-        forward: int = counter.read()
+        forward: int = counter.total
         loss.backward()  # type: ignore[no-untyped-call]
-        total: int = counter.read()
+        total: int = counter.total
     return min(total, 3 * forward)

@@ -20,7 +20,7 @@ from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.torch_private import TorchDispatchMode
-from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.finding import find_mixtures
 from lightning_shard.expert_parallel.own_tokens import OwnTokens
 from lightning_shard.expert_parallel.shared_experts import SharedExperts
@@ -34,6 +34,7 @@ from lightning_shard.pipeline_parallel.stage_run import Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
 from lightning_shard.planner.description import WorldOptions
 from lightning_shard.planner.simulated_group import SimulatedCollectives
+from lightning_shard.tensor_parallel.compared_calls import explained
 from lightning_shard.tensor_parallel.split import SplitModel
 
 
@@ -109,16 +110,15 @@ class SimulatedModel:
         Raises:
             ConfigError: The step asks for elements.
         """
-        try:
+        with explained(self._fails_without_elements):
             return self.options.step(self.module, microbatch.content)
-        except ShardError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"A dry run takes a step of {type(self.module).__name__} on tensors without "
-                f"elements, which failed ({type(error).__name__}: {error}); expected a "
-                f"training_step that asks for the shapes of tensors only, and needs no trainer."
-            ) from error
+
+    def _fails_without_elements(self, error: str) -> str:
+        return (
+            f"A dry run takes a step of {type(self.module).__name__} on tensors without "
+            f"elements, which failed ({error}); expected a training_step that asks for the shapes "
+            f"of tensors only, and needs no trainer."
+        )
 
     def probe(self, stage: int, microbatch: Microbatch) -> Probe:
         """Run a step up to a stage's first block.

@@ -27,11 +27,11 @@ from lightning_shard.pipeline_parallel.backward import (
     weight_backward,
 )
 from lightning_shard.pipeline_parallel.containers import tensors_in
+from lightning_shard.pipeline_parallel.costs import SavedBytes, storage_bytes
 from lightning_shard.pipeline_parallel.messages import followed
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
 from lightning_shard.planner.activation_bytes import ActivationBytes, Kept
-from lightning_shard.planner.no_elements import SavedBytes, storage_bytes
 from lightning_shard.planner.report import RankMemory
 from lightning_shard.planner.simulated_group import SimulatedCollectives
 from lightning_shard.planner.simulated_model import SimulatedModel, loss_of

@@ -62,18 +62,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        keys = {self._key(one) for one in given}
+        keys = {storage_key(one) for one in given}
         for one in results:
-            if self._key(one) not in keys:  # else a view, or written in place
+            if storage_key(one) not in keys:  # else a view, or written in place
                 self._note(one)
         is_arithmetic = getattr(func, "overloadpacket", None) in flop_registry
-        if not is_arithmetic and any(self._key(one) not in keys for one in results):
+        if not is_arithmetic and any(storage_key(one) not in keys for one in results):
             self.moved += sum(map(_num_bytes, [*given, *results]))
         return result
-
-    @staticmethod
-    def _key(tensor: Tensor) -> int:
-        return storage_key(tensor)
 
     def _note(self, tensor: Tensor) -> None:
         try:

@@ -22,6 +22,7 @@ from lightning_shard.data_parallel.recomputation import CACHES
 from lightning_shard.data_parallel.recomputed_state import attributes_kept
 from lightning_shard.data_parallel.reentrance import without_reentrance
 from lightning_shard.data_parallel.torch_private import without_saving_hooks
+from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest value
@@ -136,13 +137,12 @@ def as_it_was(block: nn.Module) -> Iterator[None]:
     A checkpoint of activations around the block does not hear of what is saved here.
     """
     modes = [(one, one.training) for one in block.modules()]
-    buffers = [(one, one.detach().clone()) for one in block.buffers()]
     devices = sorted({one.device.index or 0 for one in block.parameters() if one.is_cuda})
     block.eval()
     try:
         with (
             torch.random.fork_rng(devices=devices),
-            attributes_kept(block),
+            unchanged(block),
             without_reentrance(),
             without_saving_hooks(),
         ):
@@ -150,6 +150,37 @@ def as_it_was(block: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Leave attributes and buffers of a module inside as they are."""
+    with attributes_kept(module), buffers_kept(module):
+        yield
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what is done inside to a module's buffers, such as running statistics."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
         with torch.no_grad():
-            for buffer, before in buffers:
+            for buffer, before in kept:
                 buffer.copy_(before)
+
+
+@contextmanager
+def explained(told: Callable[[str], str]) -> Iterator[None]:
+    """Turn errors inside that are none of ours into a ConfigError.
+
+    Args:
+        told: Makes its text of the kind and the text of an error.
+    """
+    try:
+        yield
+    except ShardError:
+        raise
+    except Exception as error:
+        raise ConfigError(told(f"{type(error).__name__}: {error}")) from error

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.errors import ConfigError
-from lightning_shard.planner.no_elements import SavedBytes
+from lightning_shard.pipeline_parallel.costs import SavedBytes
 
 WIDTH, BATCH = 8, 64
 CHOICES: list[Any] = ["full", "selective", ["Block"], ["Linear"]]

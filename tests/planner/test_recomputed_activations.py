@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from lightning_shard import PipelineParallelStrategy, TensorParallelStrategy
-from lightning_shard.planner.no_elements import SavedBytes
+from lightning_shard.pipeline_parallel.costs import SavedBytes
 from tests.planner.test_dry_run import text
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import (
