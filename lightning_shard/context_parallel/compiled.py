@@ -13,7 +13,6 @@ run as they are.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from lightning_shard.data_parallel.torch_private import (
 )
 from lightning_shard.errors import ConfigError
 from lightning_shard.module_classes import give_class_back
+from lightning_shard.tensor_parallel.full_view import extend_class
 
 Forward = Callable[..., Any]
 _PLACE = "_lightning_shard_rows"
@@ -195,10 +195,9 @@ class _Watched:
             if module not in inside and self._alone.get(module) and _is_worth_it(module):
                 inside |= set(module.modules())
                 self._rows.append(module)
-                own: Any = type(module)
-                compiled = self._compiler(own.forward.__get__(module))
+                compiled = self._compiler(type(module).forward.__get__(module))
                 vars(module)[_PLACE] = _Rows(compiled, list(module.modules()))
-                module.__class__ = _on_rows(own)
+                extend_class(module, "OnRows", _OnRows)
         self._calls, self._alone = {}, {}
 
     def restore(self) -> None:
@@ -266,13 +265,6 @@ class _OnRows:
         if part is None or rows.compiled is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return part.widen(rows.compiled(part.local))
-
-
-@cache
-def _on_rows(own: type[nn.Module]) -> type[nn.Module]:
-    """Return a class with another forward, which stands for the model's own."""
-    name = str(vars(own).get("stands_for", own.__name__))
-    return type(f"OnRows{own.__name__}", (_OnRows, own), {"stands_for": name})
 
 
 class _Hook:

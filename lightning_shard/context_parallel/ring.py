@@ -17,7 +17,7 @@ Source: Ring Attention, arXiv:2310.01889; balanced as in arXiv:2311.09431 and Ll
 arXiv:2407.21783, section 3.3.2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -255,11 +255,7 @@ def _tiled(ctx: Any, query: Tensor, key: Tensor) -> TiledAttention:
     places: _Places = ctx.places
     groups, visible = key.shape[-3], ctx.visible
     if visible.mask is not None:
-        visible = Visible(
-            mask=_mask_of_groups(visible.mask, query.shape[-3], groups),
-            is_causal=visible.is_causal,
-            length=visible.length,
-        )
+        visible = replace(visible, mask=_mask_of_groups(visible.mask, query.shape[-3], groups))
     return TiledAttention(
         _grouped(query, groups), places.rows(places.ring.rank), visible, ctx.scale
     )

@@ -9,7 +9,6 @@ lists choose their rows themselves: they are given the whole sequence.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from lightning_shard.context_parallel.sequence_part import SequencePart, part_of
 from lightning_shard.expert_parallel.finding import find_mixtures
 from lightning_shard.module_classes import give_class_back
+from lightning_shard.tensor_parallel.full_view import extend_class
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ class OwnTokens:
     def __init__(self, model: nn.Module) -> None:
         self._changed = [one.module for one in find_mixtures(model) if one.is_batched]
         for module in self._changed:
-            own: Any = type(module)
-            module.__class__ = _with_own_tokens(own)
+            extend_class(module, "OwnTokens", _OnOwnTokens)
 
     def restore(self) -> None:
         """Give the experts their own forwards back."""
@@ -111,10 +110,3 @@ class _OnOwnTokens:
         if rows is None:
             return forward(*args, **kwargs)
         return rows.of_all(forward(*rows.args, **rows.kwargs))
-
-
-@cache
-def _with_own_tokens(own: type[nn.Module]) -> type[nn.Module]:
-    """Return a class with another forward, which stands for the model's own."""
-    name = str(vars(own).get("stands_for", own.__name__))
-    return type(f"OwnTokens{own.__name__}", (_OnOwnTokens, own), {"stands_for": name})

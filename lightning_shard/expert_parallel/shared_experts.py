@@ -5,7 +5,6 @@ mixture(tokens) ──> own class with another forward ──> exchange, own for
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from lightning_shard.expert_parallel.trial import try_mixture
 from lightning_shard.module_classes import give_class_back
 from lightning_shard.placeholders import is_alone, stands_in
 from lightning_shard.tensor_parallel.compared_calls import Arguments
-from lightning_shard.tensor_parallel.full_view import seeing, set_view, view_of
+from lightning_shard.tensor_parallel.full_view import extend_class, set_view, view_of
 
 _PLACE = "_lightning_shard_experts"
 _Calls = BatchedExperts | ListedExperts
@@ -89,8 +88,7 @@ class SharedExperts:
                 weights=self.weights, params=params, calls=calls, inner=inner, layer=layer
             )
             set_view(module, view)
-        own: Any = type(module)
-        module.__class__ = _with(mixin, own, tuple(params))
+        extend_class(module, "Shared", mixin, params)
         self._changed.append(module)
 
     @untraced
@@ -158,10 +156,3 @@ class _OneOfMany:
 
 class _Inner:
     """A module inside of an expert."""
-
-
-@cache
-def _with(mixin: type, own: type[nn.Module], seen: tuple[str, ...]) -> type[nn.Module]:
-    """Return a class with another forward, which stands for the model's own."""
-    name = str(vars(own).get("stands_for", own.__name__))
-    return type(f"Shared{own.__name__}", (mixin, own), seeing(seen) | {"stands_for": name})

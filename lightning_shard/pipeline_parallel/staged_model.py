@@ -8,7 +8,6 @@ such as activation checkpointing.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_shard.data_parallel.assigned import taken_out
 from lightning_shard.data_parallel.reentrance import without_reentrance
-from lightning_shard.data_parallel.units import class_name
 from lightning_shard.errors import ConfigError
 from lightning_shard.module_classes import give_class_back
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
@@ -28,6 +26,7 @@ from lightning_shard.pipeline_parallel.skipped_blocks import (
 )
 from lightning_shard.placeholders import Placeholder
 from lightning_shard.tensor_parallel.compared_calls import buffers_kept
+from lightning_shard.tensor_parallel.full_view import extend_class
 
 _PLACE = "_pipeline_place"
 MAX_FOLLOWED_NUMEL = 64  # of a tensor that goes with a step's small values
@@ -89,8 +88,7 @@ class StagedModel:
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         for index, block in enumerate(partition.blocks.modules):
             setattr(block, _PLACE, _BlockPosition(self, index, SkippedBlock(block)))
-            own: Any = type(block)
-            block.__class__ = _caught_class(own, class_name(block))
+            extend_class(block, "Staged", _Caught)
 
     @property
     def run(self) -> StepRun | None:
@@ -329,8 +327,3 @@ class _Caught:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         call = BlockCall(super().__call__, args, kwargs)  # type: ignore[misc]
         return run.call(place.index, place.skipped, call)
-
-
-@cache
-def _caught_class(own: type[nn.Module], name: str) -> type[nn.Module]:
-    return type(f"Staged{own.__name__}", (_Caught, own), {"stands_for": name})

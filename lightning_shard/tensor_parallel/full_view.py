@@ -11,6 +11,7 @@ goes through; the view, which lies in the layer, says what is seen.
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -126,6 +127,28 @@ def seeing(names: Iterable[str]) -> dict[str, Any]:
     if found:
         found["_parameters"] = property(_listed_full)
     return found
+
+
+def extend_class(module: nn.Module, prefix: str, mixin: type, seen: Iterable[str] = ()) -> None:
+    """Extend a module's class by a mixin, which `give_class_back` takes off again.
+
+    Args:
+        module: The module, whose hooks, names and `isinstance` go on working.
+        prefix: What the class's name begins with.
+        mixin: Comes before the module's own class.
+        seen: Names of the parameters that are seen by a view.
+    """
+    own: Any = type(module)
+    module.__class__ = _extended(prefix, mixin, own, tuple(seen))
+
+
+@cache
+def _extended(
+    prefix: str, mixin: type, own: type[nn.Module], seen: tuple[str, ...]
+) -> type[nn.Module]:
+    """Return a class that stands for the model's own: see `units.class_name`."""
+    name = str(vars(own).get("stands_for", own.__name__))
+    return type(f"{prefix}{own.__name__}", (mixin, own), seeing(seen) | {"stands_for": name})
 
 
 def _seen_full(name: str) -> property:

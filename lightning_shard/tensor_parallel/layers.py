@@ -15,7 +15,7 @@ in place. A bias that belongs to the full result is added after the sum, once.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.module_classes import give_class_back
 from lightning_shard.tensor_parallel.attention import ParallelAttention
-from lightning_shard.tensor_parallel.full_view import FullView, as_it_is, seeing, set_view
+from lightning_shard.tensor_parallel.full_view import FullView, as_it_is, extend_class, set_view
 from lightning_shard.tensor_parallel.regions import copy_to_region
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
 
@@ -179,18 +179,11 @@ _FORMS: dict[str, type] = {
 }
 
 
-@cache
-def _parallel_class(form: str, own: type[nn.Module], seen: tuple[str, ...]) -> type[nn.Module]:
-    views = seeing(seen) | {"stands_for": own.__name__}  # of `units.class_name`
-    return type(f"{form.capitalize()}{own.__name__}", (_FORMS[form], own), views)
-
-
 def split_layer(module: nn.Module, form: str, place: LayerContext) -> None:
     """Give a layer, whose parameters have been cut, its parallel forward."""
     setattr(module, _PLACE, place)
     set_view(module, place.view)
-    own: Any = type(module)
-    module.__class__ = _parallel_class(form, own, tuple(place.view.names))
+    extend_class(module, form.capitalize(), _FORMS[form], place.view.names)
 
 
 def unsplit_layer(module: nn.Module) -> None:

@@ -69,8 +69,13 @@ CASES = [
 def on_rows(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Classes of the modules that are run on their rows."""
     seen: set[str] = set()
-    own = compiled._on_rows
-    monkeypatch.setattr(compiled, "_on_rows", lambda cls: (seen.add(cls.__name__), own(cls))[1])
+    own = compiled.extend_class
+
+    def extend(module: nn.Module, prefix: str, mixin: type) -> None:
+        seen.add(type(module).__name__)
+        own(module, prefix, mixin)
+
+    monkeypatch.setattr(compiled, "extend_class", extend)
     return seen
 
 
