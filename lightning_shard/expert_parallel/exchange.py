@@ -16,7 +16,6 @@ backward depends on what else a rank's graph has, and all ranks must exchange in
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -65,11 +64,6 @@ class Routes:
     def num_received(self) -> int:
         """Number of rows that come to this rank."""
         return sum(self.received)
-
-    @property
-    def num_sent_away(self) -> int:
-        """Number of this rank's rows that go to other ranks."""
-        return sum(self.sent) - self.sent[self.group.rank]
 
     def to_experts(self, *tensors: Tensor) -> list[Tensor]:
         """Send rows, sorted by expert, to the experts' ranks; each rank must call.
@@ -128,13 +122,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         back = _Exchange.apply(ctx.group, ctx.received, ctx.sent, 1.0, *grads)  # type: ignore[no-untyped-call]
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(scaled_crossing(one, ctx.factor, ctx.group) for one in back),
-        )
+        grads = tuple(scaled_crossing(one, ctx.factor, ctx.group) for one in back)
+        return None, None, None, None, *grads
 
 
 def _exchanged(
@@ -149,8 +138,3 @@ def _exchanged(
         input_split_sizes=[num * width for num in sent],
     ).wait()
     return result
-
-
-def offsets(counts: Sequence[int]) -> list[int]:
-    """Return where each of several parts begins, and where the last ends."""
-    return [0, *accumulate(counts)]

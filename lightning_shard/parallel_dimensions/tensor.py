@@ -24,9 +24,9 @@ from lightning_shard.planner.description import Description, Measure
 from lightning_shard.tensor_parallel.automatic import automatic_plan, check_layouts
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
+from lightning_shard.tensor_parallel.probe import with_tried_wrappers
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
-from lightning_shard.tensor_parallel.tried_wrappers import with_tried_wrappers
 from lightning_shard.trainer.same_results import SameResults
 
 

@@ -9,7 +9,7 @@ still works, because the backward of the loss that the step returns is `HandOver
 stash by the gradient of the loss and gives it to the engine.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,16 +145,19 @@ def leaf_nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
 
     A leaf whose format changes has a new node from then on: one graph may have several of it.
     """
-    seen = set()
-    nodes = [root.grad_fn for root in roots]
+    nodes = _nodes_from(root.grad_fn for root in roots)
+    return (node for node in nodes if hasattr(node, "variable"))
+
+
+def _nodes_from(starts: Iterable[Any]) -> Iterator[Any]:
+    """Yield nodes of autograd's graph and all that they lead to, each once."""
+    seen, nodes = set(), list(starts)
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
+        if node is not None and node not in seen:
+            seen.add(node)
             yield node
-        nodes += [following for following, _ in node.next_functions]
+            nodes += [following for following, _ in node.next_functions]
 
 
 @contextmanager
@@ -193,7 +196,7 @@ class OfLastStage:
         """
         if any(map(is_placeholder, inputs)):
             raise _refusal("training_step", "weights that other stages of the pipeline have")
-        elsewhere = _ancestors(self._given)
+        elsewhere = set(_nodes_from(map(_node, self._given)))
         if any(_node(one) in elsewhere for one in inputs):
             raise _refusal("training_step", "what earlier stages of the pipeline compute with")
         return run(inputs)
@@ -209,17 +212,6 @@ class AfterSchedule:
             ConfigError: Always.
         """
         raise _refusal("backward", "some inputs, after each microbatch has been sent backward")
-
-
-def _ancestors(tensors: Sequence[Tensor]) -> set[Any]:
-    """Return the nodes of autograd's graph that tensors are computed from, and their own."""
-    found, nodes = set(), [_node(one) for one in tensors]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            nodes += [before for before, _ in node.next_functions]
-    return found
 
 
 def _node(value: Any) -> Any:

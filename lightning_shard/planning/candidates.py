@@ -10,7 +10,7 @@ a model trains as well so is no question of memory and time.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_shard.data_parallel.options import Offload
@@ -167,7 +167,7 @@ class SearchSpace:
                     )
                     for plain in _on_mesh(made, self.num_blocks):
                         yield plain
-                        yield _changed(plain, activation_offload=True)
+                        yield replace(plain, activation_offload=True)
 
     def _cuts(self, pp: int, dp: int) -> Iterator[dict[str, Any]]:
         """Yield the ways to cut a data-parallel rank's samples of a step."""
@@ -198,26 +198,22 @@ class SearchSpace:
 
 def _on_mesh(plain: Candidate, num_blocks: int) -> Iterator[Candidate]:
     for stage in range(4) if plain.dp > 1 else (0,):
-        made = _changed(plain, zero_stage=stage)
+        made = replace(plain, zero_stage=stage)
         if made.pp > 1:
             yield from _schedules(made, num_blocks)
             continue
         yield made
         if made.tp == 1 and stage in (2, 3):
-            yield _changed(made, offload="optimizer" if stage == 2 else "parameters")
+            yield replace(made, offload="optimizer" if stage == 2 else "parameters")
 
 
 def _schedules(made: Candidate, num_blocks: int) -> Iterator[Candidate]:
     if made.num_microbatches < made.pp:  # most ranks would wait most of the time
         return
-    yield _changed(made, schedule="1f1b")
+    yield replace(made, schedule="1f1b")
     in_rounds = made.num_microbatches % made.pp == 0
     if in_rounds and 2 * made.pp <= num_blocks:
-        yield _changed(made, schedule="interleaved_1f1b")
-
-
-def _changed(made: Candidate, **values: Any) -> Candidate:
-    return Candidate(**{**vars(made), **values})
+        yield replace(made, schedule="interleaved_1f1b")
 
 
 def _divisors(number: int) -> list[int]:

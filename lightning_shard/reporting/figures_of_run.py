@@ -5,7 +5,7 @@ agree on what they will send, and what was expected is found out.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -68,20 +68,17 @@ def validated(run: RunRecords) -> dict[str, list[Point]]:
 
 def split_of_steps(run: RunRecords) -> dict[int, dict[str, float]]:
     """Return each steady step's parts, each the mean over the ranks."""
-    return {step: _mean_parts(ranks) for step, ranks in steady_steps(run).items()}
+    steps = steady_steps(run)
+    return {step: averages(map(parts_of, ranks), fmean) for step, ranks in steps.items()}
 
 
-def _mean_parts(ranks: Sequence[Record]) -> dict[str, float]:
-    parts = [parts_of(one) for one in ranks]
-    names = dict.fromkeys(name for one in parts for name in one)
-    return {name: fmean(one.get(name, 0.0) for one in parts) for name in names}
-
-
-def medians(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each entry; a missing one counts as 0."""
+def averages(
+    rows: Iterable[Mapping[str, float]], average: Callable[..., float] = median
+) -> dict[str, float]:
+    """Return the median, or another average, of each entry; a missing one counts as 0."""
     rows = list(rows)
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: median(row.get(name, 0.0) for row in rows) for name in names}
+    return {name: average(row.get(name, 0.0) for row in rows) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +117,7 @@ def rank_times(run: RunRecords) -> list[RankTimes]:
     return [
         RankTimes(
             rank=rank,
-            parts=medians(map(parts_of, records)),
+            parts=averages(map(parts_of, records)),
             seconds=median(one["seconds"] for one in records),
             own_seconds=median(map(own_seconds, records)),
             times_slowest=slowest[rank],

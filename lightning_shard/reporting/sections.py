@@ -112,7 +112,7 @@ def step_times(run: RunRecords) -> str:
     steps = figures.split_of_steps(run)
     if not steps:
         return paragraph(_NO_STEPS)
-    parts = figures.medians(steps.values())
+    parts = figures.averages(steps.values())
     classes = colours(parts)
     total = sum(parts.values()) or 1.0
     rows = [(name, seconds_of(one), percent(one / total)) for name, one in parts.items()]

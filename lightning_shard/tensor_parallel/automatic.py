@@ -32,9 +32,13 @@ from lightning_shard.tensor_parallel.candidates import (
 from lightning_shard.tensor_parallel.huggingface import own_plans
 from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
 from lightning_shard.tensor_parallel.plan import PlannedLayer, UnsplitLayer, pattern_of
-from lightning_shard.tensor_parallel.probe import TrialResult, table_is_right, try_out
+from lightning_shard.tensor_parallel.probe import (
+    TrialResult,
+    table_is_right,
+    try_out,
+    with_tried_wrappers,
+)
 from lightning_shard.tensor_parallel.styles import STYLES, Style, style_name
-from lightning_shard.tensor_parallel.tried_wrappers import with_tried_wrappers
 from lightning_shard.tensor_parallel.wrappers import is_low_rank, linear_sizes
 
 _UNKNOWN = "no part of an attention or of a pair of layers, and no embedding of a vocabulary"

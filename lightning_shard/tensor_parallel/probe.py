@@ -15,12 +15,14 @@ may gather it first: which counts as wrong, since nothing would be gained.
 """
 
 import copy
+import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +33,15 @@ from lightning_shard.tensor_parallel.candidates import Candidate
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.tensor_parallel.styles import STYLES, Style
-from lightning_shard.tensor_parallel.wrappers import bias_of, linear_sizes
+from lightning_shard.tensor_parallel.wrappers import (
+    bias_of,
+    copies_in,
+    has_adapter,
+    inner_styles,
+    linear_sizes,
+    unsplit_style,
+    wrapped_embedding,
+)
 
 _BATCH, _LENGTH = 2, 6
 _LARGEST = 16  # times the layers' own size: what is copied must not be the full model
@@ -90,17 +100,32 @@ def _is_lightning_module(module: nn.Module) -> bool:
 def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:
     """Whether an embedding with a forward of its own gives the same split as unsplit."""
     ids = torch.arange(table.num_embeddings)
+    try:
+        made = _results(table, STYLES["embedding_rowwise"], ids, [ids] * num_ranks)
+        return is_close(made.parts.sum(0), made.expected)
+    except Exception:
+        return False
+
+
+class _Results(NamedTuple):
+    """What a bare copy of a layer makes of an input, and its parts (W, ...) of theirs."""
+
+    full: nn.Module
+    expected: Tensor
+    parts: Tensor
+
+
+def _results(
+    layer: nn.Module, style: Style, full_input: Tensor, inputs: Sequence[Tensor]
+) -> _Results:
+    parts = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            full = nn.ModuleDict({"table": bare_copy(table)})
-            parts = []
-            for rank in range(num_ranks):
-                part = copy.deepcopy(full)
-                split_alone(part, {"table": STYLES["embedding_rowwise"]}, Alone(rank, num_ranks))
-                parts.append(part["table"](ids))
-            return is_close(torch.stack(parts).sum(0), full["table"](ids))
-        except Exception:
-            return False
+        full = nn.ModuleDict({"layer": bare_copy(layer)})
+        for rank, values in enumerate(inputs):
+            part = copy.deepcopy(full)
+            split_alone(part, {"layer": style}, Alone(rank, len(inputs)))
+            parts.append(part["layer"](values))
+        return _Results(full["layer"], full["layer"](full_input), torch.stack(parts))
 
 
 def _quoted(error: BaseException | None) -> str:
@@ -337,3 +362,58 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
     return bool(torch.isfinite(got).all()) and torch.allclose(
         got, expected, rtol=0.0, atol=_TOLERANCE * scale
     )
+
+
+def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Iterator[PlannedLayer]:
+    """Yield a plan's layers; wrappers that compute something else in parts get an unsplit style.
+
+        unsplit    x ──> [ wrapper ] ──> y
+        rank r     x, or its features ──> [ wrapper in parts ] ──> features of y, or a summand of it
+
+    Args:
+        layers: Layers of a plan that a user or a model gives.
+        num_ranks: Number of ranks of the tensor-parallel group.
+    """
+    tried: dict[Any, bool] = {}
+    full: dict[str, list[str]] = {}
+    for layer in layers:
+        inner = inner_styles(layer.module, layer.style)
+        module = layer.module
+        if not has_adapter(module) or wrapped_embedding(module) or copies_in(module):
+            yield layer
+            continue
+        key = _look(layer)
+        if key not in tried:
+            tried[key] = len(inner) > 1 and _is_right(layer, num_ranks)
+        if tried[key] or num_ranks == 1:
+            yield layer
+            continue
+        full.setdefault(type(layer.module).__name__, []).append(layer.name)
+        yield dataclasses.replace(layer, style=unsplit_style(layer.style))
+    for kind, names in full.items():
+        rank_zero_warn(
+            f"{names[0]!r} is a {kind} around a linear layer that computes something else in "
+            f"parts; it is computed full on each of the {num_ranks} tensor-parallel ranks, as are "
+            f"{len(names) - 1} others. Low-rank adapters of two linear layers are split."
+        )
+
+
+def _look(layer: PlannedLayer) -> Any:
+    sizes = [(name, param.shape) for name, param in layer.module.named_parameters()]
+    return type(layer.module), layer.style, tuple(sizes)
+
+
+def _is_right(layer: PlannedLayer, num_ranks: int) -> bool:
+    is_rowwise = layer.style.form == "rowwise"
+    style = STYLES["rowwise"] if is_rowwise else STYLES["colwise"]
+    try:
+        width = linear_sizes(layer.module)[0]
+        values = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1))
+        inputs = values.chunk(num_ranks, -1) if is_rowwise else [values] * num_ranks
+        made = _results(layer.module, style, values, inputs)
+        if not is_rowwise:
+            return is_close(torch.cat(list(made.parts), -1), made.expected)
+        extra = (num_ranks - 1) * bias_of(made.full)
+        return is_close(made.parts.sum(0) - extra, made.expected)
+    except Exception:
+        return False

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_shard import ConfigError
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.plan import match_plan
+from lightning_shard.tensor_parallel.probe import with_tried_wrappers
 from lightning_shard.tensor_parallel.split import SplitModel
-from lightning_shard.tensor_parallel.tried_wrappers import with_tried_wrappers
 from lightning_shard.testing import run_ranks
 from tests.tensor_parallel.test_split import group_of_all
 
