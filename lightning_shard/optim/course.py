@@ -8,13 +8,18 @@ An update by 1e-8 of a weight of 1 tells of a norm as well as a large one does, 
 that is not used yet: whoever keeps a sum over all elements will divide by it some steps later.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
+
+Parts = Callable[[Tensor], list[list[Tensor]]]
+Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 _RELATIVE = 1e-5  # of what is compared
 _ROUNDING = {True: 3e-7, False: 1e-15}  # of a value, where a step has written float32, and else
@@ -99,6 +104,86 @@ class Step:
         written = self.after.values
         is_narrow = torch.equal(written, written.float().double())
         return _ROUNDING[is_narrow] * float(self.before.values.abs().max())
+
+
+class PartsError(Exception):
+    """An error of parts, which the whole has not raised; its only argument."""
+
+
+class Runs:
+    """Trials of an optimizer on a whole and on its parts, which take the same steps.
+
+    Args:
+        optimizer: The optimizer to try; it is not changed.
+        options: What the trials' only group has beside its parameters.
+        parts: Takes a tensor apart; the first of its runs has all.
+        weight: The parameters of the whole.
+
+    Attributes:
+        optimizers: The whole's trial, and those of the parts.
+
+    Raises:
+        PartsError: The whole can be tried, but the parts cannot.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, options: Mapping[str, Any], parts: Parts, weight: Tensor
+    ) -> None:
+        def make(_: int, values: Sequence[Tensor]) -> None:
+            params = [torch.nn.Parameter(value.clone()) for value in values]
+            self.optimizers.append(trial_optimizer(optimizer, {**options, "params": params}))
+
+        self.optimizers: list[Optimizer] = []
+        self._step: Callable[..., Any] = type(optimizer).step
+        self._parts = parts
+        self._in_each(weight, make)
+        self._held = self._snapshots()
+
+    def step(self, grad: Tensor, loss: Loss | None) -> tuple["Step", "Step"]:
+        """Take a step on the whole and on its parts; return both.
+
+        Args:
+            grad: The whole's gradient.
+            loss: What the closure returns that steps are given; None gives them none.
+
+        Raises:
+            PartsError: The parts have raised something, and the whole has not.
+        """
+
+        def take(number: int, grads: Sequence[Tensor]) -> None:
+            run = self.optimizers[number]
+            params = run.param_groups[0]["params"]
+
+            def closure() -> Tensor:
+                for param, one in zip(params, grads, strict=True):
+                    param.grad = one.clone()
+                return (loss or same_loss)(params, grads)
+
+            closure()
+            self._step(run, *([] if loss is None else [closure]))
+
+        self._in_each(grad, take)
+        before, self._held = self._held, self._snapshots()
+        whole, parts = (Step(*one) for one in zip(before, self._held, strict=True))
+        return whole, parts
+
+    def _in_each(self, tensor: Tensor, do: Callable[[int, Sequence[Tensor]], None]) -> None:
+        whole, *others = self._parts(tensor)
+        do(0, whole)
+        try:
+            for number, one in enumerate(others, 1):
+                do(number, one)
+        except Exception as error:
+            raise PartsError(error) from error
+
+    def _snapshots(self) -> list[Snapshot]:
+        """Return what the whole holds, and what the parts do."""
+        return [snapshot(self.optimizers[:1]), snapshot(self.optimizers[1:])]
+
+
+def same_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+    """Return a loss that is the same on all ranks, as an optimizer is given it (`mean_loss`)."""
+    return params[0].new_ones(())
 
 
 def are_steps_alike(whole: Step, parts: Step) -> bool:

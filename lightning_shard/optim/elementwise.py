@@ -15,7 +15,7 @@ finds its rate takes steps of 1e-8 at first, and looks element-wise in all that 
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,14 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
-from lightning_shard.optim.course import Snapshot, Step, are_steps_alike, snapshot
+from lightning_shard.optim.course import (
+    Loss,
+    Parts,
+    PartsError,
+    Runs,
+    are_steps_alike,
+    same_loss,
+)
 
 _SHAPE = (4, 6)
 _LARGEST = {2: (256, 256)}  # thresholds are seldom above; its shapes of more dimensions follow
@@ -35,8 +41,6 @@ _SCALES = (1.0, 1.0, 1e-3, 1e3, 1.0)  # of gradients: what depends on their size
 
 RAISED = "a trial step raised "
 DIFFERENCE = "in a trial, the parts of a whole came out differently from the whole"
-Parts = Callable[[Tensor], list[list[Tensor]]]
-Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 def why_not_elementwise(
@@ -156,17 +160,19 @@ def _try_values(
     optimizer: Optimizer, group: dict[str, Any], parts: Parts, values: Tensor
 ) -> str | None:
     """Try steps without a closure and with one, as a Trainer takes them; some need it."""
-    runs = [[parts(value)[i] for value in values] for i in range(len(parts(values[0])))]
+    settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
+    if "lr" in settings:  # a warm-up may begin at zero, where every optimizer does the same
+        settings["lr"] = _LR
     raised: list[str] = []
-    losses = (None, _same_loss) if _takes_closure(optimizer) else (None,)
+    losses = (None, same_loss) if _takes_closure(optimizer) else (None,)
     for loss in losses:
         try:
-            are_equal = _are_alike([_course(optimizer, group, run, loss) for run in runs])
+            are_equal = _are_alike(Runs(optimizer, settings, parts, values[0]), values, loss)
             if loss is not None and are_equal is None:  # a line search, say
-                falling = [_course(optimizer, group, run, _falling_loss) for run in runs]
-                are_equal = _are_alike(falling)
-        except _PartsError as error:  # of an optimizer that can step on the whole
-            raised.append(f"with parts of a whole, {error}")
+                falling = Runs(optimizer, settings, parts, values[0])
+                are_equal = _are_alike(falling, values, _falling_loss)
+        except PartsError as error:  # of an optimizer that can step on the whole
+            raised.append(f"with parts of a whole, {_raised(*error.args)}")
             continue
         except Exception as error:  # whatever it raises, it says why
             raised.append(_raised(error))
@@ -186,19 +192,10 @@ def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None
         The difference, or the exception that the trial raised, in words; None when they agree.
     """
     try:
-        return _difference(trial())
+        expected, got = (torch.cat([one.flatten() for one in run]) for run in trial())
     except Exception as error:  # whatever it raises, it says why
         return _raised(error)
-
-
-def _difference(runs: Sequence[Sequence[Tensor]]) -> str | None:
-    return None if are_alike(runs) else DIFFERENCE
-
-
-def are_alike(runs: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether the tensors of a whole and those of its parts are equal, but for rounding."""
-    expected, got = (torch.cat([one.flatten() for one in run]) for run in runs)
-    return torch.allclose(got, expected, rtol=1e-5, atol=1e-7)
+    return None if torch.allclose(got, expected, rtol=1e-5, atol=1e-7) else DIFFERENCE
 
 
 def _raised(error: Exception) -> str:
@@ -218,61 +215,17 @@ def one_by_one(matrix: Tensor) -> list[list[Tensor]]:
     return [[upper, lower], [upper], [lower]]
 
 
-def _course(
-    optimizer: Optimizer, group: dict[str, Any], run: Sequence[list[Tensor]], loss: Loss | None
-) -> Iterator[Optimizer]:
-    """Take one step per gradient with a trial of the optimizer; yield it first, and after each.
-
-    Args:
-        optimizer: The optimizer to try.
-        group: The param group whose settings the trial has.
-        run: The values of the parameters, and gradients of them for each step.
-        loss: What a closure returns; None takes the steps without a closure.
-    """
-    values, *grads = run
-    params = [torch.nn.Parameter(value.clone()) for value in values]
-    settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
-    if "lr" in settings:  # a warm-up may begin at zero, where every optimizer does the same
-        settings["lr"] = _LR
-    trial = trial_optimizer(optimizer, {**settings, "params": params})
-    yield trial
-    for step in grads:
-        closure = _closure(params, step, loss or _same_loss)
-        closure()
-        step_of: Callable[..., Any] = type(optimizer).step
-        step_of(trial, *([] if loss is None else [closure]))
-        yield trial
-
-
-class _PartsError(Exception):
-    """A step has raised on parts of what it has taken as a whole."""
-
-
-def _are_alike(courses: Sequence[Iterator[Optimizer]]) -> bool | None:
+def _are_alike(runs: Runs, values: Tensor, loss: Loss | None) -> bool | None:
     """Whether each step of the parts does what the whole's does; None where nothing has moved."""
-    before: list[Snapshot] | None = None
     has_moved = False
-    first, *others = courses
-    for whole in first:
-        try:
-            parts = [next(course) for course in others]
-        except Exception as error:
-            raise _PartsError(_raised(error)) from error
-        after = [snapshot([whole]), snapshot(parts)]
-        if before is not None:
-            step, other = (Step(*one) for one in zip(before, after, strict=True))
-            if not are_steps_alike(step, other):
-                return False
-            if not step.is_finite:
-                break
-            has_moved |= bool(step.update.any())
-        before = after
+    for grad in values[1:]:
+        whole, parts = runs.step(grad, loss)
+        if not are_steps_alike(whole, parts):
+            return False
+        if not whole.is_finite:
+            break
+        has_moved |= bool(whole.update.any())
     return True if has_moved else None
-
-
-def _same_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
-    """Return a loss that is the same on all ranks, as an optimizer is given it (`mean_loss`)."""
-    return params[0].new_ones(())
 
 
 def _falling_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
@@ -281,17 +234,6 @@ def _falling_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
         ((param.detach() * grad).sum() for param, grad in zip(params, grads, strict=True)),
         start=params[0].new_zeros(()),
     )
-
-
-def _closure(params: Sequence[Tensor], grads: Sequence[Tensor], loss: Loss) -> Callable[[], Tensor]:
-    """Return the closure that a Trainer hands to a step: it sets gradients and returns a loss."""
-
-    def closure() -> Tensor:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()
-        return loss(params, grads)
-
-    return closure
 
 
 def _takes_closure(optimizer: Optimizer) -> bool:

@@ -9,7 +9,7 @@ fixed rate, since a rate of zero would hide everything, and at the optimizer's o
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,17 +17,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.course import Snapshot, Step, are_steps_alike, snapshot
-from lightning_shard.optim.elementwise import (
-    DIFFERENCE,
-    Parts,
-    in_shards,
-    is_of_torch,
-    one_by_one,
-)
+from lightning_shard.optim.course import Parts, PartsError, Runs, are_steps_alike, same_loss
+from lightning_shard.optim.elementwise import DIFFERENCE, in_shards, is_of_torch, one_by_one
 from lightning_shard.optim.owned_parameters import has_elements_only
 
 _SHAPE = (4, 6)
@@ -63,7 +56,7 @@ class LaterSteps:
             try:
                 are_equal = all([trial.take_step(with_closure) for trial in self._trials])  # noqa: C419
             except Exception as error:  # what the optimizer raises of itself, where it is no trial
-                self._end(error)
+                self._end(error.args[0] if isinstance(error, PartsError) else error)
                 return
         if not are_equal:
             raise ConfigError(
@@ -116,7 +109,7 @@ class _Trial:
         self._own = {"params"} if rate is None else {"params", "lr"}
         self._rate = rate
         self._generator = torch.Generator().manual_seed(1)
-        self._runs: list[Optimizer] = []
+        self._runs: Runs | None = None
         self.num_steps = 0
 
     def take_step(self, with_closure: bool) -> bool:
@@ -124,47 +117,38 @@ class _Trial:
         device = next((p.device for p in self._group["params"] if not p.is_meta), None)
         values = torch.randn(2, *_SHAPE, generator=self._generator, dtype=torch.float64)
         weight, grad = values.to("cpu" if device is None else device)
-        is_new = not self._runs
-        if is_new:
-            self._runs = [self._made(run) for run in self._parts(weight)]
-        self._follow_options()
+        is_new = self._runs is None
+        self._runs = runs = self._runs or Runs(
+            self._optimizer, self._options(), self._parts, weight
+        )
+        self._follow_options(runs.optimizers)
         grad = grad * _SCALES[self.num_steps % len(_SCALES)]
-        before = self._snapshots()
-        for run, grads in zip(self._runs, self._parts(grad), strict=True):
-            _take(type(self._optimizer).step, run, grads, with_closure)
+        whole, parts = runs.step(grad, same_loss if with_closure else None)
         self.num_steps += 1
         if is_new:  # its state is there now
-            self._follow_counters()
-        whole, parts = (Step(*one) for one in zip(before, self._snapshots(), strict=True))
+            self._follow_counters(runs.optimizers)
         if not whole.is_finite:
-            self._runs = []  # thousands of steps at this rate lead away: begin again
+            self._runs = None  # thousands of steps at this rate lead away: begin again
         return are_steps_alike(whole, parts)
 
-    def _snapshots(self) -> list[Snapshot]:
-        """Return what the whole holds, and what the parts do."""
-        return [snapshot(self._runs[:1]), snapshot(self._runs[1:])]
-
-    def _made(self, values: Sequence[Tensor]) -> Optimizer:
-        params = [torch.nn.Parameter(value.clone()) for value in values]
+    def _options(self) -> dict[str, Any]:
         options = {key: copy.deepcopy(v) for key, v in self._group.items() if key not in self._own}
-        if self._rate is not None:
-            options["lr"] = self._rate
-        return trial_optimizer(self._optimizer, {**options, "params": params})
+        return options if self._rate is None else options | {"lr": self._rate}
 
-    def _follow_options(self) -> None:
+    def _follow_options(self, runs: Sequence[Optimizer]) -> None:
         """Take over numbers that schedulers, or steps themselves, have changed."""
         for key, value in self._group.items():
             if key not in self._own and isinstance(value, (int, float, tuple)):
-                self._set([run.param_groups[0] for run in self._runs], key, value)
+                self._set([run.param_groups[0] for run in runs], key, value)
 
-    def _follow_counters(self) -> None:
+    def _follow_counters(self, runs: Sequence[Optimizer]) -> None:
         """Count on from where a fit has been resumed."""
         state = self._optimizer.state
         known: dict[str, Any] = next(
             (state[param] for param in self._group["params"] if param in state), {}
         )
         for key, value in known.items():
-            states = [entries for run in self._runs for entries in run.state.values()]
+            states = [entries for run in runs for entries in run.state.values()]
             if _is_count(value):
                 self._set(states, key, value)
 
@@ -179,17 +163,3 @@ class _Trial:
 def _is_count(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
     return is_number and float(value).is_integer()
-
-
-def _take(
-    step: Callable[..., Any], run: Optimizer, grads: Sequence[Tensor], with_closure: bool
-) -> None:
-    params = run.param_groups[0]["params"]
-
-    def closure() -> Tensor:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()
-        return torch.ones(())
-
-    closure()
-    step(run, *([closure] if with_closure else []))
