@@ -4,29 +4,22 @@ from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.environments import check_adopted
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric.launching import FabricProcessLauncher, FabricThreadLauncher
 from lightning_shard.fabric.options import FabricLightningOptions, FabricRanksOptions
 from lightning_shard.launchers.processes import ProcessLauncher
-from lightning_shard.strategies.checkpoint_files import with_files
 from lightning_shard.strategies.configs import RanksConfig
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.joining import (
     LocalRanks,
+    OnLocalRanks,
     check_num_nodes,
-    destroy_groups,
-    join,
-    leave_at_exit,
-    note_user,
 )
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
@@ -37,7 +30,7 @@ from lightning_shard.trainer.same_settings import check_same_settings, common_se
 T = TypeVar("T")
 
 
-class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
+class RankedStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     """Starts the ranks, makes the process group, and answers Fabric's questions about them.
 
     Raises:
@@ -48,9 +41,7 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
     def __init__(self, **options: Unpack[FabricRanksOptions]) -> None:
         run = RanksConfig.of(options)
         self._local_ranks = LocalRanks(run, "Fabric")
-        self._num_nodes = 1  # Fabric sets it
         self.checkpoint_format = run.checkpoint_format
-        self._collectives: Collectives | None = None
         super().__init__(**part(FabricLightningOptions, options))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,18 +49,6 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
         return {**vars(self), "_collectives": None}
 
     # --- which rank this is -----------------------------------------------------------------------
-
-    @property
-    def is_in_process(self) -> bool:
-        """Whether all ranks run inside this process."""
-        return self._local_ranks.are_in_process
-
-    @property
-    def backend(self) -> Backend:
-        """The communication backend in use."""
-        return self._local_ranks.backend_on(
-            lambda: self.root_device, self.num_processes, self.num_nodes
-        )
 
     @property
     def collectives(self) -> Collectives:
@@ -93,30 +72,13 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
 
     @property
     @override
-    def root_device(self) -> torch.device:
-        return self._local_ranks.device(self.parallel_devices, self.local_rank)
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of hosts of the run."""
-        return self._num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this host."""
-        return self._local_ranks.count(self.parallel_devices, self.cluster_environment)
-
-    @property
-    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _take_place(self) -> None:
         if self.is_in_process:
             check_num_nodes(self.num_nodes)
-        self.cluster_environment = self._local_ranks.placed(
-            self.cluster_environment, self.parallel_devices, self.num_nodes
-        )
+        self.set_world_ranks()
 
     @override
     def _configure_launcher(self) -> None:
@@ -135,40 +97,12 @@ class RankedStrategy(ParallelStrategy, metaclass=OptionNames):
         super().setup_environment()
         reset_seed()
         self._take_place()
-        if dist.is_initialized():
-            check_adopted(self.global_rank, self.world_size, "Fabric")
-        else:
-            assert self.cluster_environment is not None
-            environment, timeout = self.cluster_environment, self._local_ranks.timeout
-            join(lambda: self.backend, environment, self.root_device, timeout)
-            if not self.is_in_process:
-                leave_at_exit(self)
-        if not self.is_in_process:
-            note_user(self)
+        self._enter_groups()
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
         check_same_settings(self, self._collectives)
         common_seed(self._collectives)
-
-    def forget_groups(self) -> None:
-        """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""
-        self._collectives = None
-
-    def leave(self) -> None:
-        """End the groups at exit."""
-        self._collectives = None
-        destroy_groups()
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = with_files(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
-        self._checkpoint_io = checkpoint_io
 
     # --- collectives ------------------------------------------------------------------------------
 

@@ -13,21 +13,34 @@ one of torch's element-wise ones, exactly. Each parameter by itself is updated
 - where their entries in the optimizer's state differ in kind, or in the number of steps;
 - where groups alternate in a buffer, so that pieces would be many and short;
 - where hooks look at parameters within the step, or one of the options does (`_needs_each`).
+
+A run of shards that one param group updates, as one long parameter with one state.
+
+    shards of a buffer     [ w1 | b1 | w2 | b2 ]
+    entries of the piece   exp_avg [ m1 | .. | m2 | .. ]     step: one number
+    state[w1]              exp_avg: m1 in that memory        step: one of four numbers, all equal
+
+While it steps the optimizer has the piece and its entries. Everybody else has the parameters' own
+tensors, which lie in the piece's memory, and may edit or exchange them: nothing is remembered that
+a step does not check. Between steps the piece holds no memory.
+
+Padding between the shards is zero, as are its gradients, and stays so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
-from lightning_shard.optim.piece import Piece
+from lightning_shard.data_parallel.tensor_properties import VERSION, addresses_of
+from lightning_shard.layout.flat import ShardSlice
 
 _KINDS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "ASGD", "RMSprop", "Rprop")
 # What they cost the host: of 805 parameters in two groups that alternate 205 pieces took 15 ms, the
@@ -145,7 +158,7 @@ def _are_same(ones: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> b
     return len(ones) == len(others) and all(map(is_, ones, others))
 
 
-def _cut(gradients: FlatGradients, group_of: Mapping[nn.Parameter, int]) -> Iterator[Piece]:
+def _cut(gradients: FlatGradients, group_of: Mapping[nn.Parameter, int]) -> Iterator["Piece"]:
     """Yield a piece for each run of shards whose parameters are in one group."""
     flat = gradients.flat
     slices = enumerate(flat.layout.shard_slices(flat.shard_index))
@@ -153,3 +166,178 @@ def _cut(gradients: FlatGradients, group_of: Mapping[nn.Parameter, int]) -> Iter
     for number, run in groupby(here, lambda one: group_of.get(flat.params[one[0]])):
         if number is not None:
             yield Piece(gradients, number, dict(run))
+
+
+_States = dict[Any, Any]  # by parameter its entries, as `optimizer.state`
+_Columns = dict[str, list[Any]]  # by key the entries of the parameters
+
+
+class Piece:
+    """Shards of one buffer that lie together, and what an optimizer keeps for them.
+
+    Args:
+        gradients: The buffer's gradients.
+        group: Number of the param group.
+        slices: By the parameter's index in the buffer, where its elements lie in the shard; none
+            without elements.
+
+    Attributes:
+        param: The shards as one parameter, shape (E,), with the padding between them; None between
+            steps.
+        params: The parameters whose shards these are.
+    """
+
+    def __init__(
+        self, gradients: FlatGradients, group: int, slices: Mapping[int, ShardSlice]
+    ) -> None:
+        self.gradients, self.group = gradients, group
+        self.param: nn.Parameter | None = None
+        self.params = [gradients.flat.params[index] for index in slices]
+        start = min(one.shard_offset for one in slices.values())
+        self._bounds = slice(start, max(one.shard_stop for one in slices.values()))
+        self._parts = [
+            slice(one.shard_offset - start, one.shard_stop - start) for one in slices.values()
+        ]
+        self._marks: list[int] = []  # of entries that lie in memories of the piece
+        self._versions: dict[str, int] = {}  # of counts on a GPU, when they were equal
+        self._memories: dict[str, Tensor] = {}  # during a step
+        self._entries: dict[str, Tensor] = {}  # likewise
+
+    @property
+    def _size(self) -> int:
+        return self._bounds.stop - self._bounds.start
+
+    def join(self, states: _States) -> bool:
+        """Let the parameters' entries lie in memories of the piece, for the step that begins.
+
+        Args:
+            states: The optimizer's state.
+
+        Returns:
+            Whether one entry can stand for all parameters'. Not where some have others, or of
+            another kind, or counts that differ; on a GPU neither where others than pieces have
+            counted on since, as a step is not to wait for what they have come to.
+        """
+        own = [states.get(param) or {} for param in self.params]
+        if [*map(dict.keys, own)].count(own[0].keys()) < len(own):
+            return False
+        columns = {key: [one[key] for one in own] for key in own[0]}
+        if not self._lie_together(columns):
+            return False
+        self._memories = {key: self._memory(values) for key, values in columns.items()}
+        self._entries = {
+            key: memory if columns[key][0].ndim else memory[0].clone()
+            for key, memory in self._memories.items()
+        }
+        return all(self._are_equal(key, columns[key]) for key in self._counts)
+
+    def _lie_together(self, columns: _Columns) -> bool:
+        values = [*chain.from_iterable(columns.values())]
+        if {*map(type, values)} - {Tensor}:
+            return False
+        if self._marks != _marks(values):
+            self._marks, self._versions = [], {}
+            if not all(map(self._are_alike, columns.values())) or self._overlap(values):
+                return False
+            for same in columns.values():
+                self._gather(same)
+            self._marks = _marks(values)
+        return True
+
+    def _are_alike(self, values: Sequence[Tensor]) -> bool:
+        first = values[0]
+        if any(one.dtype != first.dtype or one.device != first.device for one in values):
+            return False
+        if first.ndim == 0:
+            return all(one.ndim == 0 for one in values)
+        lengths = [(part.stop - part.start,) for part in self._parts]
+        return [one.shape for one in values] == lengths and all(map(Tensor.is_contiguous, values))
+
+    def _overlap(self, values: Sequence[Tensor]) -> bool:
+        """Whether some entries are, or see, each other's memory, or the shards'."""
+        spans = sorted(
+            (one.data_ptr(), one.data_ptr() + one.nbytes)
+            for one in (*values, self.gradients.flat.master[self._bounds])
+        )
+        return any(stop > start for (_, stop), (start, _) in pairwise(spans))
+
+    def _gather(self, values: Sequence[Tensor]) -> None:
+        """Let tensors show parts of one new memory, with their values; they stay who they are."""
+        first = values[0]
+        memory = first.new_zeros(self._size if first.ndim else len(values))
+        for value, part in zip(values, self._parts_of(memory, first.ndim), strict=True):
+            value.data = part.copy_(value)
+
+    def _parts_of(self, memory: Tensor, ndim: int) -> list[Tensor]:
+        """Return each parameter's part of a memory of elements (ndim 1) or of counts (0)."""
+        places: Sequence[Any] = self._parts if ndim else range(len(self.params))
+        return [memory[place] for place in places]
+
+    def _memory(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the memory in which entries lie together, shape (E,), or (P,) of counts."""
+        size = self._size if values[0].ndim else len(values)
+        return values[0].as_strided((size,), (1,))
+
+    @property
+    def _counts(self) -> list[str]:
+        return [key for key, entry in self._entries.items() if not entry.ndim]
+
+    def _are_equal(self, key: str, values: Sequence[Tensor]) -> bool:
+        counts = self._memories[key]
+        if counts.device.type != "cpu" and key in self._versions:
+            return self._versions[key] == sum(map(VERSION, values))
+        first, *others = counts.tolist()
+        return others.count(first) == len(others)
+
+    def lend(self, states: _States) -> nn.Parameter:
+        """Return the piece for the optimizer to step on, which finds its gradient and entries."""
+        local = self.gradients.buffer.local
+        assert local is not None
+        flat = self.gradients.flat
+        shard = flat.master if flat.common is None else flat.common.part
+        self.param = nn.Parameter(shard[self._bounds], requires_grad=False)
+        self.param.grad = local[self._bounds]
+        if self._entries:
+            states[self.param] = {**self._entries}
+        return self.param
+
+    def take_back(self, states: _States) -> None:
+        """Show the parameters what the optimizer has made of the entries."""
+        left = states.pop(self.param, {})
+        own = [states[param] for param in self.params] if left else []
+        for key, value in left.items():
+            memory = self._memories.get(key)
+            if memory is None:
+                self._show(key, value, own)
+            elif value is not memory:
+                memory.copy_(value)  # one count into all
+        self._note(own, left)
+
+    def rest(self) -> None:
+        """Hold nothing any more."""
+        self.param, self._memories, self._entries = None, {}, {}
+
+    def _show(self, key: str, value: Any, own: Sequence[dict[str, Any]]) -> None:
+        """Let the parameters have their parts of a new entry."""
+        parts: Sequence[Any] = [value] * len(own)
+        if isinstance(value, Tensor) and value.shape == (self._size,):
+            parts = self._parts_of(value, 1)
+        elif isinstance(value, Tensor) and value.ndim == 0:
+            parts = self._parts_of(value.repeat(len(own)), 0)
+        for entries, part in zip(own, parts, strict=True):
+            entries[key] = part
+
+    def _note(self, own: Sequence[dict[str, Any]], left: Mapping[str, Any]) -> None:
+        """Note where new entries lie and, on a GPU, the versions of counts."""
+        if not all(isinstance(value, Tensor) for value in left.values()):
+            return
+        if left.keys() != self._memories.keys():
+            self._marks = _marks([entries[key] for key in left for entries in own])
+        for key, value in left.items():
+            if value.ndim == 0 and value.device.type != "cpu":
+                self._versions[key] = sum(VERSION(entries[key]) for entries in own)
+
+
+def _marks(values: Sequence[Tensor]) -> list[int]:
+    """Return what tells tensors, and where they lie, from others."""
+    return [*map(id, values), *addresses_of(values)]

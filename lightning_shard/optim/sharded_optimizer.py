@@ -12,23 +12,40 @@
 
 Schedulers, callbacks and the user keep the object that they hold; between steps its groups list
 the module's own parameters. State that the optimizer creates is in shards because it sees shards.
+
+The loss that an optimizer gets from a closure is the mean over the ranks.
+
+    line search:   loss(w + t d) < loss(w) ?     asked of every rank's own batch, some say yes
+
+Gradients are averages over the ranks, so an optimizer that looks at the loss has to see the average
+as well, or ranks decide differently and their weights part ways. torch's own optimizers but LBFGS
+hand the loss on without a look: for these nothing is sent.
+
+An optimizer's step that raises ends as any other does, so that who catches the error can go on.
+
+torch calls the hooks after a step only where the step returns. So `optimizer.step` is wrapped, as
+torch's own schedulers do it. An interrupt (Ctrl-C, say) may find other ranks anywhere, and the
+failure of a rank leaves nobody to exchange with: after those nothing is sent until the model is
+used again.
 """
 
 from collections.abc import Callable
+from functools import wraps
+from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.optimizer_state import shard_state
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.data_parallel.torch_private import step_hooks_between
-from lightning_shard.errors import ConfigError
-from lightning_shard.optim.common_loss import looks_at_loss, mean_loss
+from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.optim.edited_state import EditedState
 from lightning_shard.optim.elementwise import RAISED, why_not_separate
-from lightning_shard.optim.failing_steps import FailingSteps
 from lightning_shard.optim.flat_step import FlatStep
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
@@ -240,3 +257,94 @@ def _check_same_parameters(optimizer: Optimizer, engine: DataParallelEngine) -> 
                 f"the optimizer from self.parameters() inside configure_optimizers, not from "
                 f"another module or a copy."
             )
+
+
+def looks_at_loss(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may use what its closure returns; only torch's own are known not to."""
+    return type(optimizer) is torch.optim.LBFGS or not type(optimizer).__module__.startswith(
+        "torch.optim."
+    )
+
+
+def mean_loss(loss: Any, optimizer: Optimizer, ranks: Collectives, device: torch.device) -> Any:
+    """Return the mean of what the ranks' closures have returned; each rank must call.
+
+    Args:
+        loss: A tensor of one element, a number, or None where this rank has no loss.
+        optimizer: The optimizer whose closure gave the loss; error messages name its class.
+        ranks: Group of the data-parallel ranks, each of which must call.
+        device: Where the exchanged numbers lie, for the group's transport.
+
+    Returns:
+        The mean over the ranks that have a loss, of the type of `loss`; None where no rank
+            has one.
+
+    Raises:
+        ConfigError: A loss is none of these, on this rank or on another one.
+    """
+    counts = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1)
+    known = counts or loss is None
+    loss = loss.detach() if isinstance(loss, Tensor) else loss
+    own = [float(loss) if counts else 0.0, float(counts), float(not known)]
+    sums = torch.tensor(own, dtype=torch.float64, device=device)
+    ranks.all_reduce(sums, "sum").wait()
+    total, count, unknown = sums.tolist()
+    if unknown:
+        got = type(loss).__name__ if not known else "another type on another rank"
+        raise ConfigError(
+            f"Rank {ranks.rank}: the closure of {type(optimizer).__name__} returned {got}, "
+            f"expected a loss of one element, whose mean over the ranks the optimizer is given. "
+            f"Return the loss alone, or call optimizer.step() without a closure."
+        )
+    if not count:
+        return None
+    mean = total / count
+    return loss.new_tensor(mean).reshape(loss.shape) if isinstance(loss, Tensor) else mean
+
+
+class FailingSteps:
+    """Calls back where a step of an optimizer raises, until `detach`.
+
+    Args:
+        optimizer: The user's optimizer.
+        end: Called before an error goes on to the caller of the step.
+        end_later: Called in its place where other ranks may be anywhere.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, end: Callable[[], None], end_later: Callable[[], None]
+    ) -> None:
+        self._optimizer, self._end, self._end_later = optimizer, end, end_later
+        self._before = vars(optimizer).get("step")
+        step = optimizer.step
+
+        @wraps(step)
+        def watched(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            except BaseException as error:
+                (self._end if _all_are_there(error) else self._end_later)()
+                raise
+
+        self._ours = MethodType(watched, optimizer)
+        optimizer.step = self._ours  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Give the optimizer its own step back, unless somebody has wrapped ours since."""
+        self._end = self._end_later = _nothing
+        if vars(self._optimizer).get("step") is not self._ours:
+            return
+        if self._before is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._before  # type: ignore[method-assign]
+
+
+def _all_are_there(error: BaseException) -> bool:
+    """Whether the other ranks are where they would be without the error."""
+    is_of_group = isinstance(error, ShardError) and not isinstance(error, ConfigError)
+    return isinstance(error, Exception) and not is_of_group
+
+
+def _nothing() -> None:
+    pass

@@ -11,7 +11,6 @@ owners, who average the gradients of one step and apply them once; so are the st
 Source of the warm-up: warm starts of Downpour SGD, Dean et al., NeurIPS 2012.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Unpack
 
@@ -19,7 +18,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -107,10 +105,9 @@ class AsyncSGDStrategy(LocalUpdates):
             check_learning_rates(self.optimizers[0])  # now, not when the warm-up ends
 
     def _check_run(self, trainer: "pl.Trainer") -> None:
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
+        if not self.run_module.automatic_optimization:
             raise ConfigError(
-                f"{type(self.lightning_module).__name__} optimizes by hand, but asynchronous SGD "
+                f"{type(self.run_module).__name__} optimizes by hand, but asynchronous SGD "
                 f"sends each gradient when the Trainer takes a step; expected automatic "
                 f"optimization. Use it, or strategy='local_sgd', or staleness_bound=0."
             )
@@ -147,9 +144,8 @@ class AsyncSGDStrategy(LocalUpdates):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
         self._counters = AsyncCounters()
-        self._part_if_time(self.lightning_module.trainer.global_step)
+        self._part_if_time(self.run_module.trainer.global_step)
 
     def _part_if_time(self, num_steps: int) -> None:
         """Once the warm-up is over, leave the ranks to themselves."""
@@ -168,24 +164,17 @@ class AsyncSGDStrategy(LocalUpdates):
         self._counters = self._async.counters
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: "pl.LightningModule | nn.Module | None" = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._async is not None:
             self._async.before_step()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(*args, **kwargs)
         if self._async is not None:
             self._async.after_step()
         return result
 
     @override
     def _end_step(self) -> None:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self.run_module.trainer
         if self._async is None:
             self._part_if_time(trainer.global_step)
             return

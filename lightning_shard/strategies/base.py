@@ -7,21 +7,18 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_shard import settings
 from lightning_shard.backends import liveness
-from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.termination import RanksTermination
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.environments import check_adopted
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.launchers.processes import ProcessLauncher
@@ -31,16 +28,11 @@ from lightning_shard.parallel_dimensions.run_view import RunGroups
 from lightning_shard.precision.asked_formats import AskedFormats
 from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.precision.policy import TRUE_DTYPES
-from lightning_shard.strategies.checkpoint_files import with_files
 from lightning_shard.strategies.configs import RunConfig
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.joining import (
     LocalRanks,
-    check_num_nodes,
-    destroy_groups,
-    join,
-    leave_at_exit,
-    note_user,
+    OnLocalRanks,
 )
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
@@ -70,7 +62,7 @@ _GROUPS = (Collectives, DataGroups, RunGroups, dist.ProcessGroup)
 _OWN_KINDS = (*_GROUPS, liveness.Lifeline, RanksTermination, SettingsOfSteps)
 
 
-class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
+class ShardStrategy(OnLocalRanks, CoordinatedShutdown, metaclass=OptionNames):
     """Starts the ranks, makes the process group, and answers Lightning's questions about them.
 
     Raises:
@@ -90,8 +82,6 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         self.save_trainable_only = run.save_trainable_only
         self._save_on_sigterm = run.save_on_sigterm
         self.async_save = run.async_save
-        self._num_nodes = 1
-        self._collectives: Collectives | None = None
         self._reducing: DataGroups | None = None  # for gradients
         self._duplicated: dist.ProcessGroup | None = (
             None  # the default group that it was made beside
@@ -112,11 +102,6 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
             name: None if isinstance(value, _OWN_KINDS) else value
             for name, value in super().__getstate__().items()
         }
-
-    @property
-    def is_in_process(self) -> bool:
-        """Whether all ranks run inside this process."""
-        return self._local_ranks.are_in_process
 
     def in_process(self, num_ranks: int, **changed: Any) -> Self:
         """Return a new strategy of the same options whose ranks run inside this process.
@@ -143,6 +128,18 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         return True
 
     @property
+    def run_module(self) -> "pl.LightningModule":
+        """The user's module; there from the beginning of a run."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def run_model(self) -> nn.Module:
+        """What the strategy trains of it; there from the set-up of a run."""
+        assert self.model is not None
+        return self.model
+
+    @property
     def mesh_rank(self) -> int:
         """Number of this rank among all, whichever samples they are given: its place in the mesh.
 
@@ -160,13 +157,6 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
     @override
     def is_global_zero(self) -> bool:
         return self.mesh_rank == 0
-
-    @property
-    def backend(self) -> Backend:
-        """The communication backend in use."""
-        return self._local_ranks.backend_on(
-            lambda: self.root_device, self.num_processes, self.num_nodes
-        )
 
     @property
     def collectives(self) -> Collectives:
@@ -202,48 +192,11 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     @property
     @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = with_files(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, checkpoint_io: CheckpointIO | None) -> None:
-        self._checkpoint_io = checkpoint_io
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return self._local_ranks.device(self.parallel_devices, self.local_rank)
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of hosts of the run."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        if self.is_in_process:
-            check_num_nodes(num_nodes)
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this host."""
-        return self._local_ranks.count(self.parallel_devices, self.cluster_environment)
-
-    @property
-    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if self._collectives is None:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         data = self.data_collectives
         return {"num_replicas": data.size, "rank": data.rank}
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's logging which rank this is."""
-        self.cluster_environment = self._local_ranks.placed(
-            self.cluster_environment, self.parallel_devices, self.num_nodes
-        )
 
     @override
     def _configure_launcher(self) -> None:
@@ -263,14 +216,7 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         reset_seed()
         self._random_state = torch.get_rng_state()
         self.set_world_ranks()
-        if dist.is_initialized():
-            self._adopt()
-        else:
-            self._join()
-            if not self.is_in_process:
-                leave_at_exit(self)
-        if not self.is_in_process:
-            note_user(self)
+        self._enter_groups()
         self._use_groups()
         if self.lightning_module is not None:
             self._begin_run(self.lightning_module.trainer)
@@ -347,23 +293,14 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
         """Make the groups beside the default one, once for each default group."""
         self._reducing = self.gradient_groups.duplicate(self._local_ranks.timeout)
 
-    def _join(self) -> None:
-        assert self.cluster_environment is not None
-        environment, timeout = self.cluster_environment, self._local_ranks.timeout
-        join(lambda: self.backend, environment, self.root_device, timeout)
-
+    @override
     def forget_groups(self) -> None:
-        """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""
         self._collectives = self._reducing = self._duplicated = None
 
-    def _adopt(self) -> None:
-        """Take over the default group of an earlier run of this process."""
-        check_adopted(self.mesh_rank, self.mesh_size, "Trainer")
-
+    @override
     def leave(self) -> None:
-        """End the groups at exit."""
         self.forget_groups()
-        destroy_groups()
+        super().leave()
 
     def salvaging(
         self, error: BaseException, *, is_common: bool, gone: Sequence[int]
@@ -404,16 +341,14 @@ class ShardStrategy(CoordinatedShutdown, metaclass=OptionNames):
 
     @override
     def model_to_device(self) -> None:
-        assert self.model is not None
-        move_to(self.model, self.root_device)
+        move_to(self.run_model, self.root_device)
 
     def _apply_layer_sync(self) -> None:
         """Let batch norms know all batches of a step, where the user has asked for it."""
-        assert self.model is not None
         data = self.gradient_groups.dp  # what ranks compute of one sample counts together
         self._synced = layer_sync_over(data, layer_sync(self), self.root_device, self.mesh_size)
         if self._synced is not None:
-            self.model = self._synced.apply(self.model)
+            self.model = self._synced.apply(self.run_model)
 
     def _revert_layer_sync(self) -> None:
         """Exchange synchronised batch norms for those of the user's module."""

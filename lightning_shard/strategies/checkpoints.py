@@ -244,8 +244,7 @@ class CheckpointingStrategy(ShardStrategy):
         super().on_train_start()
         if not self.async_save:
             return
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self.run_module.trainer
         shows = trainer.progress_bar_callback is not None and self.is_global_zero
         self._saves.open(self.root_device, shows_progress=shows)
         for callback in trainer.checkpoint_callbacks:
@@ -372,10 +371,9 @@ class CheckpointingStrategy(ShardStrategy):
         if is_folder(checkpoint_path):
             return self._load_folder(checkpoint_path, weights_only)
         if type(self.checkpoint_io) is CheckpointFiles and not self._others_see_loaded():
-            assert self.lightning_module is not None
             together = None if self.is_in_process else self.present_collectives
             checkpoint = self.checkpoint_io.load_mapped(
-                checkpoint_path, weights_only, self.lightning_module, together, self.mesh_rank
+                checkpoint_path, weights_only, self.run_module, together, self.mesh_rank
             )
             self._mapped = checkpoint.get("state_dict")
             return checkpoint
@@ -388,16 +386,15 @@ class CheckpointingStrategy(ShardStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
         if self._engine is None:  # after teardown everything is full again
             self._check_full()
-            return self.lightning_module.state_dict()
+            return self.run_module.state_dict()
         if self._saves_boxes:
-            return module_boxes(self.lightning_module, self._engine)
+            return module_boxes(self.run_module, self._engine)
         streamed = self._stream(self._engine)
         if streamed is not None:
-            return streamed.module_state(self.lightning_module)
-        return full_module_state(self.lightning_module, self._engine)
+            return streamed.module_state(self.run_module)
+        return full_module_state(self.run_module, self._engine)
 
     def _stream(self, engine: DataParallelEngine) -> StreamedState | None:
         """Return what is streamed in this save; None if somebody looks. Each rank must call."""
@@ -411,12 +408,10 @@ class CheckpointingStrategy(ShardStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        with noting_changes(self.lightning_module):
+        with noting_changes(self.run_module):
             self._load_module(checkpoint, strict)
 
     def _load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        assert self.lightning_module is not None
         if self._is_fitting():
             section_of(checkpoint)  # raises for a newer format, before anything is loaded
         left_out = left_out_of(checkpoint)
@@ -426,9 +421,9 @@ class CheckpointingStrategy(ShardStrategy):
             before = self._folders.take_weights(self, state, strict=strict, left_out=left_out)
         else:
             if self._engine is None and self._mapped is not None and state is self._mapped:
-                self._lent = LentValues(self.lightning_module, self._mapped)
+                self._lent = LentValues(self.run_module, self._mapped)
             before = load_module_state(
-                self.lightning_module,
+                self.run_module,
                 state,
                 strict=strict,
                 left_out=left_out,
@@ -473,11 +468,10 @@ class CheckpointingStrategy(ShardStrategy):
                 optimizer.load_state_dict(local)
 
     def _misfits(self, checkpoint: Mapping[str, Any]) -> list[str]:
-        assert self.lightning_module is not None
         states, misfits = checked_names(self, checkpoint["optimizer_states"])
         return misfits or run_misfits(
             {**checkpoint, "optimizer_states": states},
-            self.lightning_module,
+            self.run_module,
             self.optimizers,
             kept=section_of(checkpoint),
             scaler=getattr(self.precision_plugin, "scaler", None),

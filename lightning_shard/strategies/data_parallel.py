@@ -56,6 +56,7 @@ from lightning_shard.trainer._lightning import layer_sync
 from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
 from lightning_shard.trainer.callbacks import prepare_callbacks
+from lightning_shard.trainer.dry_run import dry_run
 from lightning_shard.trainer.full_counts import counted_full
 from lightning_shard.trainer.hook_advice import (
     hooks_inside,
@@ -82,7 +83,7 @@ class DataParallelStrategy(EndingStrategy):
     lays_out_anew: ClassVar[bool] = True  # layers that get another format before the first step
     owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
     memory_kinds = memory_kinds
-    dry_run = dry_runs.dry_run
+    dry_run = dry_run
     described = dry_runs.described
     placement = dry_runs.placement
     with_checkpointing = dry_runs.with_checkpointing
@@ -113,7 +114,6 @@ class DataParallelStrategy(EndingStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None
-        assert self.model is not None
         run = self._run_view()
         for one in self.dimensions:
             one.check(run)
@@ -126,21 +126,20 @@ class DataParallelStrategy(EndingStrategy):
         if fitting:
             self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
             self._buckets.begin_fit()
-            assert self.lightning_module is not None
-            check_trainable(self.lightning_module, self.data_collectives.size)
+            check_trainable(self.run_module, self.data_collectives.size)
             prepare_callbacks(
                 callbacks,
                 trainer,
-                self.lightning_module,
+                self.run_module,
                 from_local=not self._has_full_parameters,
                 averages_shards=self._holds_shards,
             )
             if not self._has_full_parameters:
-                draw_graphs(trainer, self.lightning_module, self.root_device)
+                draw_graphs(trainer, self.run_module, self.root_device)
             self.setup_optimizers(trainer)  # while parameters have their full shapes
             if self._resuming is not None:
                 self._resuming.check(self._misfits, self.collectives)
-        num_parameters = count_parameters(self.model)
+        num_parameters = count_parameters(self.run_model)
         with self._memory.told("setup"):
             self._start_engine()
         self._take_over_lent()
@@ -157,14 +156,13 @@ class DataParallelStrategy(EndingStrategy):
 
     def _work_on_engine(self, trainer: "pl.Trainer") -> None:
         """Let averages, optimizers and hooks of a run work on the engine; each rank must call."""
-        assert self.model is not None
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         averaging = averaging_callbacks(callbacks, fitting=self._is_fitting())
         self._averages = [self._average_of_shards(one) for one in averaging]
         if self._is_fitting():
             self._check_end()
             besides = schedules(trainer)
-            check_same_optimizers(self.optimizers, self.model, self.collectives, besides)
+            check_same_optimizers(self.optimizers, self.run_model, self.collectives, besides)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
         self._explain_shards(callbacks)
 
@@ -192,15 +190,13 @@ class DataParallelStrategy(EndingStrategy):
         self.model_to_device()
         self._in_hooks.close()
         self._start_engine()
-        assert self.lightning_module is not None
-        self._work_on_engine(self.lightning_module.trainer)
+        self._work_on_engine(self.run_module.trainer)
 
     def _prepare_model(self, run: RunView) -> None:
         """Let the model be what the engine takes: its tensors have values, or those are known."""
-        assert self.model is not None
         is_brought = any(one.brings_model(run) for one in self.dimensions)
         self._start = values_at_start(
-            self.model,
+            self.run_model,
             run.device,
             self.mesh_rank,
             self._random_state,
@@ -211,8 +207,8 @@ class DataParallelStrategy(EndingStrategy):
             ),
         )
         plugin = self.precision_plugin
-        with self._asked_formats.kept(self.model, TRUE_DTYPES.get(str(plugin.precision))):
-            self.model = plugin.convert_module(self.model)
+        with self._asked_formats.kept(self.run_model, TRUE_DTYPES.get(str(plugin.precision))):
+            self.model = plugin.convert_module(self.run_model)
         if not is_brought:
             self.model_to_device()
 
@@ -252,8 +248,7 @@ class DataParallelStrategy(EndingStrategy):
                 f"{type(self).__name__} works with those that configure_optimizers has returned. "
                 f"Change their param_groups instead, or use strategy='zero2'."
             )
-        assert self.model is not None
-        check_same_optimizers(raw, self.model, self.collectives)
+        check_same_optimizers(raw, self.run_model, self.collectives)
         known = {one.optimizer: one for one in (*self._sharded, *self._replaced)}
         given_up = [one for one in self._sharded if one.optimizer not in raw]
         for one in given_up:
@@ -268,13 +263,12 @@ class DataParallelStrategy(EndingStrategy):
         return dtype_policy(precision, self._reduce_dtype)
 
     def _explain_shards(self, callbacks: Sequence[Callback]) -> None:
-        assert self.lightning_module is not None
         contexts = [one.hook_context() for one in self.dimensions]
         if self._options.stage == 3:
             contexts.insert(0, lambda: self.engine.hook())
         for context in contexts:
             if context is not None:
-                around = hooks_inside(context, self.lightning_module, callbacks)
+                around = hooks_inside(context, self.run_module, callbacks)
                 self._in_hooks.enter_context(around)
 
     def _average_of_shards(self, callback: Averaging) -> AverageOfShards:
@@ -288,11 +282,9 @@ class DataParallelStrategy(EndingStrategy):
 
     def _run_view(self) -> RunView:
         """Return what dimensions may know of this run."""
-        assert self.lightning_module is not None
-        assert self.model is not None
         return RunView(
-            module=self.lightning_module,
-            model=self.model,
+            module=self.run_module,
+            model=self.run_model,
             mesh=self.mesh,
             rank=self.mesh_rank,
             device=self.root_device,
@@ -321,12 +313,11 @@ class DataParallelStrategy(EndingStrategy):
             one.forget_activations()
 
     def _start_engine(self) -> None:
-        assert self.model is not None
         plugin = self.precision_plugin
         assert isinstance(plugin, ShardedPrecision)
         run = self._run_view()
         if self._is_fitting():
-            self._activations.begin(self.model, self._options)
+            self._activations.begin(self.run_model, self._options)
         splits = [split for one in self.dimensions if (split := one.split(run)) is not None]
         split = combined(splits)
         if self._start is not None and split is not None:
@@ -340,7 +331,7 @@ class DataParallelStrategy(EndingStrategy):
         )
         options = self._buckets.sized(self, options, split, is_fitting=self._is_fitting())
         self._engine = engine = self.engine_type(
-            self.model, self.gradient_groups, options, self._reducing, split
+            self.run_model, self.gradient_groups, options, self._reducing, split
         )
         engine.adoption.may_reformat = self.lays_out_anew
         if engine.copier is not None:
@@ -351,7 +342,7 @@ class DataParallelStrategy(EndingStrategy):
         if self._is_fitting():
             self._activations.attach(engine)
             callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
-            engine.clipping.expect(*usual_clipping(run.module), self.model.parameters())
+            engine.clipping.expect(*usual_clipping(run.module), self.run_model.parameters())
             engine.edits.are_expected = may_edit_gradients(run.module, callbacks)
         plugin.attach(engine)
         if isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None:
@@ -359,7 +350,7 @@ class DataParallelStrategy(EndingStrategy):
                 exchange.loss_scale = partial(device_scale, plugin.scaler)
         for one in self.dimensions:
             one.attach(engine)
-        shapes = {param: engine.full_shape(param) for param in self.model.parameters()}
+        shapes = {param: engine.full_shape(param) for param in self.run_model.parameters()}
         self._in_split_model.enter_context(counted_full(shapes))
         # Stage 3 gathers blocks together: which ones a step leaves out at random has to agree.
         apart = run.drawn_for_own_data if self._options.stage < 3 else nullcontext
@@ -386,14 +377,13 @@ class DataParallelStrategy(EndingStrategy):
         is_apart = split is not None and split.shared_out is not None
         if not updates or not is_cut or compresses or is_apart:
             return frozenset()
-        assert self.model is not None
         if not self.owns_matrices:
             return frozenset()
-        owned = parameters_to_own(self.optimizers, self.model)
+        owned = parameters_to_own(self.optimizers, self.run_model)
         if owned and self._options.offload is not None:
             raise refuse_offload(self._options.offload, self.optimizers)
         if owned:  # ranks that lay parameters out differently could not even compare models
-            check_same_optimizers(self.optimizers, self.model, self.collectives)
+            check_same_optimizers(self.optimizers, self.run_model, self.collectives)
         return owned
 
     def _run_step(
@@ -466,8 +456,7 @@ class DataParallelStrategy(EndingStrategy):
 
     @override
     def on_predict_start(self) -> None:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self.run_module.trainer
         self.predicted = PredictedBatches(trainer, self.data_collectives.rank)
         if self._may_differ_in_batches:
             self.engine.hold_parameters()

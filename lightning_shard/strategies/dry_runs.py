@@ -15,8 +15,6 @@ from lightning_shard.data_parallel.checkpointed_blocks import (
 )
 from lightning_shard.mesh import NodePlacement
 from lightning_shard.planner.description import Description, Measure
-from lightning_shard.planner.report import DryRun
-from lightning_shard.trainer.dry_run import dry_run_of
 
 S = TypeVar("S")
 
@@ -44,45 +42,6 @@ def with_checkpointing(strategy: S, choice: ActivationCheckpointing | None) -> S
     made: Any = copy.copy(strategy)
     made._options = replace(made._options, activation_checkpointing=choice)
     return cast(S, made)
-
-
-def dry_run(
-    strategy: Any,
-    module: "pl.LightningModule",
-    batch: Any,
-    *,
-    world_size: int,
-    precision: str = "32-true",
-    ranks_per_node: int = 8,
-    state_values: int = 2,
-) -> DryRun:
-    """Count what a training step takes on each rank of a world that is not there.
-
-    Nothing is sent, computed or kept: the module may be larger than any memory.
-
-    Args:
-        strategy: The strategy itself.
-        module: As for `trainer.fit`; its parameters may be on meta, and it needs no trainer.
-        batch: Batch of a data-parallel rank's loader; its tensors may be on meta.
-        world_size: Ranks of that world.
-        precision: As for the Trainer.
-        ranks_per_node: Ranks that share a node's fast links.
-        state_values: Number of values that the optimizer keeps for each trained element: 2 of
-            Adam.
-
-    Raises:
-        ConfigError: Options that do not fit the world or the module, or a `training_step` that
-            asks for elements.
-    """
-    return dry_run_of(
-        strategy,
-        module,
-        batch,
-        world_size=world_size,
-        precision=precision,
-        ranks_per_node=ranks_per_node,
-        state_values=state_values,
-    )
 
 
 def described(

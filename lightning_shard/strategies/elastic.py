@@ -21,7 +21,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
@@ -270,24 +269,20 @@ class ElasticStrategy(DataParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.training:
+        if self.run_module.trainer.training:
             assert self._run is not None
             rank = self.data_collectives.rank
             self._run.data_assignment.assign(dataloader, rank, self.world_size)
         return super().process_dataloader(dataloader)
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        assert self.lightning_module is not None
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         assert self._run is not None
-        batch_idx = self.lightning_module.trainer.fit_loop.batch_idx
+        batch_idx = self.run_module.trainer.fit_loop.batch_idx
         weight = self._run.data_assignment.weight(batch_idx)
         if weight != 1.0:
             closure_loss = closure_loss * weight
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        return super().backward(closure_loss, *args, **kwargs)
 
     @override
     def teardown(self) -> None:
@@ -321,15 +316,13 @@ class ElasticStrategy(DataParallelStrategy):
 
     def rebuild_engine(self) -> None:
         """Make the engine at the present generation's size, without values; each rank must call."""
-        assert self.model is not None
         self._revert_layer_sync()
         self._apply_layer_sync()
-        take_leftovers(self.model)
-        assert self.lightning_module is not None
-        settings = started_with(self, self.lightning_module.trainer)
+        take_leftovers(self.run_model)
+        settings = started_with(self, self.run_module.trainer)
         for name in ("accumulate_grad_batches", "num_sanity_val_steps"):  # a newcomer has others
             settings.pop(f"Trainer({name})")
-        refuse_strangers(self.model, self.collectives, settings)
+        refuse_strangers(self.run_model, self.collectives, settings)
         self._buckets.share(self, self._options)
         self._start_engine()
         for optimizer in self.optimizers:
@@ -350,8 +343,7 @@ class ElasticStrategy(DataParallelStrategy):
     ) -> None:
         if self._run is not None and "optimizer_states" in checkpoint:
             state = self._run.data_assignment.state()
-            assert self.lightning_module is not None
-            state["trains"] = flags_of(self.lightning_module)
+            state["trains"] = flags_of(self.run_module)
             writable_section(checkpoint)["elastic"] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -368,10 +360,9 @@ class ElasticStrategy(DataParallelStrategy):
             self._run.random = in_memory(own.get("random"))
         kept = section.get("elastic")
         if kept is not None:
-            assert self.lightning_module is not None
             assert self._run is not None
             self._run.data_assignment.load_state(kept, checkpoint["global_step"])
             if self._run.has_begun:  # it goes back within the fit; a new one freezes by itself
-                set_flags(self.lightning_module, kept.get("trains", {}))
+                set_flags(self.run_module, kept.get("trains", {}))
             # configure_optimizers may have asked for the data
-            _lightning.forget_data(self.lightning_module.trainer)
+            _lightning.forget_data(self.run_module.trainer)

@@ -219,7 +219,6 @@ class EndingStrategy(CheckpointingStrategy):
         for param in engine.model.parameters():
             param.grad = None
         self._states_in_shards = [flat.layout for flat in engine.flats]
-        assert self.lightning_module is not None
         strategy = ref(self)  # who gives the strategy up frees what it holds
 
         def wake_if_alive() -> bool:
@@ -228,7 +227,7 @@ class EndingStrategy(CheckpointingStrategy):
                 alive._wake("gather")
             return alive is not None
 
-        self._at_rest = ShardsAtRest(self.lightning_module, self.mesh_rank, wake_if_alive)
+        self._at_rest = ShardsAtRest(self.run_module, self.mesh_rank, wake_if_alive)
 
     @override
     def teardown(self) -> None:

@@ -8,28 +8,122 @@ process group         the backend's, made once for each launch; later runs of th
 import atexit
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.environments import (
     InProcessEnvironment,
     MPIEnvironment,
     RayEnvironment,
+    check_adopted,
     check_environment,
     check_num_devices,
     fitting_environment,
 )
 from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.checkpoint_files import with_files
 from lightning_shard.strategies.configs import RanksConfig
+
+
+class OnLocalRanks:
+    """What a strategy says of its ranks on this host, of a Trainer or of Fabric."""
+
+    _local_ranks: "LocalRanks"
+    _checkpoint_io: CheckpointIO | None
+    _num_nodes = 1  # a Trainer, or Fabric, sets it
+    _collectives: Collectives | None = None
+    parallel_devices: Any
+    cluster_environment: ClusterEnvironment | None
+    local_rank: int
+
+    @property
+    def is_in_process(self) -> bool:
+        """Whether all ranks run inside this process."""
+        return self._local_ranks.are_in_process
+
+    @property
+    def backend(self) -> Backend:
+        """The communication backend in use."""
+        return self._local_ranks.backend_on(
+            lambda: self.root_device, self.num_processes, self.num_nodes
+        )
+
+    @property
+    def root_device(self) -> torch.device:
+        """The rank's device."""
+        return self._local_ranks.device(self.parallel_devices, self.local_rank)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts of the run."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if self.is_in_process:
+            check_num_nodes(num_nodes)
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return self._local_ranks.count(self.parallel_devices, self.cluster_environment)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads checkpoint files."""
+        self._checkpoint_io = with_files(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: CheckpointIO | None) -> None:
+        self._checkpoint_io = checkpoint_io
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's logging which rank this is."""
+        self.cluster_environment = self._local_ranks.placed(
+            self.cluster_environment, self.parallel_devices, self.num_nodes
+        )
+
+    def _enter_groups(self) -> None:
+        """Join the other ranks, or take over the groups of an earlier run of this process."""
+        if dist.is_initialized():
+            self._adopt()
+        else:
+            self._join()
+            if not self.is_in_process:
+                leave_at_exit(self)
+        if not self.is_in_process:
+            note_user(self)
+
+    def _adopt(self) -> None:
+        assert self.cluster_environment is not None
+        rank, size = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
+        check_adopted(rank, size, self._local_ranks.runner)
+
+    def _join(self) -> None:
+        assert self.cluster_environment is not None
+        environment, timeout = self.cluster_environment, self._local_ranks.timeout
+        join(lambda: self.backend, environment, self.root_device, timeout)
+
+    def forget_groups(self) -> None:
+        """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""
+        self._collectives = None
+
+    def leave(self) -> None:
+        """End the groups at exit."""
+        self._collectives = None
+        destroy_groups()
 
 
 class GroupUser(Protocol):
@@ -54,13 +148,14 @@ class LocalRanks:
         may_share_memory: Whether ranks that choose their backend by themselves may share memory.
 
     Attributes:
+        runner: Class of the object that has the devices.
         timeout: Longest wait for a peer.
     """
 
     def __init__(self, options: RanksConfig, runner: str, *, may_share_memory: bool = True) -> None:
         is_open = options.backend == "auto"  # until there are devices
         self._backend: Backend | None = None if is_open else get_backend(options.backend)
-        self._num_ranks, self._runner = options.num_ranks, runner
+        self._num_ranks, self.runner = options.num_ranks, runner
         self._may_share_memory = may_share_memory
         self._debug = settings.debug() or options.debug
         self.timeout = options.longest_wait
@@ -98,9 +193,7 @@ class LocalRanks:
             ConfigError: There are no devices yet.
         """
         if not devices:
-            raise ConfigError(
-                f"The strategy has no devices yet; pass it to a {self._runner} first."
-            )
+            raise ConfigError(f"The strategy has no devices yet; pass it to a {self.runner} first.")
         return devices[local_rank % len(devices)]
 
     def count(
@@ -144,7 +237,7 @@ class LocalRanks:
         num_devices = len(devices or ())
         if self._num_ranks is not None and num_devices not in (1, self._num_ranks):
             raise ConfigError(
-                f"num_ranks={self._num_ranks} and {self._runner}(devices={num_devices}) contradict "
+                f"num_ranks={self._num_ranks} and {self.runner}(devices={num_devices}) contradict "
                 f"each other; pass one of them, or devices=1 to put all ranks on it."
             )
         if not self.are_in_process:

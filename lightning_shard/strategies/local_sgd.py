@@ -7,7 +7,7 @@ The loss scaler of 16-mixed asks all ranks about overflow before each step, so t
 the same ones: one element per step. Nothing else is sent between two exchanges.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -128,9 +128,8 @@ class LocalSGDStrategy(LocalUpdates):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
         self._last_state, self._last_own = {}, {}
-        self._num_steps = self.lightning_module.trainer.global_step
+        self._num_steps = self.run_module.trainer.global_step
         self._guards = [
             optimizer.register_step_post_hook(self._check_step) for optimizer in self.optimizers
         ]
@@ -150,10 +149,9 @@ class LocalSGDStrategy(LocalUpdates):
             return
         assert self._alone is not None
         assert self._reducing is not None
-        assert self.lightning_module is not None
-        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = self.run_module.trainer.callbacks  # type: ignore[attr-defined]
         keeps_more = self._outer is not None or self._schedule.overlap_steps > 0
-        watches = keeps_more and may_set_weights(self.lightning_module, callbacks)
+        watches = keeps_more and may_set_weights(self.run_module, callbacks)
         self.local_engine.reduce_over(self._alone, alone=True)
         self._local = LocalSGD(
             self.local_engine,
@@ -171,22 +169,15 @@ class LocalSGDStrategy(LocalUpdates):
         return Averaging() if self._outer is None else OuterOptimization(trained, self._outer)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: "pl.LightningModule | nn.Module | None" = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._steps_by_trainer = True
         try:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(*args, **kwargs)
         finally:
             self._steps_by_trainer = False
         if self._local is not None:
             self._local.watch(has_stepped=True)
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
+        if not self.run_module.automatic_optimization:
             self._note_step()
         return result
 

@@ -248,10 +248,9 @@ class ModelParallelStrategy(DataParallelStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
-        assert self.model is not None
         assert self._runner is not None
         self._runner = WrappedRunner(self._runner, self._ranks_in_step)
-        self._metrics = MetricGroups(self.model, self.data_collectives.group)
+        self._metrics = MetricGroups(self.run_model, self.data_collectives.group)
         self._same_batches = SameBatches(self.model_collectives, self.model_ranks, self.root_device)
 
     @override
@@ -263,14 +262,13 @@ class ModelParallelStrategy(DataParallelStrategy):
         """Let hooks see full weights."""
         if isinstance(self.engine.split, Unsplit) or self._options.stage == 3:
             return
-        assert self.lightning_module is not None
         owner: Any = trainer
         averages = averaging_callbacks(owner.callbacks, fitting=True)  # which know of shards
         callbacks = [one for one in owner.callbacks if one not in averages]
         self._weights = weights = WeightsInHooks(self.engine, self.mesh_rank, self._finish_copies)
         self.engine.seeing_shards = weights.hidden  # a hook may train, as the learning-rate finder
         self._in_hooks.enter_context(
-            hooks_inside(weights.shown, self.lightning_module, callbacks, without=_OF_FAILURES)
+            hooks_inside(weights.shown, self.run_module, callbacks, without=_OF_FAILURES)
         )
 
     def _finish_copies(self) -> None:

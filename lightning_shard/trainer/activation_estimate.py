@@ -16,7 +16,7 @@ from lightning_shard.data_parallel.recomputation import RECOMPUTED
 from lightning_shard.data_parallel.torch_private import hooks_of
 from lightning_shard.planner.no_elements import NoElements
 from lightning_shard.trainer._lightning import runners_of
-from lightning_shard.trainer.dry_run import dry_run_of
+from lightning_shard.trainer.dry_run import dry_run
 
 
 def estimated_activations(strategy: Any, batch: Any) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def estimated_activations(strategy: Any, batch: Any) -> tuple[int, int]:
 
 
 def _kept(strategy: Any, module: Any, batch: Any, choice: Any) -> int:
-    dry = dry_run_of(
+    dry = dry_run(
         strategy.with_checkpointing(choice),
         module,
         batch,

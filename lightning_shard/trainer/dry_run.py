@@ -23,8 +23,9 @@ from lightning_shard.mesh import NodePlacement
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import measure_blocks
 from lightning_shard.pipeline_parallel.partition import BlockCosts
+from lightning_shard.planner import dry_run as simulated
 from lightning_shard.planner.description import Description, Measure, WorldOptions
-from lightning_shard.planner.dry_run import dry_run, model_flops
+from lightning_shard.planner.dry_run import model_flops
 from lightning_shard.planner.report import DryRun
 from lightning_shard.planner.step_trace import StepTrace, trace_step
 from lightning_shard.precision.policy import TRUE_DTYPES
@@ -49,19 +50,36 @@ class Describable(Protocol):
         """Return the placement of the groups on nodes of so many neighbouring ranks."""
 
 
-def dry_run_of(
+def dry_run(
     strategy: Describable,
     module: "pl.LightningModule",
     batch: Any,
     *,
     world_size: int,
-    precision: str,
-    ranks_per_node: int,
-    state_values: int,
+    precision: str = "32-true",
+    ranks_per_node: int = 8,
+    state_values: int = 2,
 ) -> DryRun:
-    """Count a training step of a strategy; see `dry_run` of a strategy."""
+    """Count what a training step takes on each rank of a world that is not there.
+
+    Nothing is sent, computed or kept: the module may be larger than any memory.
+
+    Args:
+        strategy: The strategy itself.
+        module: As for `trainer.fit`; its parameters may be on meta, and it needs no trainer.
+        batch: Batch of a data-parallel rank's loader; its tensors may be on meta.
+        world_size: Ranks of that world.
+        precision: As for the Trainer.
+        ranks_per_node: Ranks that share a node's fast links.
+        state_values: Number of values that the optimizer keeps for each trained element: 2 of
+            Adam.
+
+    Raises:
+        ConfigError: Options that do not fit the world or the module, or a `training_step` that
+            asks for elements.
+    """
     world = SimulatedWorld(strategy, module, batch, world_size, precision, state_values)
-    return dry_run(
+    return simulated.dry_run(
         module,
         world.batch,
         world.options,

@@ -15,8 +15,7 @@ from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.failing_steps import FailingSteps
-from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.optim.sharded_optimizer import FailingSteps, ShardedOptimizer
 from lightning_shard.testing import run_ranks
 
 NUM_RANKS = 2

@@ -186,7 +186,7 @@ def test_a_closure_that_returns_more_than_a_loss_is_refused() -> None:
 
 
 def test_nothing_is_sent_for_optimizers_that_do_not_look_at_the_loss() -> None:
-    from lightning_shard.optim.common_loss import looks_at_loss
+    from lightning_shard.optim.sharded_optimizer import looks_at_loss
 
     param = nn.Parameter(torch.ones(2))
     assert not looks_at_loss(torch.optim.AdamW([param]))
