@@ -3,17 +3,24 @@
 The model and the data module are named by `class_path`, and classes of the directory that the
 command runs in are found, as they are by `python -m`. An error of this package ends the command
 with one message and exit code 1; with `--debug` the traceback comes too.
+
+Errors of its parser name what a misspelt option or class was meant to be: jsonargparse says which
+key it does not know, and not which one stands next to it.
 """
 
+import re
 import sys
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_shard.cli.nearest import NearestNamesParser
 from lightning_shard.cli.refusals import tell
 from lightning_shard.errors import ShardError
 
@@ -84,3 +91,53 @@ def run() -> int:
         tell(error, debug=DEBUG_FLAG in sys.argv)
         return 1
     return 0
+
+
+_OF_CLASS = re.compile(r"class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted")
+_OF_MODULE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
+_OF_COMMAND = re.compile(
+    r"(?:does not accept option '|Option '|unrecognized arguments: --)([\w.-]+)"
+)
+
+
+class NearestNamesParser(LightningArgumentParser):
+    """Lightning's parser, which names the nearest options in an error about an unknown one."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.of_subcommands: list[LightningArgumentParser] = []
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        advice = "".join(f"\n{sentence}" for sentence in self._advice(message))
+        super().error(message + advice, ex)
+
+    def _advice(self, message: str) -> Iterator[str]:
+        for path, option in dict.fromkeys(_OF_CLASS.findall(message)):
+            yield from _nearest(option, _options_of(path), f"options of {path}")
+        for module, name in dict.fromkeys(_OF_MODULE.findall(message)):
+            yield from _nearest(name, vars(import_module(module)), f"names of {module}")
+        if not _OF_CLASS.search(message):
+            for option in dict.fromkeys(_OF_COMMAND.findall(message)):
+                yield from _nearest(option, self._options(), "options")
+
+    def _options(self) -> set[str]:
+        parsers = (self, *self.of_subcommands)
+        return {key for one in parsers for key, _ in one.get_defaults().items()}
+
+
+def _nearest(name: str, known: Iterable[str], what: str) -> Iterator[str]:
+    """Say which of the known names are near, if any are."""
+    near = get_close_matches(name, known, n=3, cutoff=0.6)
+    if near:
+        yield f"{name!r} is unknown; the nearest {what}: {', '.join(near)}"
+
+
+def _options_of(class_path: str) -> set[str]:
+    """Return what a class and its bases are constructed with, keywords handed on as well."""
+    module, _, name = class_path.rpartition(".")
+    if not module:
+        return set()  # a short name: jsonargparse has found the class, and does not say where
+    kind = getattr(import_module(module), name)
+    own = [signature(one.__init__) for one in kind.__mro__ if "__init__" in vars(one)]
+    return {option for each in own for option in each.parameters} - {"self", "args", "kwargs"}

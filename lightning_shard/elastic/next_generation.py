@@ -21,11 +21,10 @@ from lightning_shard.data_parallel.agreement import strangers
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.early_end import EarlyEnd
 from lightning_shard.elastic.generation import EvictedError, Generation
-from lightning_shard.elastic.progress import Progress
+from lightning_shard.elastic.progress import Progress, WhatTrains, flags_of
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.recovery import RecoveryPlan, agree, restore
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
-from lightning_shard.elastic.what_trains import WhatTrains, flags_of
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
 
 

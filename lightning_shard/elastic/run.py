@@ -16,8 +16,8 @@ What happens after a rank is lost:
     restore  the newest boundary of which somebody has every shard; else the newest checkpoint
     go on    data is assigned to the ranks there are, and the loop goes on behind that boundary
 
-Who says which ranks there are: `ranks`. Heartbeats: `heartbeats`. Who holds the elastic sampler:
-`DataAssignment`, which puts it into the training loader.
+Who says which ranks there are: `ranks`. Heartbeats: `served_membership`. Who holds the elastic
+sampler: `DataAssignment`, which puts it into the training loader.
 """
 
 from collections.abc import Mapping

@@ -18,9 +18,8 @@ from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.elastic.buddies import BuddyRing
 from lightning_shard.elastic.generation import Generation
-from lightning_shard.elastic.progress import Progress
+from lightning_shard.elastic.progress import Progress, flags_of
 from lightning_shard.elastic.reconfigurable import ElasticFit
-from lightning_shard.elastic.what_trains import flags_of
 
 
 class SnapshotMemory:

@@ -14,12 +14,14 @@ functions; any other is shared. What a function finds among its module's globals
 original's: it is as little copied as the module itself.
 
 A private name of Python's `copy` is used here, and some of torch's tensors; checked with Python
-3.11 and 3.12 and torch 2.11 to 2.13, tests/launchers/test_copy.py fails when they change.
+3.11 and 3.12 and torch 2.11 to 2.13, tests/launchers/test_copy.py fails when they change. So are
+those of torch.compile that copies of compiled code need; `tests/launchers/test_torch.py`.
 """
 
 import copy
+import inspect
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -29,8 +31,6 @@ from weakref import ReferenceType
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.optim import Optimizer
-
-from lightning_shard.launchers._torch import compile_again, uncompiled
 
 _Memo = dict[int, Any]
 
@@ -214,3 +214,18 @@ def _copy_rest(optimizer: Optimizer, memo: _Memo) -> None:
             setattr(copied, name, copy.deepcopy(value, memo))
         elif isinstance(value, OrderedDict) and not vars(copied)[name]:
             vars(copied)[name].update(copy.deepcopy(value, memo))
+
+
+def uncompiled(function: FunctionType) -> Callable[..., Any] | None:
+    """Return the function that `torch.compile` has compiled, or None for one it has not made."""
+    if vars(function).get("_torchdynamo_wrapper_id") != id(function):
+        return None
+    written: Callable[..., Any] = vars(function)["_torchdynamo_orig_callable"]
+    return written
+
+
+def compile_again(compiled: FunctionType, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function with the options with which another was compiled."""
+    compiler = inspect.getclosurevars(compiled).nonlocals["self"]
+    again: Callable[..., Any] = compiler(function)
+    return again

@@ -14,7 +14,7 @@ one of torch's element-wise ones, exactly. Each parameter by itself is updated
 - where groups alternate in a buffer, so that pieces would be many and short;
 - where hooks look at parameters within the step, or one of the options does (`_needs_each`).
 
-A run of shards that one param group updates, as one long parameter with one state.
+A piece is a run of shards that one param group updates, as one long parameter with one state:
 
     shards of a buffer     [ w1 | b1 | w2 | b2 ]
     entries of the piece   exp_avg [ m1 | .. | m2 | .. ]     step: one number

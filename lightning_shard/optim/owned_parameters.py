@@ -4,11 +4,11 @@
                         and the engine gives each of their parameters to one rank: `layout/owned`
     a step              owner    param.data, param.grad   full, in the parameter's own shape
                         others   the optimizer's groups leave the parameter out
-    tensor parallel     the owner gathers what other ranks have, see `gathered_parameters`
+    tensor parallel     the owner gathers what other ranks have
 
 so that the owner takes the step of a single device. State is full on the owner, and nowhere else.
 
-Gathers full matrices from the ranks that have parts of them, for an optimizer's step.
+Full matrices are gathered from the ranks that have parts of them:
 
                 rank 0        rank 1                       the step           rank 0        rank 1
     up.weight   part, grad    part, grad ──all_to_all──>   by rank 0 ──all_to_all──> part   part

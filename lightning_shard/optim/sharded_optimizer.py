@@ -13,7 +13,7 @@
 Schedulers, callbacks and the user keep the object that they hold; between steps its groups list
 the module's own parameters. State that the optimizer creates is in shards because it sees shards.
 
-The loss that an optimizer gets from a closure is the mean over the ranks.
+The loss that an optimizer gets from a closure is the mean over the ranks:
 
     line search:   loss(w + t d) < loss(w) ?     asked of every rank's own batch, some say yes
 
@@ -21,12 +21,10 @@ Gradients are averages over the ranks, so an optimizer that looks at the loss ha
 as well, or ranks decide differently and their weights part ways. torch's own optimizers but LBFGS
 hand the loss on without a look: for these nothing is sent.
 
-An optimizer's step that raises ends as any other does, so that who catches the error can go on.
-
-torch calls the hooks after a step only where the step returns. So `optimizer.step` is wrapped, as
-torch's own schedulers do it. An interrupt (Ctrl-C, say) may find other ranks anywhere, and the
-failure of a rank leaves nobody to exchange with: after those nothing is sent until the model is
-used again.
+A step that raises ends as any other does, so that who catches the error can go on. torch calls the
+hooks after a step only where the step returns. So `optimizer.step` is wrapped, as torch's own
+schedulers do it. An interrupt (Ctrl-C, say) may find other ranks anywhere, and the failure of a
+rank leaves nobody to exchange with: after those nothing is sent until the model is used again.
 """
 
 from collections.abc import Callable

@@ -21,7 +21,7 @@ from lightning_shard.proving.comparison import (
     tolerance_of,
 )
 from lightning_shard.proving.laboratory import Laboratory
-from lightning_shard.proving.narrowing import narrowed
+from lightning_shard.proving.narrowing import narrowed, shrunk
 from lightning_shard.proving.records import Kind, Record, Run, bare_name
 from lightning_shard.proving.rounding import (
     beyond_rounding,
@@ -31,7 +31,6 @@ from lightning_shard.proving.rounding import (
 )
 from lightning_shard.proving.runs import EXACT, RunFailedError, Subject, check_options
 from lightning_shard.proving.samples import wrong_data
-from lightning_shard.proving.shrinking import shrunk
 from lightning_shard.proving.strategies import (
     StrategyLike,
     comparable,

@@ -73,7 +73,7 @@ from lightning_shard.trainer.hook_advice import (
     may_see_checkpoints,
     may_see_loaded,
 )
-from lightning_shard.trainer.kept_state import KeptState
+from lightning_shard.trainer.place_in_data import KeptState
 
 
 class CheckpointingStrategy(ShardStrategy):

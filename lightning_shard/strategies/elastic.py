@@ -39,6 +39,7 @@ from lightning_shard.elastic.hook_values import HookValues
 from lightning_shard.elastic.launcher import ElasticLauncher
 from lightning_shard.elastic.loop import make_elastic
 from lightning_shard.elastic.next_generation import refuse_strangers
+from lightning_shard.elastic.progress import flags_of, set_flags
 from lightning_shard.elastic.ranks import (
     ElasticRanks,
     GroupSetup,
@@ -48,7 +49,6 @@ from lightning_shard.elastic.ranks import (
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.rendezvous_server import JobRules
 from lightning_shard.elastic.run import ElasticRun
-from lightning_shard.elastic.what_trains import flags_of, set_flags
 from lightning_shard.environments import elastic_environment
 from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer

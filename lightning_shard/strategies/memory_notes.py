@@ -1,23 +1,39 @@
-"""What a strategy tells an out-of-memory error: what its rank held, and what would hold less."""
+"""What a strategy tells an out-of-memory error: what its rank held, and what would hold less.
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+    torch.OutOfMemoryError                                     of a device
+    RuntimeError: ... DefaultCPUAllocator: can't allocate ...  of a host
+
+The error stays the one that was raised, so that Lightning's batch size finder goes on catching it;
+a note is added, which Python prints below it.
+
+How large activations are, with and without checkpointing, is told by dry runs in the middle of a
+fit. Its module is in the engine's hands: parameters may show shards, blocks have hooks and
+other forwards. So a copy without hooks, of full shapes and without elements, takes the step.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory_kinds import MemoryKinds, kinds_of
 from lightning_shard.data_parallel.model_split import Unsplit
+from lightning_shard.data_parallel.recomputation import RECOMPUTED
+from lightning_shard.data_parallel.torch_private import hooks_of
+from lightning_shard.planner.no_elements import NoElements
 from lightning_shard.planner.savings import Situation, largest_units, savings
 from lightning_shard.sizes import format_bytes
 from lightning_shard.strategies.flat_options import option_names
 from lightning_shard.strategies.names import strategy_name
-from lightning_shard.trainer.activation_estimate import estimated_activations
+from lightning_shard.trainer._lightning import runners_of
 from lightning_shard.trainer.announcement import what_is_held
-from lightning_shard.trainer.out_of_memory import is_out_of_memory, told_of_memory
+from lightning_shard.trainer.dry_run import dry_run
 
 _BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
 
@@ -110,3 +126,86 @@ def _without_elements(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_nested:
         return tensor
     return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+
+
+_OF_HOSTS = ("DefaultCPUAllocator", "not enough memory")  # in torch's own words
+_BEGINNING = "Out of memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that torch could not allocate memory, on a device or a host."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        any(words in text for words in _OF_HOSTS) or ("CUDA" in text and "out of memory" in text)
+    )
+
+
+@contextmanager
+def told_of_memory(place: str, describe: Callable[[], str]) -> Iterator[None]:
+    """Add a note to out-of-memory errors that are raised inside; nested contexts add one.
+
+    Args:
+        place: What runs, such as "backward".
+        describe: Says what this rank holds and what would save memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        notes = getattr(error, "__notes__", ())
+        if is_out_of_memory(error) and not any(note.startswith(_BEGINNING) for note in notes):
+            error.add_note(f"{_BEGINNING} in {place}. {describe()}")
+        raise
+
+
+def estimated_activations(strategy: Any, batch: Any) -> tuple[int, int]:
+    """Return the bytes that a step keeps for its backward, as it is and with "full" checkpointing.
+
+    Args:
+        strategy: The strategy of a fit whose model is not split over ranks.
+        batch: A batch, whose tensors may be on meta.
+
+    Raises:
+        Exception: The step cannot be run on a copy without elements.
+    """
+    module = plain_copy(strategy.lightning_module, strategy.engine)
+    present = strategy.engine.options.activation_checkpointing
+    kept = [_kept(strategy, module, batch, choice) for choice in (present, "full")]
+    return kept[0], kept[1]
+
+
+def _kept(strategy: Any, module: Any, batch: Any, choice: Any) -> int:
+    dry = dry_run(
+        strategy.with_checkpointing(choice),
+        module,
+        batch,
+        world_size=strategy.mesh_size,
+        precision=str(strategy.precision_plugin.precision),
+        ranks_per_node=strategy.mesh_size,
+        state_values=0,
+    )
+    return dry.ranks[0].memory.activations + dry.ranks[0].memory.recomputed
+
+
+def plain_copy(module: Any, engine: DataParallelEngine) -> Any:
+    """Copy a module of a fit as it was before, without elements, hooks or trainer."""
+    stand_ins = NoElements()
+    formats = {param: flat.full.dtype for flat in engine.flats for param in flat.params}
+    memo: dict[int, Any] = {id(one): None for one in runners_of(module)}
+    for param in module.parameters():
+        like = torch.empty(
+            tuple(engine.full_shape(param)), dtype=formats.get(param, param.dtype), device="meta"
+        )
+        memo[id(param)] = nn.Parameter(stand_ins.tensor(like), requires_grad=param.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = stand_ins.tensor(buffer)
+    for part in module.modules():
+        memo |= {id(hooks): OrderedDict() for hooks in hooks_of(part)}
+        if RECOMPUTED in vars(part):
+            memo |= {id(vars(part)[RECOMPUTED]): None, id(vars(part)["forward"]): None}
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        if RECOMPUTED in vars(part):
+            del vars(part)[RECOMPUTED], vars(part)["forward"]
+    return copied

@@ -1,20 +1,24 @@
 """Prepares Lightning's callbacks for a strategy that gives each rank shards of the parameters.
 
 ModelSummary                 counts what it sees: before the model is split
-BaseFinetuning               looks for parameters by identity: see `finetuning`
+BaseFinetuning               looks for parameters by identity: see below
 WeightAveraging, stochastic  average shards: see `weight_averaging`
 ModelPruning                 is refused
+
+`BaseFinetuning` compares values with `torch.equal`. Between the steps of ZeRO stage 3 each rank has
+shards of the parameters, and empty shards are all equal: every rank would leave others out of the
+group that is added, and the ranks' optimizers would no longer fit together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelPruning, ModelSummary
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, ModelSummary
+from torch.optim import Optimizer
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.on_pytorch_lightning.mirror import PACKAGE, mirrored, original
-from lightning_shard.trainer.finetuning import compare_by_identity
 from lightning_shard.trainer.weight_averaging import averaging_callbacks, check_elementwise
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
@@ -92,3 +96,30 @@ def _skip_once(summary: ModelSummary) -> None:
         del summary.on_fit_start
 
     summary.on_fit_start = skip  # type: ignore[method-assign, assignment]
+
+
+def compare_by_identity(callbacks: Iterable[Callback]) -> None:
+    """Let the finetuning callbacks among these add parameters by identity.
+
+    The change stays after the run: its result is the same wherever no two parameters are equal.
+    """
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            callback.unfreeze_and_add_param_group = _unfreeze_and_add  # type: ignore[method-assign]
+
+
+def _unfreeze_and_add(
+    modules: Any,
+    optimizer: Optimizer,
+    lr: float | None = None,
+    initial_denom_lr: float = 10.0,
+    train_bn: bool = True,
+) -> None:
+    """Unfreeze modules and add a group, as `unfreeze_and_add_param_group`, but by identity."""
+    BaseFinetuning.make_trainable(modules)
+    known = {param for group in optimizer.param_groups for param in group["params"]}
+    trainable = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+    params = [param for param in trainable if param not in known]
+    rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
+    if params:
+        optimizer.add_param_group({"params": params, "lr": rate})

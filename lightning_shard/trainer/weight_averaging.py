@@ -11,6 +11,9 @@ Afterwards every rank gets the full weights anew.
 
 Private names of Lightning are touched here alone; checked with lightning 2.6,
 `tests/trainer/test_weight_averaging.py` fails when one changes.
+
+A function of the user's that averages is tried first, on a matrix and its shards: each element has
+to be averaged by itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +31,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.errors import ConfigError
-from lightning_shard.trainer.averaging_trial import why_not_elementwise
+from lightning_shard.optim.elementwise import why_different
 
 Averaging = WeightAveraging | StochasticWeightAveraging
 
@@ -332,3 +335,32 @@ def _averaged(
             return list(averages)
         one = average.avg_fn
     return [one(old, new, count) for old, new in zip(averages, currents, strict=True)]
+
+
+_SHAPE = (4, 6)
+_CUT = 10  # inside a row
+
+Averaged = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
+
+
+def why_not_elementwise(averaged: Averaged) -> str | None:
+    """Return in words how shards come out differently than the matrix; None when they do not.
+
+    Args:
+        averaged: Returns new averages for given averages and current values.
+    """
+    generator = torch.Generator().manual_seed(0)
+    average, current = torch.randn((2, *_SHAPE), generator=generator).unbind()
+
+    def results() -> list[list[Tensor]]:
+        shards = averaged(_in_shards(average), _in_shards(current))
+        return [averaged([average], [current]), shards]
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return why_different(results)
+
+
+def _in_shards(matrix: Tensor) -> list[Tensor]:
+    """Cut a matrix into 1-D shards, of which one has no elements."""
+    flat = matrix.flatten()
+    return [flat[:0], flat[:_CUT], flat[_CUT:]]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.launchers._torch import compile_again, uncompiled
+from lightning_shard.launchers._copy import compile_again, uncompiled
 
 
 def doubled(x: Tensor) -> Tensor:

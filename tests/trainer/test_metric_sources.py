@@ -20,7 +20,7 @@ from lightning_shard.placeholders import Placeholder
 from lightning_shard.testing import run_ranks
 from lightning_shard.trainer import _torchmetrics
 from lightning_shard.trainer.metric_groups import MetricGroups
-from lightning_shard.trainer.metric_sources import MetricSources
+from lightning_shard.trainer.step_logs import MetricSources
 from tests.strategies.pipeline_parallel.pipelined import pipelines
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shard.trainer.step_changes import Microbatches, merged
+from lightning_shard.trainer.step_attributes import Microbatches, merged
 
 SIZES, LOSSES = (4, 4, 2), (1.0, 2.0, 4.0)
 MEAN = (4 * 1.0 + 4 * 2.0 + 2 * 4.0) / 10

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from lightning_shard.optim.state_bytes import expected_state_bytes
+from lightning_shard.trainer.announcement import expected_state_bytes
 
 MAKERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sgd": lambda params: optim.SGD(params, lr=0.1),
