@@ -16,19 +16,13 @@ from rich.tree import Tree
 from lightning_shard.checkpoint.conversion.consolidating import Consolidation, Outcome, consolidate
 from lightning_shard.checkpoint.conversion.description import describe
 from lightning_shard.cli.parsers import dtype_name
-from lightning_shard.cli.refusals import tell
-from lightning_shard.errors import ShardError
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def run(subcommand: str, arguments: Namespace) -> int:
     """Run a subcommand and return the process's exit code."""
-    try:
-        return _consolidate(arguments) if subcommand == "consolidate" else _describe(arguments)
-    except ShardError as error:
-        tell(error, debug=arguments.debug)
-        return 1
+    return _consolidate(arguments) if subcommand == "consolidate" else _describe(arguments)
 
 
 def _consolidate(arguments: Namespace) -> int:

@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_shard.cli.parsers import HOMES, TEXTS, parser_of
+from lightning_shard.cli.refusals import told
 
 _SUBCOMMANDS = {
     "fit": "Train a model.",
@@ -19,6 +20,7 @@ _CONFIGURED = {
     "replay": "Take a recorded step of many ranks again in one process, under a debugger.",
 }
 _HOMES = {"prove": "proving", "replay": "replaying"}
+_REFUSED = 2  # the exit code where these could compare or replay nothing
 LIGHTNINGS = {**_SUBCOMMANDS, **_CONFIGURED}
 """By subcommand of Lightning's command line what it does."""
 _EPILOG = """\
@@ -61,11 +63,13 @@ def main() -> int:
     if arguments and arguments[0] in TEXTS:
         parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
         home = import_module(f"lightning_shard.cli.{HOMES[arguments[0]]}")
-        return int(home.run(arguments[0], parsed))
+        return told(lambda: home.run(arguments[0], parsed), debug=parsed.debug)
     if arguments and arguments[0] in _CONFIGURED:
-        return int(import_module(f"lightning_shard.cli.{_HOMES[arguments[0]]}").run())
+        home = import_module(f"lightning_shard.cli.{_HOMES[arguments[0]]}")
+        return told(home.run, debug="--debug" in arguments, status=_REFUSED)
     if _is_for_a_subcommand(arguments):
-        return int(import_module("lightning_shard.cli.shard_cli").run())
+        home = import_module("lightning_shard.cli.shard_cli")
+        return told(home.run, debug="--debug" in arguments)
     _parser().parse_args(arguments)  # which exits
     return 0
 

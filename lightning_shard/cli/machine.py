@@ -14,13 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_shard.cli.refusals import tell
 from lightning_shard.doctor.finding import Finding, size
 from lightning_shard.doctor.host import host
 from lightning_shard.doctor.launcher import launcher
 from lightning_shard.doctor.present import absent
 from lightning_shard.doctor.software import software
-from lightning_shard.errors import ShardError
 from lightning_shard.schemes import BACKENDS, named_schemes
 
 _WITH_TORCH = {"Network": "network", "Backends": "backends"}
@@ -31,11 +29,7 @@ _NARROWEST = 100  # of what is not a terminal
 
 def run(subcommand: str, given: Namespace) -> int:
     """Run a subcommand and return the process's exit code."""
-    try:
-        return _doctor(given) if subcommand == "doctor" else _strategies(given)
-    except ShardError as error:
-        tell(error, debug=given.debug)
-        return 1
+    return _doctor(given) if subcommand == "doctor" else _strategies(given)
 
 
 def _rooms() -> Iterator[tuple[str, Callable[[], Iterator[Finding]]]]:

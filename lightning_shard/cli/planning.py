@@ -16,8 +16,8 @@ from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_shard.cli.refusals import tell
-from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.cli.shard_cli import find_classes_here
+from lightning_shard.errors import ConfigError
 from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.search import plan
 
@@ -73,9 +73,7 @@ def _planned(given: Namespace) -> Plan:
     config = given.config
     if not Path(config).is_file():
         raise ConfigError(f"--config={config} is no file; expected a config of `fit`.")
-    directory = str(Path.cwd())
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
+    find_classes_here()
     with patch.object(sys, "argv", sys.argv[:1]):  # which Lightning warns of beside `args`
         cli = _Configured(config, on_meta=not given.values)
     precision = given.precision or str(cli.trainer.precision)
@@ -104,16 +102,12 @@ def _tensor_plan(path: str | None) -> dict[str, Any] | None:
 
 
 def run(subcommand: str, given: Namespace) -> int:
-    """Run `plan` and return the exit code: 1 where nothing fits, or for an error."""
-    try:
-        found = _planned(given)
-        if given.yaml is not None and found.recommendation is not None:
-            Path(given.yaml).write_text(found.to_yaml(), encoding="utf-8")
-        if given.picture is not None:
-            found.save_picture(given.picture)
-    except ShardError as error:
-        tell(error, debug=given.debug)
-        return 1
+    """Run `plan` and return the exit code: 1 where nothing fits."""
+    found = _planned(given)
+    if given.yaml is not None and found.recommendation is not None:
+        Path(given.yaml).write_text(found.to_yaml(), encoding="utf-8")
+    if given.picture is not None:
+        found.save_picture(given.picture)
     if given.json:
         print(found.to_json())
     else:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from lightning_shard.cli.without_trainer import CLIWithoutTrainer, run_told
+from lightning_shard.cli.without_trainer import CLIWithoutTrainer
 from lightning_shard.proving.prove import prove
 from lightning_shard.proving.verdict import Verdict
 
@@ -86,10 +86,6 @@ def _num_ranks(given: dict[str, Any]) -> int:
 
 def run() -> int:
     """Run the subcommand in `sys.argv` and return the process's exit code."""
-    return run_told(_run)
-
-
-def _run() -> int:
     cli = ProveCLI()
     verdict = cli.prove()
     if cli.config.json:

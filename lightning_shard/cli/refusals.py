@@ -2,18 +2,24 @@
 
 import sys
 import traceback
+from collections.abc import Callable
 
 from lightning_shard.errors import ShardError
 
 
-def tell(error: ShardError, *, debug: bool) -> None:
-    """Print an error that is being handled.
+def told(run: Callable[[], int], *, debug: bool, status: int = 1) -> int:
+    """Run a subcommand and return its exit code.
 
     Args:
-        error: What went wrong, with advice.
-        debug: Whether to print where it was raised, too.
+        run: Runs the subcommand and returns its exit code.
+        debug: Whether to print where an error was raised, too.
+        status: The exit code where an error has ended it.
     """
-    if debug:
-        traceback.print_exc()
-    else:
-        print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+    try:
+        return run()
+    except ShardError as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+        return status

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from lightning_shard.cli.without_trainer import CLIWithoutTrainer, run_told
+from lightning_shard.cli.without_trainer import CLIWithoutTrainer
 from lightning_shard.replay.replay import replay
 from lightning_shard.replay.verdict import Replayed
 
@@ -55,10 +55,6 @@ class ReplayCLI(CLIWithoutTrainer):
 
 def run() -> int:
     """Run the subcommand in `sys.argv` and return the process's exit code."""
-    return run_told(_run)
-
-
-def _run() -> int:
     cli = ReplayCLI()
     found = cli.replay()
     if cli.config.json:

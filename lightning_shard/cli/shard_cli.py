@@ -21,11 +21,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_shard.cli.refusals import tell
 from lightning_shard.errors import ShardError
-
-DEBUG_FLAG = "--debug"
-"""Shows the traceback of an error of this package."""
 
 
 class ShardCLI(LightningCLI):
@@ -46,7 +42,7 @@ class ShardCLI(LightningCLI):
         if isinstance(self.parser, NearestNamesParser) and parser is not self.parser:
             self.parser.of_subcommands.append(parser)
         parser.add_argument(
-            DEBUG_FLAG,
+            "--debug",
             action="store_true",
             help="Show the traceback of an error of lightning_shard, not only its message.",
         )
@@ -85,11 +81,7 @@ def find_classes_here() -> None:
 def run() -> int:
     """Run the subcommand in `sys.argv` and return the process's exit code."""
     find_classes_here()
-    try:
-        ShardCLI()
-    except ShardError as error:
-        tell(error, debug=DEBUG_FLAG in sys.argv)
-        return 1
+    ShardCLI()
     return 0
 
 

@@ -1,7 +1,6 @@
 """What subcommands share that read a fit's configuration, and make Trainers of their own."""
 
 import sys
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -10,12 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from lightning_shard.cli.refusals import tell
-from lightning_shard.cli.shard_cli import DEBUG_FLAG, ShardCLI, find_classes_here
-from lightning_shard.errors import ShardError
-
-REFUSED = 2
-"""The exit code where an error of this package has ended the subcommand."""
+from lightning_shard.cli.shard_cli import ShardCLI, find_classes_here
 
 # Lightning's own callbacks look on, but for these.
 _TRAINING = (
@@ -41,6 +35,7 @@ class CLIWithoutTrainer(ShardCLI):
     """
 
     def __init__(self, name: str, description: str) -> None:
+        find_classes_here()
         with patch.object(sys, "argv", [sys.argv[0], *sys.argv[2:]]):
             super().__init__(
                 run=False,
@@ -75,13 +70,3 @@ class CLIWithoutTrainer(ShardCLI):
             for one in listed
             if isinstance(one, _TRAINING) or not f"{type(one).__module__}.".startswith(_WATCHING)
         ]
-
-
-def run_told(function: Callable[[], int]) -> int:
-    """Run a subcommand, with an error of this package as one line and an exit code."""
-    find_classes_here()
-    try:
-        return function()
-    except ShardError as error:
-        tell(error, debug=DEBUG_FLAG in sys.argv)
-        return REFUSED

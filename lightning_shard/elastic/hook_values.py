@@ -15,7 +15,6 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Iterator
-from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elastic._lightning import training_dataset
+from lightning_shard.launchers.adoption import OF_LIGHTNING, put
 
 Values = dict[tuple[str, str], Any]  # by owner and attribute
 
@@ -116,7 +116,7 @@ class HookValues:
             now = present.get((owner, name))
             is_flag = self.keeps_flags and isinstance(now, bool) and name != "training"
             if owner in owners and value is not _Odd and value != now and not is_flag:
-                _put(vars(owners[owner]), name, _thawed(value))
+                put(vars(owners[owner]), name, _thawed(value))
 
 
 class _Odd:
@@ -188,27 +188,10 @@ def _owners(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:
         dataset, name = getattr(dataset, "dataset", None), f"{name}.dataset"
 
 
-@cache
-def _names_of_lightning() -> set[str]:
-    """The attributes that Lightning and torch make, but for the mode of a module."""
-    return {*vars(pl.LightningModule()), *vars(pl.LightningDataModule())} - {"training"}
-
-
 def _values(trainer: "pl.Trainer") -> Values:
     return {
         (owner, name): _frozen(value, _MOST_OF_DATA if owner.startswith("data") else _MOST)
         for owner, one in _owners(trainer)
         for name, value in vars(one).items()
-        if name not in _names_of_lightning()
+        if name not in OF_LIGHTNING or name == "training"
     }
-
-
-def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
-    """Set an attribute; what is in a container changes in place, since others may hold it."""
-    present: Any = attributes.get(name)
-    fill = getattr(present, "extend", None) or getattr(present, "update", None)
-    if fill is not None and isinstance(value, type(present)):
-        present.clear()
-        fill(value)
-    else:
-        attributes[name] = value

@@ -168,10 +168,3 @@ class Loading:
             load_rest(module, saved)
             load = read_weights if is_stored(saved) else load_into_shards
             load(module, saved, engine)
-
-
-def _part(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the weights of one part of a module, by its own names."""
-    return {
-        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-    }

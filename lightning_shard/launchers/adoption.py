@@ -15,6 +15,7 @@ A list, dictionary or set that the original has is filled anew, so that whoever 
 What torch and Lightning keep in a module stays the original's.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -89,7 +90,7 @@ def _give_results(source: "pl.Trainer", target: "pl.Trainer") -> None:
     target.state.status, target.state.stage = source.state.status, source.state.stage
 
 
-_OF_LIGHTNING = frozenset({*vars(pl.LightningModule()), *vars(pl.LightningDataModule())})
+OF_LIGHTNING = frozenset({*vars(pl.LightningModule()), *vars(pl.LightningDataModule())})
 
 
 def give_attributes(
@@ -115,7 +116,7 @@ def give_attributes(
     for source, target in pairs:
         for name, value in _attributes(source):
             about = f"{type(source).__name__}.{name}"
-            _give(target, name, _copied(value, about, memo, modules, others))
+            put(vars(target), name, _copied(value, about, memo, modules, others))
         if isinstance(source, (pl.LightningModule, pl.LightningDataModule)):
             about = f"{type(source).__name__}.hparams"
             target.hparams.update(_copied(dict(source.hparams), about, memo, modules, others))
@@ -135,7 +136,7 @@ def _pairs(source: Any, target: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    skipped = _OF_LIGHTNING if isinstance(owner, (nn.Module, pl.LightningDataModule)) else ()
+    skipped = OF_LIGHTNING if isinstance(owner, (nn.Module, pl.LightningDataModule)) else ()
     return [(name, value) for name, value in vars(owner).items() if name not in skipped]
 
 
@@ -155,14 +156,13 @@ def _copied(
         return value
 
 
-def _give(target: Any, name: str, value: Any) -> None:
-    mine = vars(target).get(name)
-    if type(mine) is not type(value) or mine is value:
-        vars(target)[name] = value
-    elif isinstance(mine, list):
-        mine[:] = value
-    elif type(mine) in (dict, set):
-        mine.clear()
-        mine.update(value)
-    else:
-        vars(target)[name] = value
+def put(attributes: dict[str, Any], name: str, value: Any) -> None:
+    """Set an attribute; what is in a container changes in place, since others may hold it."""
+    present: Any = attributes.get(name)
+    is_container = isinstance(present, (list, deque, dict, set))
+    if not is_container or type(present) is not type(value) or present is value:
+        attributes[name] = value
+        return
+    present.clear()
+    fill = present.extend if isinstance(present, (list, deque)) else present.update
+    fill(value)

@@ -43,7 +43,7 @@ from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.data_parallel.torch_private import step_hooks_between
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.optim.edited_state import EditedState
-from lightning_shard.optim.elementwise import RAISED, why_not_separate
+from lightning_shard.optim.elementwise import RAISED, is_of_torch, why_not_separate
 from lightning_shard.optim.flat_step import FlatStep
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
@@ -259,9 +259,7 @@ def _check_same_parameters(optimizer: Optimizer, engine: DataParallelEngine) -> 
 
 def looks_at_loss(optimizer: Optimizer) -> bool:
     """Whether an optimizer may use what its closure returns; only torch's own are known not to."""
-    return type(optimizer) is torch.optim.LBFGS or not type(optimizer).__module__.startswith(
-        "torch.optim."
-    )
+    return type(optimizer) is torch.optim.LBFGS or not is_of_torch(optimizer)
 
 
 def mean_loss(loss: Any, optimizer: Optimizer, ranks: Collectives, device: torch.device) -> Any:

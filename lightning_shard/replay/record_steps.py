@@ -181,14 +181,7 @@ class RecordSteps(OnlyLooks, Callback):
             self._record.losses.append(loss.detach().clone())
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: "pl.Trainer",
-        pl_module: "pl.LightningModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any, **__: Any) -> None:
         if self._failures and not self._has_told_loss:
             self._look_at_losses(trainer)
         record = self._record

@@ -108,14 +108,7 @@ class Replayer(OnlyLooks, Callback):
         self._outcome(trainer).losses.append(host_copy(loss.clone()))
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: "pl.Trainer",
-        pl_module: "pl.LightningModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any, **__: Any) -> None:
         if self._number == len(self._shelf.records[_rank_of(trainer)].given):
             self._note_state(trainer)
             self._shelf.play(on=False)

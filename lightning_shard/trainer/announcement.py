@@ -10,7 +10,7 @@ the step of another might do more than to update.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.held_bytes import HeldBytes, expected
@@ -196,8 +197,8 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> tuple[f
     param = nn.Parameter(torch.zeros((_SIDE,) * like.ndim, dtype=like.dtype, device=like.device))
     param.grad = torch.zeros_like(param)
     try:
-        made = _make_alike(kind, optimizer, group, param)
-        made.step()
+        made = trial_optimizer(optimizer, {**group, "params": [param]})
+        kind.step(made)
     except Exception:
         return None  # nothing but the announcement is lost
     each, full = 0.0, 0
@@ -211,13 +212,3 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> tuple[f
         else:
             return None
     return each, full
-
-
-def _make_alike(
-    kind: Callable[..., Optimizer], optimizer: Optimizer, group: dict[str, Any], param: Tensor
-) -> Optimizer:
-    known = inspect.signature(kind).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in known}
-    made = kind([param], **options)
-    made.param_groups[0].update({name: group[name] for name in group if name != "params"})
-    return made

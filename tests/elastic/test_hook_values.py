@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_shard.elastic import hook_values
+from lightning_shard.launchers.adoption import put
 
 PLAIN = [
     [1, "a", (2.0, None)],
@@ -32,7 +33,7 @@ def frozen(value: Any, most: int = 100) -> Any:
 
 def thawed(value: Any) -> Any:
     found = {"x": None}
-    hook_values._put(found, "x", hook_values._thawed(value))
+    put(found, "x", hook_values._thawed(value))
     return found["x"]
 
 
@@ -69,9 +70,9 @@ def test_what_is_put_back_changes_what_others_hold() -> None:
         (deque([1]), deque([2])),
     ):
         found = {"x": present}
-        hook_values._put(found, "x", value)
+        put(found, "x", value)
         assert found["x"] is present
         assert present == value
     found = {"x": [1]}
-    hook_values._put(found, "x", None)
+    put(found, "x", None)
     assert found["x"] is None
