@@ -8,12 +8,13 @@ loaded from its record.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import Work
 from typing_extensions import override
@@ -29,8 +30,12 @@ from lightning_shard.backends.group_handle import CallWork
 from lightning_shard.backends.packing import write
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.python_group import PythonGroup
-from lightning_shard.errors import ConfigError
+from lightning_shard.environments import InProcessEnvironment
+from lightning_shard.errors import ConfigError, RankFailedError
+from lightning_shard.replay.rank_record import RankRecord
+from lightning_shard.replay.replayer import Shelf
 from lightning_shard.replay.tape import WITHOUT_RESULT, Tape
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 
 NAME = "recorded"
 _tapes: list[Tape] = []  # of the one replay that runs, if any
@@ -234,3 +239,54 @@ def _make_group(options: Any, backend_options: Any) -> RecordedGroup:
 
 if dist.is_available():
     _c10d.register_backend(NAME, _make_group, ["cpu"])
+
+
+def alone(
+    record: RankRecord, strategy: DataParallelStrategy
+) -> tuple[Shelf, DataParallelStrategy, AbstractContextManager[None]]:
+    """Prepare to take one rank alone.
+
+    Args:
+        record: What the rank has recorded, with results.
+        strategy: The recorded run's strategy.
+
+    Returns:
+        Where what comes of it is noted, the strategy of the rank, and what must be around its fit.
+    """
+    is_cut_short = record.error is not None and record.error[0] == RankFailedError.__name__
+    tape = Tape(rank=record.rank, results=record.results or (), is_cut_short=is_cut_short)
+    environment = _OneRank(record.rank, record.num_ranks)
+    made = strategy.with_options(backend="gloo", num_ranks=None, cluster_environment=environment)
+    made._local_ranks.use(RecordedBackend(record.setup["backend"]))
+    vars(made)["compare_settings"] = lambda _: None  # with whom?
+    return Shelf([record], tape), made, _as_rank(tape, record.num_ranks)
+
+
+@contextmanager
+def _as_rank(tape: Tape, num_ranks: int) -> Iterator[None]:
+    before = getattr(rank_zero_only, "rank", None)
+    try:
+        with group_of_one(tape, num_ranks):
+            yield
+    finally:
+        setattr(rank_zero_only, "rank", before)  # noqa: B010  (a function attribute)
+
+
+class _OneRank(InProcessEnvironment):
+    """Knows the rank, of a run on one host whose other processes are not there."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(num_ranks)
+        self._rank = rank
+
+    @override
+    def world_size(self) -> int:
+        return self._num_ranks
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the record knows."""
+
+    @override
+    def global_rank(self) -> int:
+        return self._rank

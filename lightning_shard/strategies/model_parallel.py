@@ -30,6 +30,7 @@ from lightning_shard.strategies.options import SplitOptions
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 from lightning_shard.trainer._lightning import seed_workers
 from lightning_shard.trainer.batch_counts import (
+    SameBatches,
     agree_on_batches,
     check_same_lengths,
     lengths_on_ranks,
@@ -37,7 +38,6 @@ from lightning_shard.trainer.batch_counts import (
 from lightning_shard.trainer.default_group import default_group_is
 from lightning_shard.trainer.hook_advice import hooks_inside
 from lightning_shard.trainer.metric_groups import MetricGroups
-from lightning_shard.trainer.same_batches import SameBatches
 from lightning_shard.trainer.weight_averaging import averaging_callbacks
 from lightning_shard.trainer.weights_in_hooks import WeightsInHooks
 
