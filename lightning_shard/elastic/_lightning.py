@@ -19,12 +19,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.fabric.utilities.seed import _collect_rng_states as random_states
-from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
@@ -45,6 +44,11 @@ from lightning_shard.checkpoint.full import module_shapes, optimizer_shapes
 from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
 from lightning_shard.errors import ConfigError
 
+FitLoop = _FitLoop
+random_states = _collect_rng_states
+set_random_states = _set_rng_states
+TrainingEpochLoop = _TrainingEpochLoop
+
 _RUNNING = "lightning_shard_running"
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 # Of a ModelCheckpoint, beside its state_dict; as when it is made
@@ -55,27 +59,6 @@ _NOTHING_SAVED = {
     "current_score": None,
 }
 _SAVED = tuple(_NOTHING_SAVED)
-
-__all__ = [
-    "FitLoop",
-    "TrainingEpochLoop",
-    "begin_anew",
-    "continue_logs",
-    "emergency_place",
-    "epoch_of_samplers",
-    "forget_data",
-    "is_within_step",
-    "load_checkpoint",
-    "load_trainer_state",
-    "measure_epoch",
-    "newest_checkpoint",
-    "random_states",
-    "set_random_states",
-    "share_places",
-    "trainer_state",
-    "training_dataset",
-    "val_check_interval",
-]
 
 
 def trainer_state(trainer: "pl.Trainer") -> dict[str, Any]:

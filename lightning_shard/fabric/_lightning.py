@@ -10,21 +10,16 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric import fabric as fabric_module
-from lightning.fabric.strategies.launchers.launcher import _Launcher as Launcher
-from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
+from lightning.fabric.strategies.launchers.launcher import _Launcher
 from lightning.fabric.strategies.strategy import (
-    _validate_keys_for_strict_loading as check_keys_are_there,
+    _BackwardSyncControl,
+    _validate_keys_for_strict_loading,
 )
 from lightning.fabric.utilities.init import _EmptyInit
 
-__all__ = [
-    "BackwardSyncControl",
-    "Launcher",
-    "check_keys_are_there",
-    "empty_initialisation",
-    "fabric_of",
-    "has_no_function",
-]
+BackwardSyncControl = _BackwardSyncControl
+check_keys_are_there = _validate_keys_for_strict_loading
+Launcher = _Launcher
 
 
 def empty_initialisation(*, enabled: bool) -> AbstractContextManager[Any]:

@@ -12,33 +12,18 @@ from lightning.fabric import fabric as fabric_module
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.strategies.launchers import (
-    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+    _SubprocessScriptLauncher,
 )
-from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.connectors import data_connector as data_connector_module
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-__all__ = [
-    "Launcher",
-    "SubprocessScriptLauncher",
-    "TunerExit",
-    "call_and_handle_interrupt",
-    "copied_objects",
-    "copy_metrics",
-    "copy_progress",
-    "exchange_strategy",
-    "forget_identities",
-    "forget_launcher",
-    "is_interactive",
-    "mark_interrupted",
-    "mark_terminated",
-    "share_class_wrapping",
-    "skip_hooks_of_exception",
-    "take_down",
-]
+Launcher = _Launcher
+SubprocessScriptLauncher = _SubprocessScriptLauncher
+TunerExit = _TunerExitException
 
 
 def call_and_handle_interrupt(

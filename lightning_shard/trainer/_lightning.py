@@ -17,60 +17,20 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_workers
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as with_indices
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.data_connector import (
-    _request_dataloader as request_dataloader,
+    _request_dataloader,
 )
 from lightning.pytorch.trainer.states import RunningStage
 
-__all__ = [
-    "EpochValue",
-    "accept_compiled_modules",
-    "after_optimizer_steps",
-    "after_training_epochs",
-    "around_sigterm_broadcast",
-    "around_validation",
-    "assign_under_indices",
-    "before_batches",
-    "before_making_iterators",
-    "before_training_ends",
-    "begin_validation_anew",
-    "end_saved_epoch",
-    "epoch_values",
-    "forget_signal_handlers",
-    "handle_requeue",
-    "handle_sigterm",
-    "is_assigned_by_trainer",
-    "is_within_epoch",
-    "iterators_of",
-    "knowing_saves_in_flight",
-    "layer_sync",
-    "load_loader_states",
-    "loader_states",
-    "noted_batches",
-    "prediction_loaders",
-    "prepare_dataloader",
-    "request_dataloader",
-    "requeue",
-    "requeue_path",
-    "requeue_signal",
-    "runners_of",
-    "sampler_of_rank",
-    "seed_workers",
-    "sharing_values",
-    "skip_batches",
-    "take_epoch_value",
-    "training_data",
-    "training_loaders",
-    "with_indices",
-    "without_samplers_of_ranks",
-    "without_sigterm_broadcast",
-]
+request_dataloader = _request_dataloader
+seed_workers = _auto_add_worker_init_fn
+with_indices = _IndexBatchSamplerWrapper
 
 
 def training_data(trainer: "pl.Trainer") -> Any:
