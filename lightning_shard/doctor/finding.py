@@ -24,6 +24,26 @@ class Finding:
     advice: str = ""
 
 
+def ok(subject: str, found: str) -> Finding:
+    """Return that something is as it should be."""
+    return Finding(subject=subject, state="ok", found=found)
+
+
+def absent(subject: str, found: str, advice: str = "") -> Finding:
+    """Return that something is not there, which matters only to those who want it."""
+    return Finding(subject=subject, state="absent", found=found, advice=advice)
+
+
+def warning(subject: str, found: str, advice: str) -> Finding:
+    """Return that something is slow, or fails later."""
+    return Finding(subject=subject, state="warning", found=found, advice=advice)
+
+
+def failure(subject: str, found: str, advice: str = "") -> Finding:
+    """Return that training fails with something."""
+    return Finding(subject=subject, state="failure", found=found, advice=advice)
+
+
 def size(num_bytes: float) -> str:
     """Return bytes in the largest binary unit that leaves a number of at least 1."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_shard.doctor.finding import Finding, size
+from lightning_shard.doctor.finding import Finding, absent, failure, ok, size, warning
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED = Path("/dev/shm")
@@ -51,7 +51,7 @@ def memory_bytes() -> int:
 def _cores() -> Finding:
     own, all_of_them = num_cores(), os.cpu_count() or 1
     told = f"{own} of {all_of_them}" if own < all_of_them else str(own)
-    return Finding(subject="cores", state="ok", found=told)
+    return ok("cores", told)
 
 
 def _memory() -> Finding:
@@ -59,40 +59,37 @@ def _memory() -> Finding:
     own = memory_bytes()
     if own < whole:
         told = f"{size(own)}, the container's limit on a host of {size(whole)}"
-        return Finding(subject="memory", state="ok", found=told)
-    return Finding(subject="memory", state="ok", found=size(whole))
+        return ok("memory", told)
+    return ok("memory", size(whole))
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES:
-        return Finding(subject="open files", state="ok", found=f"at most {soft}")
-    return Finding(
-        subject="open files",
-        state="warning",
-        found=f"at most {soft}",
-        advice=f"Loaders with many workers and ranks need more: ulimit -n {min(65536, hard)}",
+        return ok("open files", f"at most {soft}")
+    return warning(
+        "open files",
+        f"at most {soft}",
+        f"Loaders with many workers and ranks need more: ulimit -n {min(65536, hard)}",
     )
 
 
 def _shared_memory() -> Finding:
     subject = "shared memory"
     if not _SHARED.is_dir():
-        return Finding(
-            subject=subject,
-            state="absent",
-            found=f"{_SHARED} is not there",
-            advice="The backend shm and loaders with workers use it; macOS has none.",
+        return absent(
+            subject,
+            f"{_SHARED} is not there",
+            "The backend shm and loaders with workers use it; macOS has none.",
         )
     whole, _, free = shutil.disk_usage(_SHARED)
     told = f"{_SHARED}: {size(free)} free of {size(whole)}"
     if free >= _LEAST_SHARED:
-        return Finding(subject=subject, state="ok", found=told)
-    return Finding(
-        subject=subject,
-        state="warning",
-        found=told,
-        advice="Workers of loaders die with 'Bus error' where it is full: docker run "
+        return ok(subject, told)
+    return warning(
+        subject,
+        told,
+        "Workers of loaders die with 'Bus error' where it is full: docker run "
         "--shm-size=8g, --ipc=host, or in Kubernetes an emptyDir of medium Memory at /dev/shm.",
     )
 
@@ -100,18 +97,15 @@ def _shared_memory() -> Finding:
 def _clock() -> Finding:
     state = _kernel_clock_state()
     if state is None:
-        return Finding(subject="clock", state="absent", found="the system does not say")
+        return absent("clock", "the system does not say")
     if state == _CLOCK_IS_NOT_SET:
-        return Finding(
-            subject="clock",
-            state="warning",
-            found=f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, not synchronised",
-            advice="Logs and time-outs of several hosts are compared: run chrony or "
+        return warning(
+            "clock",
+            f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, not synchronised",
+            "Logs and time-outs of several hosts are compared: run chrony or "
             "systemd-timesyncd on the host.",
         )
-    return Finding(
-        subject="clock", state="ok", found=f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, synchronised"
-    )
+    return ok("clock", f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, synchronised")
 
 
 def _kernel_clock_state() -> int | None:
@@ -127,11 +121,10 @@ def _file_system(folder: Path) -> Iterator[Finding]:
     try:
         skew = _replaced_file(folder)
     except OSError as error:
-        yield Finding(
-            subject=subject,
-            state="failure",
-            found=f"{folder}: {error}",
-            advice="Checkpoints are written, synced and renamed there: run where you may write, or "
+        yield failure(
+            subject,
+            f"{folder}: {error}",
+            "Checkpoints are written, synced and renamed there: run where you may write, or "
             "give the Trainer default_root_dir=.",
         )
         return
@@ -143,11 +136,10 @@ def _file_system(folder: Path) -> Iterator[Finding]:
         advice="" if free >= _LEAST_FREE else "A checkpoint has about 12 bytes for a parameter.",
     )
     if abs(skew) > _MOST_SKEW_SECONDS:
-        yield Finding(
-            subject="its clock",
-            state="warning",
-            found=f"differs from this host's by {skew:.1f} s",
-            advice="Which checkpoint is the last is told by times: synchronise the file server.",
+        yield warning(
+            "its clock",
+            f"differs from this host's by {skew:.1f} s",
+            "Which checkpoint is the last is told by times: synchronise the file server.",
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_shard import settings
-from lightning_shard.doctor.finding import Finding
+from lightning_shard.doctor.finding import Finding, failure, ok, warning
 from lightning_shard.errors import ConfigError
 
 _BY_HAND = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -24,21 +24,18 @@ def launcher() -> Iterator[Finding]:
     if not found:
         yield _without()
     if len({_rank(names) for names in found}) > 1:
-        yield Finding(
-            subject="launchers",
-            state="failure",
-            found=" and ".join(f"{names.launcher} says rank {_rank(names)}" for names in found),
-            advice="One launcher inside another: start with one, or unset the variables of the "
-            "outer one.",
+        yield failure(
+            "launchers",
+            " and ".join(f"{names.launcher} says rank {_rank(names)}" for names in found),
+            "One launcher inside another: start with one, or unset the variables of the outer one.",
         )
     yield from _job()
     slow = [name for name in _SLOW if settings.given(name) not in _OFF]
     for name in slow:
-        yield Finding(
-            subject=name,
-            state="warning",
-            found=f"is {settings.given(name)}: {_SLOW[name]}",
-            advice=f"unset {name} for runs that should be fast.",
+        yield warning(
+            name,
+            f"is {settings.given(name)}: {_SLOW[name]}",
+            f"unset {name} for runs that should be fast.",
         )
 
 
@@ -56,26 +53,18 @@ def _placed(names: settings.LauncherVariables) -> Finding:
     try:
         place = settings.placement(names)
     except ConfigError as error:
-        return Finding(
-            subject=names.launcher,
-            state="failure",
-            found=str(error),
-            advice=f"Start with {names.start.format('N')}.",
-        )
+        return failure(names.launcher, str(error), f"Start with {names.start.format('N')}.")
     hosts = "" if place.num_nodes is None else f" on host {place.node_rank} of {place.num_nodes}"
-    return Finding(
-        subject=names.launcher,
-        state="ok",
-        found=f"rank {place.rank} of {place.world_size}, local rank {place.local_rank}{hosts}",
+    return ok(
+        names.launcher,
+        f"rank {place.rank} of {place.world_size}, local rank {place.local_rank}{hosts}",
     )
 
 
 def _without() -> Finding:
     by_hand = [name for name in _BY_HAND if settings.given(name)]
     if not by_hand:
-        return Finding(
-            subject="launcher", state="ok", found="none: a Trainer starts the ranks of this host"
-        )
+        return ok("launcher", "none: a Trainer starts the ranks of this host")
     return Finding(
         subject="launcher",
         state="ok" if len(by_hand) == len(_BY_HAND) else "warning",
@@ -90,7 +79,7 @@ def _job() -> Iterator[Finding]:
     try:
         job = settings.job()
     except ConfigError as error:
-        yield Finding(subject="elastic job", state="failure", found=str(error))
+        yield failure("elastic job", str(error))
         return
     if job is not None:
         token = "with a token" if job.token else "without a token"

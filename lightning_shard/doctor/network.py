@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightning_shard import settings
 from lightning_shard.backends.guarded.addresses import address_towards, chosen_ports
 from lightning_shard.doctor.adapters import outward
-from lightning_shard.doctor.finding import Finding
+from lightning_shard.doctor.finding import Finding, absent, failure, ok, warning
 from lightning_shard.errors import ConfigError
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -28,30 +28,26 @@ def _own_name() -> Finding:
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError as error:
-        return Finding(
-            subject="host name",
-            state="warning",
-            found=f"{name} has no address ({error})",
-            advice="Ranks of this host meet on its loopback interface all the same; for several "
+        return warning(
+            "host name",
+            f"{name} has no address ({error})",
+            "Ranks of this host meet on its loopback interface all the same; for several "
             "hosts add the name to /etc/hosts or to DNS.",
         )
     beside = ", which other hosts do not reach" if settings.is_loopback(str(address)) else ""
-    return Finding(subject="host name", state="ok", found=f"{name} is {address}{beside}")
+    return ok("host name", f"{name} is {address}{beside}")
 
 
 def _outward() -> Finding:
     try:
         name, address = outward()
     except OSError:
-        return Finding(
-            subject="network interface",
-            state="absent",
-            found="none leads to other hosts",
-            advice="Ranks of this host need none; for several hosts check `ip route`.",
+        return absent(
+            "network interface",
+            "none leads to other hosts",
+            "Ranks of this host need none; for several hosts check `ip route`.",
         )
-    return Finding(
-        subject="network interface", state="ok", found=f"{name or 'one'} with address {address}"
-    )
+    return ok("network interface", f"{name or 'one'} with address {address}")
 
 
 def _chosen_interface(variable: str) -> Finding | None:
@@ -61,7 +57,7 @@ def _chosen_interface(variable: str) -> Finding | None:
         return None
     there = [name for _, name in socket.if_nameindex()]
     if chosen.startswith("^"):
-        return Finding(subject=variable, state="ok", found=f"all but {chosen[1:]}")
+        return ok(variable, f"all but {chosen[1:]}")
     exact = variable.startswith("GLOO") or chosen.startswith("=")
     wanted = chosen.removeprefix("=").split(",")
     found = [
@@ -70,12 +66,11 @@ def _chosen_interface(variable: str) -> Finding | None:
         if any(name == one or (not exact and name.startswith(one)) for one in wanted)
     ]
     if found:
-        return Finding(subject=variable, state="ok", found=f"{chosen}: {', '.join(found)}")
-    return Finding(
-        subject=variable,
-        state="failure",
-        found=f"is {chosen}, and the interfaces are {', '.join(there)}",
-        advice=f"unset {variable}, or name one of these.",
+        return ok(variable, f"{chosen}: {', '.join(found)}")
+    return failure(
+        variable,
+        f"is {chosen}, and the interfaces are {', '.join(there)}",
+        f"unset {variable}, or name one of these.",
     )
 
 
@@ -88,14 +83,13 @@ def _free_port() -> Finding:
             with socket.create_connection(("127.0.0.1", port), timeout=_SECONDS):
                 server.accept()[0].close()
     except OSError as error:
-        return Finding(
-            subject="ports",
-            state="failure",
-            found=f"nothing can be reached on the loopback interface ({error})",
-            advice="Bring it up (`ip link set lo up`), and let processes of this host connect to "
+        return failure(
+            "ports",
+            f"nothing can be reached on the loopback interface ({error})",
+            "Bring it up (`ip link set lo up`), and let processes of this host connect to "
             f"{chosen_ports()} in the firewall.",
         )
-    return Finding(subject="ports", state="ok", found=f"{port} was free; {chosen_ports()}")
+    return ok("ports", f"{port} was free; {chosen_ports()}")
 
 
 def _meeting_place() -> Iterator[Finding]:
@@ -104,11 +98,10 @@ def _meeting_place() -> Iterator[Finding]:
     try:
         place = settings.rendezvous()
     except ConfigError as error:
-        yield Finding(
-            subject="MASTER_ADDR",
-            state="warning",
-            found=str(error),
-            advice="Set both MASTER_ADDR and MASTER_PORT, or neither: a launcher sets them.",
+        yield warning(
+            "MASTER_ADDR",
+            str(error),
+            "Set both MASTER_ADDR and MASTER_PORT, or neither: a launcher sets them.",
         )
         return
     yield _reached(place)
@@ -119,20 +112,18 @@ def _reached(place: settings.Rendezvous) -> Finding:
     try:
         own = address_towards(place.host, place.port)
     except OSError as error:
-        return Finding(
-            subject=subject,
-            state="failure",
-            found=f"{where}: no way leads there ({error})",
-            advice="Take an address of rank 0's host that this one reaches.",
+        return failure(
+            subject,
+            f"{where}: no way leads there ({error})",
+            "Take an address of rank 0's host that this one reaches.",
         )
     with contextlib.suppress(OSError):
         socket.create_connection((place.host, place.port), timeout=_SECONDS).close()
         told = f"{where} answers, reached from {own}"
-        return Finding(
-            subject=subject,
-            state="warning",
-            found=told,
-            advice="Fine while a job runs there; before one starts something else has the port: "
+        return warning(
+            subject,
+            told,
+            "Fine while a job runs there; before one starts something else has the port: "
             "take another MASTER_PORT.",
         )
-    return Finding(subject=subject, state="ok", found=f"{where} is free or not up, from {own}")
+    return ok(subject, f"{where} is free or not up, from {own}")

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from lightning_shard.doctor.finding import Finding
+from lightning_shard.doctor.finding import Finding, failure, ok
 
 _PACKAGE = "lightning-shard"
 _PYTHON = ">=3.11"
@@ -28,23 +28,17 @@ def _installed(wanted: Requirement) -> Finding:
     try:
         found = version(wanted.name)
     except PackageNotFoundError:
-        return Finding(
-            subject=wanted.name,
-            state="failure",
-            found="not installed",
-            advice=f"pip install '{wanted.name}{wanted.specifier}'",
+        return failure(
+            wanted.name, "not installed", f"pip install '{wanted.name}{wanted.specifier}'"
         )
     return _judged(wanted.name, found, wanted.specifier, found)
 
 
 def _judged(name: str, found: str, wanted: SpecifierSet, told: str) -> Finding:
     if wanted.contains(found, prereleases=True):
-        return Finding(subject=name, state="ok", found=told)
-    return Finding(
-        subject=name,
-        state="failure",
-        found=f"{told}, expected {wanted}",
-        advice="Install Python 3.11 or 3.12."
-        if name == "python"
-        else f"pip install '{name}{wanted}'",
+        return ok(name, told)
+    return failure(
+        name,
+        f"{told}, expected {wanted}",
+        "Install Python 3.11 or 3.12." if name == "python" else f"pip install '{name}{wanted}'",
     )

@@ -23,12 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.elastic._lightning import epoch_of_samplers, is_within_step, val_check_interval
-from lightning_shard.elastic.data_loaders import (
-    Installed,
-    batches_asked_for,
-    find_order,
-    install,
-)
+from lightning_shard.elastic.data_loaders import Installed, batches_asked_for, find_order, install
 from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.learning_rate import rescale

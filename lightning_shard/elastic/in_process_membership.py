@@ -17,11 +17,7 @@ from typing_extensions import override
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.in_process import ElasticWorld, current_world
 from lightning_shard.elastic.generation import Generation, Membership
-from lightning_shard.elastic.membership_table import (
-    SHORTEST_START_SECONDS,
-    Bounds,
-    MembershipTable,
-)
+from lightning_shard.elastic.membership_table import SHORTEST_START_SECONDS, Bounds, MembershipTable
 from lightning_shard.errors import ConfigError, EvictedError, JobOverError
 
 _log = logging.getLogger(__name__)

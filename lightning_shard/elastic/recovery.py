@@ -36,11 +36,7 @@ from lightning_shard.checkpoint.rank_snapshot import (
     SnapshotMetadata,
     TensorKey,
 )
-from lightning_shard.checkpoint.snapshot_loading import (
-    check_fits,
-    forget_state,
-    rebuild_optimizers,
-)
+from lightning_shard.checkpoint.snapshot_loading import check_fits, forget_state, rebuild_optimizers
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.elastic.resharding import Move, plan_moves

@@ -16,11 +16,7 @@ from lightning_shard.fabric.options import FabricLightningOptions, FabricRanksOp
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.strategies.configs import RanksConfig
 from lightning_shard.strategies.flat_options import part, takes
-from lightning_shard.strategies.joining import (
-    LocalRanks,
-    OnLocalRanks,
-    check_num_nodes,
-)
+from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.trainer.gathered_tensors import gathered

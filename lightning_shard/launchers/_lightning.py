@@ -11,9 +11,7 @@ import lightning.pytorch as pl
 from lightning.fabric import fabric as fabric_module
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
-from lightning.pytorch.strategies.launchers import (
-    _SubprocessScriptLauncher,
-)
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.trainer.connectors import accelerator_connector

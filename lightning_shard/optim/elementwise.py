@@ -23,14 +23,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_shard.optim.course import (
-    Loss,
-    Parts,
-    PartsError,
-    Runs,
-    are_steps_alike,
-    same_loss,
-)
+from lightning_shard.optim.course import Loss, Parts, PartsError, Runs, are_steps_alike, same_loss
 
 _SHAPE = (4, 6)
 _LARGEST = {2: (256, 256)}  # thresholds are seldom above; its shapes of more dimensions follow

@@ -29,11 +29,7 @@ from lightning_shard.proving.records import (
     group_option_name,
     is_number,
 )
-from lightning_shard.proving.strategies import (
-    full_gradients,
-    places,
-    trains_by_itself,
-)
+from lightning_shard.proving.strategies import full_gradients, places, trains_by_itself
 
 # How an optimizer computes, not what.
 _NOT_COMPARED = ("params", "foreach", "fused", "capturable", "differentiable")

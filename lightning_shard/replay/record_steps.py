@@ -29,13 +29,7 @@ from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.option_checks import checked_options
 from lightning_shard.replay.place import full_copies, take_buffers, take_place
-from lightning_shard.replay.rank_record import (
-    Given,
-    RankRecord,
-    own_error,
-    state_digest,
-    versions,
-)
+from lightning_shard.replay.rank_record import Given, RankRecord, own_error, state_digest, versions
 from lightning_shard.replay.result_recorder import ResultRecorder
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.names import strategy_name

@@ -30,10 +30,7 @@ from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.precision.policy import TRUE_DTYPES
 from lightning_shard.strategies.configs import RunConfig
 from lightning_shard.strategies.flat_options import part, takes
-from lightning_shard.strategies.joining import (
-    LocalRanks,
-    OnLocalRanks,
-)
+from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.strategies.options import LightningOptions, RunOptions
@@ -50,11 +47,7 @@ from lightning_shard.trainer.gathered_tensors import gathered
 from lightning_shard.trainer.layer_sync import layer_sync_over
 from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
 from lightning_shard.trainer.predictions import merged
-from lightning_shard.trainer.same_settings import (
-    SettingsOfSteps,
-    check_same_settings,
-    common_seed,
-)
+from lightning_shard.trainer.same_settings import SettingsOfSteps, check_same_settings, common_seed
 from lightning_shard.trainer.termination import CoordinatedShutdown
 
 T = TypeVar("T")

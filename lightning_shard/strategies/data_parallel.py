@@ -58,20 +58,12 @@ from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ra
 from lightning_shard.trainer.callbacks import prepare_callbacks
 from lightning_shard.trainer.dry_run import dry_run
 from lightning_shard.trainer.full_counts import counted_full
-from lightning_shard.trainer.hook_advice import (
-    hooks_inside,
-    may_edit_gradients,
-    usual_clipping,
-)
+from lightning_shard.trainer.hook_advice import hooks_inside, may_edit_gradients, usual_clipping
 from lightning_shard.trainer.model_graphs import draw_graphs
 from lightning_shard.trainer.predictions import PredictedBatches
 from lightning_shard.trainer.same_settings import schedules
 from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
-from lightning_shard.trainer.weight_averaging import (
-    AverageOfShards,
-    Averaging,
-    averaging_callbacks,
-)
+from lightning_shard.trainer.weight_averaging import AverageOfShards, Averaging, averaging_callbacks
 
 
 class DataParallelStrategy(EndingStrategy):

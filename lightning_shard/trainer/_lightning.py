@@ -23,9 +23,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer import trainer as trainer_module
-from lightning.pytorch.trainer.connectors.data_connector import (
-    _request_dataloader,
-)
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage
 
 request_dataloader = _request_dataloader

@@ -14,7 +14,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import replicated
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim import gathered_parameters
+from lightning_shard.optim import owned_parameters
 from lightning_shard.optim.owned_parameters import parameters_to_own
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.tensor_parallel.plan import match_plan
@@ -108,7 +108,7 @@ def test_a_step_is_a_single_devices(make: Make, stage: int) -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, 300])
 def test_small_messages_bring_the_same(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered_parameters, "_MESSAGE_BYTES", num_bytes)
+    monkeypatch.setattr(owned_parameters, "_MESSAGE_BYTES", num_bytes)
     assert_same(adafactor)
 
 
