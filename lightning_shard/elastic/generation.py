@@ -9,11 +9,11 @@ join or departure makes a new one. Members keep their order, and newcomers come 
 lowest rank is always the one that has been there for longest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -46,6 +46,13 @@ class Generation:
     me: str
     is_last: bool = False
     reason: str = ""
+
+    @classmethod
+    def told(cls, message: Mapping[str, Any], me: str) -> "Generation":
+        """Return what a message of the membership table tells the member `me` of."""
+        names = ("number", "is_last", "reason")
+        known = {name: message[name] for name in names}
+        return cls(members=tuple(message["members"]), me=me, **known)
 
     @property
     def rank(self) -> int:

@@ -139,13 +139,7 @@ class InProcessMembership(Membership):
         match message["kind"]:
             case "generation":
                 self._generation = message["number"]
-                return Generation(
-                    number=message["number"],
-                    members=tuple(message["members"]),
-                    me=self.me,
-                    is_last=message["is_last"],
-                    reason=message["reason"],
-                )
+                return Generation.told(message, self.me)
             case "late":
                 return None
             case "evicted":

@@ -261,13 +261,7 @@ class ServedMembership(Membership):
         assert self._next is not None
         told, self._next = self._next, None
         self._losses = {n: lost for n, lost in self._losses.items() if n >= told["number"]}
-        self._generation = Generation(
-            number=told["number"],
-            members=tuple(told["members"]),
-            me=self.me,
-            is_last=told["is_last"],
-            reason=told["reason"],
-        )
+        self._generation = Generation.told(told, self.me)
         return self._generation
 
     def _await(self, is_so: Callable[[], bool], timeout: timedelta | None = None) -> None:

@@ -23,7 +23,7 @@ from lightning_shard.backends.in_process import World, current_world
 from lightning_shard.backends.in_process.faults import faults_to_inject
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import Launcher, fabric_of, has_no_function
-from lightning_shard.launchers._copy import copy_with_functions
+from lightning_shard.launchers._copy import copy_with_functions, held_by
 from lightning_shard.launchers.loggers import told_once
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.launchers.replicas import memo_of
@@ -134,7 +134,7 @@ def _copy(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     others = [one for one in reached if not isinstance(one, nn.Module)]
     owners = {f"{type(one).__name__} {number}": one for number, one in enumerate(modules)}
     fabric = fabric_of(function)
-    memo = memo_of(fabric, owners, [args, kwargs, *_contents(function)])
+    memo = memo_of(fabric, owners, reached)
     try:
         copied: Call = copy_with_functions((function, args, kwargs), memo, modules, others)
     except Exception as error:
@@ -165,23 +165,5 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
     else:
         if hasattr(value, "__dict__") and not isinstance(value, (FunctionType, type)):
             yield value
-        for one in _contents(value):
+        for one in held_by(value):
             yield from _reached(one, seen)
-
-
-def _contents(value: Any) -> list[Any]:
-    """Return what a function holds: of a partial call its arguments, of others their closure."""
-    if hasattr(value, "func") and hasattr(value, "keywords"):
-        inner = [value.func, *value.args, *value.keywords.values()]
-        return [*inner, *(one for part in inner for one in _contents(part))]
-    if isinstance(value, MethodType):
-        return _contents(value.__func__)
-    if not isinstance(value, FunctionType):
-        return []
-    cells = []
-    for cell in value.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # it is empty
-            continue
-    return [*cells, *(value.__defaults__ or ())]

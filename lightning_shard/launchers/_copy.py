@@ -15,7 +15,7 @@ original's: it is as little copied as the module itself.
 
 A private name of Python's `copy` is used here, and some of torch's tensors; checked with Python
 3.11 and 3.12 and torch 2.11 to 2.13, tests/launchers/test_copy.py fails when they change. So are
-those of torch.compile that copies of compiled code need; `tests/launchers/test_torch.py`.
+those of torch.compile that copies of compiled code need.
 """
 
 import copy
@@ -141,10 +141,10 @@ def _reaches(value: Any, copied: Collection[int], seen: set[int]) -> bool:
     if id(value) in seen:
         return False
     seen.add(id(value))
-    return any(_reaches(one, copied, seen) for one in _held_by(value))
+    return any(_reaches(one, copied, seen) for one in held_by(value))
 
 
-def _held_by(value: Any) -> Iterable[Any]:
+def held_by(value: Any) -> Iterable[Any]:
     """Return the objects that functions, partial functions, methods and containers hold."""
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]

@@ -1,6 +1,6 @@
 """The private names of torchmetrics that this room uses.
 
-Checked with torchmetrics 1.9; `tests/trainer/test_metric_sources.py` fails when one changes.
+Checked with torchmetrics 1.9; `tests/trainer/test_step_logs.py` fails when one changes.
 """
 
 from typing import Any

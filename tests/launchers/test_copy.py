@@ -1,4 +1,7 @@
-"""What stands in functions, partial functions and methods belongs to the copy of a model."""
+"""What stands in functions, partial functions and methods belongs to the copy of a model.
+
+The private names of torch.compile that the launchers need; a failure says what has changed.
+"""
 
 import copy
 from collections.abc import Callable
@@ -10,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.launchers._copy import copy_with_functions
+from lightning_shard.launchers._copy import compile_again, copy_with_functions, uncompiled
 
 
 class Net(nn.Module):
@@ -181,3 +184,25 @@ def test_hooks_and_schedulers_of_an_optimizer_are_the_copys() -> None:
     copied.scheduler.step()  # warns if it does not know the optimizer's step
     assert copied.optimizer._opt_called
     assert seen == [copied]
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_a_compiled_function_says_what_it_was_made_of() -> None:
+    assert uncompiled(torch.compile(doubled, backend="eager")) is doubled
+    assert uncompiled(doubled) is None
+
+
+def test_another_function_is_compiled_with_the_same_options() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: nn.Module, inputs: object) -> object:
+        compiled.append(1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    again = compile_again(torch.compile(doubled, backend=backend), lambda x: x + 1)
+    assert again(torch.ones(1)) == 2
+    assert compiled == [1]
