@@ -10,22 +10,14 @@ by a thousandth of those.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from lightning_shard.proving.records import Kind, Place, Record, Run, option_of
+from lightning_shard.proving.records import Kind, Phase, Place, Record, Run, option_of
 
-_PHASES = (
-    "data",
-    "forward",
-    "loss",
-    "backward",
-    "clipping",
-    "update",
-    "hooks after the update",
-    "log",
-)
+_PHASES = get_args(Phase)
 _FLOOR = 1e-3
 _NOTHING = 1e-8  # of values that are zero but for rounding
 _TOLERANCES = {"64-true": 1e-9, "32-true": 2e-5, "32": 2e-5, "64": 1e-9}

@@ -4,12 +4,24 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from lightning_shard.checkpoint.random_state import load_random_state, random_state
 
 _LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning")
+
+QUIET_OPTIONS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Of the Trainer of such a run."""
 
 
 @contextmanager

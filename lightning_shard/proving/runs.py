@@ -21,7 +21,7 @@ from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.launchers._copy import copy_with_functions
 from lightning_shard.proving.batches import Join, join_batches
 from lightning_shard.proving.changes import Change, share_storages
-from lightning_shard.proving.quiet import quiet
+from lightning_shard.proving.quiet import QUIET_OPTIONS, quiet
 from lightning_shard.proving.recorder import Recorder
 from lightning_shard.proving.records import Run, Sink
 from lightning_shard.proving.strategies import StrategyLike, for_replay, strategy_in_process
@@ -29,16 +29,6 @@ from lightning_shard.proving.strategies import StrategyLike, for_replay, strateg
 EXACT = "64-true"
 """The precision in which differences are told from rounding."""
 
-_OURS: dict[str, Any] = {
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 _TAKEN = (
     "accumulate_grad_batches",
     "gradient_clip_val",
@@ -161,7 +151,7 @@ class Subject:
         seed: int | None = None,
     ) -> Run:
         sink = Sink()
-        options = {**_OURS, **self.options}
+        options = {**QUIET_OPTIONS, "max_epochs": 1, **self.options}
         callbacks = copy.deepcopy(list(self.options.get("callbacks") or ()))
         recorder = Recorder(sink, self.accumulate)
         with quiet():

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -12,23 +11,13 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_shard.backends.in_process import like_gloo
 from lightning_shard.errors import CheckpointError, ConfigError
-from lightning_shard.proving.quiet import quiet
+from lightning_shard.proving.quiet import QUIET_OPTIONS, quiet
 from lightning_shard.proving.strategies import StrategyLike, name_of, strategy_in_process
 from lightning_shard.replay.group_of_one import alone
 from lightning_shard.replay.rank_record import RankRecord, read_record, read_records, versions
 from lightning_shard.replay.replayer import RecordedData, Replayer, Shelf
 from lightning_shard.replay.verdict import Replayed, judge
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-
-_OURS: dict[str, Any] = {
-    "accelerator": "cpu",
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def replay(
@@ -106,7 +95,7 @@ def _fit(
 ) -> BaseException | None:
     """Take the step; return what it raised."""
     trainer = pl.Trainer(
-        **_OURS,
+        **QUIET_OPTIONS,
         **record.setup["options"],
         strategy=strategy,
         devices=record.num_ranks,

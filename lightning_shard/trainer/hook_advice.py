@@ -95,8 +95,7 @@ def _overrides(
 
 def may_see_checkpoints(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
     """Whether user code has a hook that is given a checkpoint before it is saved."""
-    owners = [(module, pl.LightningModule), *((one, Callback) for one in callbacks)]
-    return any(is_overridden("on_save_checkpoint", owner, parent) for owner, parent in owners)
+    return _overrides(("on_save_checkpoint",), module, callbacks)
 
 
 def may_see_loaded(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
