@@ -14,14 +14,14 @@ A module, or a callback, whose own code sees what is loaded gets full tensors in
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
-from lightning_shard.checkpoint.checkpointed_run import CheckpointedRun
 from lightning_shard.checkpoint.misfits import WEIGHTS_ADVICE, misfit_error
 from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
@@ -35,12 +35,51 @@ from lightning_shard.checkpoint.sharded.entries import (
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor, has_stored
 from lightning_shard.checkpoint.sharded.named_optimizers import name_misfits, numbered_state
 from lightning_shard.checkpoint.sharded.reading import (
+    load_rest,
     local_optimizer_state,
     placeholders,
     read_weights,
+    weight_misfits,
 )
-from lightning_shard.checkpoint.sharded.stored_misfits import load_rest, weight_misfits
 from lightning_shard.checkpoint.sharded.writing import verify_share
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.mesh import ParallelMesh
+
+
+class CheckpointedRun(Protocol):
+    """One rank's view of a run whose state is saved and loaded."""
+
+    @property
+    def lightning_module(self) -> nn.Module | None:
+        """The module that the run is of."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of the module, with shards while there is an engine."""
+
+    @property
+    def present_engine(self) -> DataParallelEngine | None:
+        """The engine; None before the strategy's setup and after teardown."""
+
+    @property
+    def present_collectives(self) -> Collectives | None:
+        """The group of all ranks; None where this rank asks nobody."""
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The grid of the run's ranks."""
+
+    @property
+    def mesh_rank(self) -> int:
+        """Number of this rank in the mesh."""
+
+    @property
+    def mesh_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
 
 
 class RunFolders:

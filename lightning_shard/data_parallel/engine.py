@@ -40,7 +40,7 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.full_values import FullValues, bring_together, publishing_edits
 from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.hand_edits import HandEdits
-from lightning_shard.data_parallel.leftovers import mark_leftover, refuse_leftover_shards
+from lightning_shard.data_parallel.leftovers import give_back, mark_leftover, refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
@@ -48,7 +48,6 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.presenting import cut_loaded, look_full
 from lightning_shard.data_parallel.quantised import refuse_quantised
 from lightning_shard.data_parallel.reducer import Reducer, always
-from lightning_shard.data_parallel.released import give_back
 from lightning_shard.data_parallel.shard_advice import explaining_gradients, explaining_shards
 from lightning_shard.data_parallel.sharded_parameter import UserCode, move_out
 from lightning_shard.data_parallel.torch_private import gradient_hooks

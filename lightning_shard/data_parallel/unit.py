@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.leftovers import mark_leftover
+from lightning_shard.data_parallel.leftovers import is_given_back, mark_leftover
 from lightning_shard.data_parallel.offload.host_shard import Uploaded
 from lightning_shard.data_parallel.passages import Passages
-from lightning_shard.data_parallel.released import is_given_back
 
 
 class Unit:

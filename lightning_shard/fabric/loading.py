@@ -24,11 +24,12 @@ from lightning_shard.checkpoint.section import CHECKPOINT_KEY, section_of
 from lightning_shard.checkpoint.sharded.folder import has_stored, read_all
 from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
 from lightning_shard.checkpoint.sharded.reading import (
+    load_rest,
     local_optimizer_state,
     placeholders,
     read_weights,
+    weight_misfits,
 )
-from lightning_shard.checkpoint.sharded.stored_misfits import load_rest, weight_misfits
 from lightning_shard.fabric._lightning import check_keys_are_there
 from lightning_shard.fabric.checkpoints import FabricRun, HeldObjects
 from lightning_shard.fabric.folder_state import FolderRun, part_of, users_state, without_prefix

@@ -4,8 +4,8 @@
         model = Net()                             tape.py          noted, with the generator's state
                                                   notes.py       what a note is
                                                   recipes.py       a note at every parameter
-    model on meta that nobody saw being built     initialisers.py  `reset_parameters` is noted
-    engine, one unit after the other              start.py         notes become values, and shards
+    model on meta that nobody saw being built     start.py         `reset_parameters` is noted
+    engine, one unit after the other                               notes become values, and shards
 
 The values are those of a module that is built on the CPU, since the same operations are done with
 the same random numbers. No rank ever holds more than its shards and one unit.

@@ -5,30 +5,83 @@ model on meta ──MetaStart.of──> a recipe for each tensor, or an error th
      └── engine, unit by unit: memory of one unit ┘ ──> shards; the unit's memory is given back
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.quantised import is_quantised
+from lightning_shard.data_parallel.torch_private import INITIALISERS
 from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.errors import ConfigError
-from lightning_shard.meta_start.digest import digest
-from lightning_shard.meta_start.initialisers import note_initialisers
+from lightning_shard.meta_start.notes import Constant
 from lightning_shard.meta_start.recipes import (
     Recipe,
     buffer_recipe,
     forget_recipes,
     has_meta_tensors,
     is_on_meta,
+    note_recipe,
     recipe_of,
 )
+from lightning_shard.meta_start.recorder import noting
+from lightning_shard.meta_start.tape import Tape
+
+
+def digest(recipes: Mapping[str, Recipe | None]) -> str:
+    """Return a text that differs where values would.
+
+    name, note ─┐ operations ─┼──> blake2b random states and constants by their bytes, files by the
+    word "read"
+
+    Args:
+        recipes: By the names of tensors on meta, the notes of their values.
+    """
+    made = blake2b(digest_size=16)
+    tapes: dict[int, int] = {}
+    for name, recipe in recipes.items():
+        if recipe is None:
+            made.update(f"{name}: none".encode())
+            continue
+        if id(recipe.tape) not in tapes:
+            tapes[id(recipe.tape)] = len(tapes)
+            for part in _of_tape(recipe.tape):
+                made.update(part)
+        made.update(f"{name}: {tapes[id(recipe.tape)]} {recipe.ref}".encode())
+    return made.hexdigest()
+
+
+def _of_tape(tape: Tape) -> Iterator[bytes]:
+    for func, *given in tape.operations:
+        yield (str(func) if hasattr(func, "overloadpacket") else "read").encode()
+        for leaf in tree_leaves(given):
+            yield from _of_leaf(leaf)
+
+
+def _of_leaf(leaf: Any) -> Iterator[bytes]:
+    if isinstance(leaf, Constant):
+        yield _content(leaf.read())
+    elif isinstance(leaf, Tensor):
+        yield _content(leaf)
+    elif not isinstance(leaf, torch.Generator):  # whose state stands beside it
+        yield repr(leaf).encode()
+
+
+def _content(tensor: Tensor) -> bytes:
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    elements: Any = raw.numpy()
+    return head + blake2b(memoryview(elements)).digest()
 
 
 class MetaStart:
@@ -256,3 +309,94 @@ def values_at_start(
     start.make_parameters()
     start.end()
     return None
+
+
+_HUGGING_FACE = ("transformers.modeling_utils", "PreTrainedModel")
+
+
+def note_initialisers(model: nn.Module, tensors: Collection[Tensor], state: Tensor | None) -> None:
+    """Leave notes at tensors on meta of what the initialisers of their modules do to them.
+
+        children, in the order of registration        as a constructor makes them
+        the module's own: reset_parameters,           of a Hugging Face model initialize_weights,
+        _reset_parameters                             which calls _init_weights
+
+    That is what the constructors of torch's layers and of Hugging Face's models do, in their order.
+    A weight that two modules share has the values of the first, as if it had been tied afterwards.
+
+    The generator is left as it is.
+
+    Args:
+        model: The module that has them.
+        tensors: Its parameters and buffers that are to get values; all others stay as they are.
+        state: State of the CPU's generator in which the first value is drawn; None for the present.
+    """
+    tape, wanted = Tape(), {id(one) for one in tensors}
+    before = torch.get_rng_state()
+    try:
+        if state is not None:
+            torch.set_rng_state(state)
+        holders = {
+            part
+            for part in model.modules()
+            if any(id(one) in wanted for one in (*part.parameters(), *part.buffers()))
+        }
+        with _others_replaced(model, wanted), noting(tape), torch.no_grad():
+            _initialise(model, holders)
+    finally:
+        torch.set_rng_state(before)
+    for tensor in tensors:
+        note_recipe(tensor, tape)
+
+
+def _initialise(module: nn.Module, holders: set[nn.Module]) -> None:
+    """Do what constructors do after one another, in those modules that are left."""
+    holders.discard(module)
+    for child in module.children():
+        if child in holders:
+            _initialise(child, holders)
+    initialiser = _initialiser(module)
+    if initialiser is not None:
+        initialiser()
+
+
+def _initialiser(module: nn.Module) -> Callable[[], Any] | None:
+    if any((kind.__module__, kind.__name__) == _HUGGING_FACE for kind in type(module).__mro__):
+        return cast("Callable[[], Any]", module.initialize_weights)
+    for name in INITIALISERS:
+        method = getattr(module, name, None)
+        if callable(method) and not _needs_arguments(method):
+            return cast("Callable[[], Any]", method)
+    return None
+
+
+def _needs_arguments(method: Callable[..., Any]) -> bool:
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(
+        one.default is inspect.Parameter.empty and one.kind not in kinds
+        for one in inspect.signature(method).parameters.values()
+    )
+
+
+@contextmanager
+def _others_replaced(model: nn.Module, wanted: Collection[int]) -> Iterator[None]:
+    """Let initialisers write to stand-ins where a tensor has values, or its first module's."""
+    put_back: list[tuple[dict[str, Any], str, Tensor]] = []
+    seen: set[int] = set()
+    tables: list[dict[str, Any]] = [
+        table for one in model.modules() for table in (one._parameters, one._buffers)
+    ]
+    for table in tables:
+        for name, tensor in table.items():
+            if tensor is not None and (id(tensor) not in wanted or id(tensor) in seen):
+                put_back.append((table, name, tensor))
+            seen.add(id(tensor))
+    for table, name, tensor in put_back:
+        stand_in = torch.empty_like(tensor, device="meta", requires_grad=False)
+        is_param = isinstance(tensor, nn.Parameter)
+        table[name] = nn.Parameter(stand_in, tensor.requires_grad) if is_param else stand_in
+    try:
+        yield
+    finally:
+        for table, name, tensor in put_back:
+            table[name] = tensor

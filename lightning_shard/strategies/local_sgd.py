@@ -39,7 +39,7 @@ from lightning_shard.data_parallel.local_sgd.optimizer_state import (
     with_state_by_name,
 )
 from lightning_shard.data_parallel.local_sgd.outer import outer_factory, plain_average
-from lightning_shard.data_parallel.local_sgd.rules import Averaging, OuterOptimization, SyncRule
+from lightning_shard.data_parallel.local_sgd.rules import OuterOptimization, SyncRule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
 from lightning_shard.data_parallel.read_when_asked import mean_of_ranks
 from lightning_shard.errors import ConfigError
@@ -166,7 +166,7 @@ class LocalSGDStrategy(LocalUpdates):
             self._local.load_state_dict(self._loaded, self._loaded_own)
 
     def _rule(self, trained: Mapping[str, Tensor]) -> SyncRule:
-        return Averaging() if self._outer is None else OuterOptimization(trained, self._outer)
+        return SyncRule() if self._outer is None else OuterOptimization(trained, self._outer)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,7 @@ from lightning_shard.checkpoint.by_rank import (
     own_entry,
     stream_entries,
 )
-from lightning_shard.checkpoint.checkpointed_run import CheckpointedRun
+from lightning_shard.checkpoint.run_folders import CheckpointedRun
 from lightning_shard.checkpoint.random_state import (
     generator_state,
     load_generator_state,

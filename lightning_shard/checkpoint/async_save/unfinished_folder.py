@@ -8,24 +8,54 @@ complete       index, checksums and the folder's name: in rank 0's thread
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.async_save.save_plans import SavePlans
-from lightning_shard.checkpoint.async_save.staged_items import SaveCancelledError
-from lightning_shard.checkpoint.async_save.staged_writer import StagedWriter, Staging
+from lightning_shard.checkpoint.async_save.staged_items import SaveCancelledError, StagedItems
 from lightning_shard.checkpoint.files.checksums import Checksum, complete_folder, write_checked
-from lightning_shard.checkpoint.files.failures import not_saved
+from lightning_shard.checkpoint.files.new import not_saved
 from lightning_shard.checkpoint.files.open_folder import META_FILE, OpenFolder
-from lightning_shard.checkpoint.sharded.box_writer import renamed
+from lightning_shard.checkpoint.sharded.box_writer import BoxWriter, renamed
 from lightning_shard.checkpoint.sharded.writing import BoxSavePlanner, made_folder
 from lightning_shard.errors import CheckpointError
+
+Staging: TypeAlias = Callable[[SavePlan, SavePlanner], StagedItems | None]
+"""Copies what a rank writes by a plan; None where an earlier copy does not hold the same."""
+
+
+class StagedWriter(BoxWriter):
+    """Copies what this rank writes by a plan, and writes it when asked.
+
+    Args:
+        folder: The folder to write into.
+        rank: Number of this rank.
+    """
+
+    def __init__(self, folder: OpenFolder, rank: int) -> None:
+        super().__init__(folder)
+        self.set_up_storage_writer(rank == 0, rank=rank)
+        self.staged: StagedItems | None = None
+        self._plan: SavePlan | None = None
+
+    def copy(self, plan: SavePlan, planner: SavePlanner, staging: Staging) -> bool:
+        """Copy what this rank writes; return False where an earlier copy does not hold the same."""
+        self._plan, self.staged = plan, staging(plan, planner)
+        return self.staged is not None
+
+    def write_staged(self) -> list[WriteResult]:
+        """Write this rank's file, and return where in it everything is."""
+        assert self._plan is not None
+        staged: Any = self.staged  # of a planner it has the one method that is asked for
+        results: list[WriteResult] = self.write_data(self._plan, staged).value()
+        return results
 
 
 class UnfinishedFolder:

@@ -9,7 +9,6 @@
     folders where nothing is renamed           remote_folders
     where a path lies                          places
     what a killed writer has left              parts
-    rename, exchange, fsync                    renames
     why something cannot be written            failures
     checksums of files beside each other       checksums, joined_crc
     torch's archive: its records               torch_archive (writes), archive_check (verifies)

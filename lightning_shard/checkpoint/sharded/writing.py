@@ -18,8 +18,7 @@ from lightning_shard.checkpoint.files.checksums import (
     read_checksums,
     verify_folder,
 )
-from lightning_shard.checkpoint.files.failures import not_saved
-from lightning_shard.checkpoint.files.new import new_folder
+from lightning_shard.checkpoint.files.new import new_folder, not_saved
 from lightning_shard.checkpoint.files.open_folder import META_FILE, OpenFolder
 from lightning_shard.checkpoint.files.torch_archive import records_of, write_archive
 from lightning_shard.checkpoint.sharded.box_writer import BoxWriter

@@ -1,6 +1,6 @@
 """The rules by which ranks come to common values: what they send, and how they use its mean.
 
-    Averaging            send the parameters              common = their mean
+    SyncRule             send the parameters              common = their mean
     OuterOptimization    send global - own (the outer     global = outer step by the mean
                          gradient of the last steps)      common = global
 
@@ -9,11 +9,12 @@ hundreds of steps between two exchanges. With plain SGD of learning rate 1 it is
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.data_parallel.local_sgd.packing import wide
@@ -22,70 +23,44 @@ OuterFactory = Callable[[list[Tensor]], Optimizer]
 Sent = Literal["values", "changes"]
 
 
-class SyncRule(Protocol):
-    """The rule by which ranks come to common values."""
+class SyncRule:
+    """The rule by which ranks come to common values: this one takes the mean of the ranks' own.
 
-    @property
-    def sends(self) -> Sent:
-        """Whether ranks send their parameters or the changes of these."""
+    Attributes:
+        sends: Whether ranks send their parameters or the changes of these.
+    """
+
+    sends: Sent = "values"
 
     @property
     def common(self) -> Mapping[str, Tensor]:
         """Values common to all ranks by name, where the rule keeps them."""
+        return {}
 
     def outgoing(self, own: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the tensors to send for parameters that have these values on this rank."""
+        return list(own.values())
 
     def arrived(self, mean: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the new common values, from the ranks' mean of what was sent."""
+        return mean
 
     def adopt(self, values: Mapping[str, Tensor]) -> None:
         """Go on from values that are the same on all ranks, of more parameters or known ones."""
 
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint has to hold besides the common values."""
+        return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a state that `state` has returned."""
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the rule holds."""
-
-
-class Averaging:
-    """Common values are the mean of the ranks' own."""
-
-    sends: Sent = "values"
-
-    @property
-    def common(self) -> Mapping[str, Tensor]:
-        """See `SyncRule`: nothing is kept."""
-        return {}
-
-    def outgoing(self, own: Mapping[str, Tensor]) -> list[Tensor]:
-        """See `SyncRule`."""
-        return list(own.values())
-
-    def arrived(self, mean: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `SyncRule`."""
-        return mean
-
-    def adopt(self, values: Mapping[str, Tensor]) -> None:
-        """See `SyncRule`."""
-
-    def state(self) -> dict[str, Any]:
-        """See `SyncRule`."""
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """See `SyncRule`."""
-
-    def tensors(self) -> list[Tensor]:
-        """See `SyncRule`."""
         return []
 
 
-class OuterOptimization:
+class OuterOptimization(SyncRule):
     """Common values are kept, and an outer optimizer moves them.
 
     Args:
@@ -97,30 +72,36 @@ class OuterOptimization:
     sends: Sent = "changes"
 
     def __init__(self, values: Mapping[str, Tensor], factory: OuterFactory) -> None:
-        self.common: dict[str, Tensor] = _kept(values)
-        self._optimizer = factory(list(self.common.values()))
+        self._common = _kept(values)
+        self._optimizer = factory(list(self._common.values()))
 
+    @property
+    @override
+    def common(self) -> dict[str, Tensor]:
+        return self._common
+
+    @override
     def adopt(self, values: Mapping[str, Tensor]) -> None:
-        """See `SyncRule`."""
         for name in values.keys() & self.common.keys():
             self.common[name].detach().copy_(values[name])
         if new := _kept({name: values[name] for name in values if name not in self.common}):
-            self.common.update(new)
+            self._common.update(new)
             self._optimizer.add_param_group({"params": list(new.values())})
 
     @torch.no_grad()
+    @override
     def outgoing(self, own: Mapping[str, Tensor]) -> list[Tensor]:
-        """See `SyncRule`."""
         return [self.common[name] - value for name, value in own.items()]
 
+    @override
     def arrived(self, mean: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `SyncRule`."""
         for name, gradient in mean.items():
             self.common[name].grad = gradient.to(self.common[name].dtype)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return {name: self.common[name].detach() for name in mean}
 
+    @override
     def state(self) -> dict[str, Any]:
         """See `SyncRule`: the outer optimizer's class, and its state by parameter name."""
         state = {
@@ -130,6 +111,7 @@ class OuterOptimization:
         }
         return {"optimizer": type(self._optimizer).__name__, "state": state}
 
+    @override
     def load(self, state: Mapping[str, Any]) -> None:
         """See `SyncRule`; another optimizer's state and names that are not here are left out."""
         if state.get("optimizer") != type(self._optimizer).__name__:
@@ -140,8 +122,8 @@ class OuterOptimization:
         entries = {order[name]: one for name, one in state["state"].items() if name in order}
         self._optimizer.load_state_dict({**packed, "state": entries})
 
+    @override
     def tensors(self) -> list[Tensor]:
-        """See `SyncRule`."""
         states = self._optimizer.state.values()
         held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return [*self.common.values(), *held]

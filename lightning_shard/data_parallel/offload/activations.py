@@ -25,8 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.data_parallel.offload.copier import HostCopier
-from lightning_shard.data_parallel.offload.host_pool import HostPool
-from lightning_shard.data_parallel.offload.stretch import ChangedError, Stretch
+from lightning_shard.data_parallel.offload.stretch import ChangedError, HostPool, Stretch
 from lightning_shard.data_parallel.torch_private import (
     in_backward,
     is_traced,

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import fsspec
 import pytest
 
-from lightning_shard.checkpoint.files import parts, renames
+from lightning_shard.checkpoint.files import new, parts
 from lightning_shard.checkpoint.files.new import new_file, new_folder
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
 from lightning_shard.checkpoint.files.parts import is_leftover, part_of
@@ -90,7 +90,7 @@ def test_a_folder_takes_the_place_of_another_and_of_a_file(tmp_path: Path) -> No
 def test_without_an_exchange_a_folder_makes_room_for_the_next(tmp_path: Path) -> None:
     place = tmp_path / "last.ckpt"
     write_folder(place, "one")
-    with patch.object(renames, "exchange", lambda *_: False):
+    with patch.object(new, "exchange", lambda *_: False):
         write_folder(place, "two")
     assert Path(place, ".metadata").read_text() == "two"
     assert names(tmp_path) == ["last.ckpt"]
@@ -220,14 +220,14 @@ def test_another_run_that_saved_to_the_same_place_ended_a_save(
     found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = [OSError(found, os.strerror(found)) for _ in range(3)]
-    exchange = renames.exchange
+    exchange = new.exchange
 
     def races(one: Path, other: Path) -> bool:
         if refusals:
             raise refusals.pop()
         return exchange(one, other)
 
-    monkeypatch.setattr(renames, "exchange", races)
+    monkeypatch.setattr(new, "exchange", races)
     for content in (b"old", b"new"):
         with new_folder(tmp_path / "last.ckpt") as folder:
             (Path(folder) / ".metadata").write_bytes(content)

@@ -1,18 +1,24 @@
-"""The archive that is written here is the one that torch writes, and torch reads it."""
+"""The archive that is written here is the one that torch writes, and torch reads it.
+
+The checksum of two strings is that of both one after the other.
+"""
 
 import io
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.serialization import config
 
 from lightning_shard.checkpoint.files import torch_archive
 from lightning_shard.checkpoint.files.archive_check import check_archive
-from lightning_shard.checkpoint.files.torch_archive import records_of, write_archive
+from lightning_shard.checkpoint.files.torch_archive import joined_crc, records_of, write_archive
 from tests.checkpoint.files.archives import checkpoint, same
 
 
@@ -97,3 +103,13 @@ def test_objects_are_pickled_as_ever() -> None:
 def test_nothing_is_written_of_what_cannot_be_pickled() -> None:
     with pytest.raises(AttributeError, match="local object"):
         records_of({"hyper_parameters": lambda: None})
+
+
+@given(st.binary(), st.binary())
+def test_it_is_that_of_both_together(one: bytes, other: bytes) -> None:
+    assert joined_crc(zlib.crc32(one), zlib.crc32(other), len(other)) == zlib.crc32(one + other)
+
+
+def test_a_long_string() -> None:
+    one, other = b"begin", bytes(range(256)) * 5000
+    assert joined_crc(zlib.crc32(one), zlib.crc32(other), len(other)) == zlib.crc32(one + other)

@@ -9,8 +9,7 @@ from torch import nn
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.compression import TopK
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.local_sgd.fragments import cut_into_fragments
-from lightning_shard.data_parallel.local_sgd.parameters import LocalParameters
+from lightning_shard.data_parallel.local_sgd.local_sgd import LocalParameters, cut_into_fragments
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.testing import run_ranks
