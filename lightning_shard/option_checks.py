@@ -42,9 +42,7 @@ class _MisfitError(Exception):
     """A value is not of its annotated type."""
 
 
-def checked_options(
-    function: Callable[Concatenate[S, P], R],
-) -> Callable[Concatenate[S, P], R]:
+def checked_options(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Make a constructor, or a class method, check its options by their annotations.
 
     Options of other types than numbers, strings, bools, and lists and dictionaries of these are

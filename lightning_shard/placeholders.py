@@ -12,7 +12,7 @@ Once a placeholder has been received, it has a `value`, with which the step goes
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -29,10 +29,14 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_calls import (
     MOVES_MEMORY,
     OF_MEMORY,
+    Args,
+    Function,
+    Kwargs,
     SeesCalls,
     SeesOperations,
     memory_refused,
     name_of,
+    written_by,
 )
 
 _UPDATES_STATISTICS = ("batch_norm",)  # of another stage: they are its own to keep
@@ -128,13 +132,7 @@ class Placeholder(SeesCalls, SeesOperations):
 
     @classmethod
     @override
-    def called(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def called(cls, func: Function, types: Sequence[type], args: Args, kwargs: Kwargs) -> Any:
         """Compute with the values that are known, which autograd sees."""
         if func == _SETS_DATA and isinstance(args[0], Placeholder):
             _note_write(args[0])
@@ -155,7 +153,7 @@ class Placeholder(SeesCalls, SeesOperations):
 
     @classmethod
     @override
-    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatched(cls, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Compute shape and format only.
 
         Raises:
@@ -276,15 +274,6 @@ def _note_write(target: Placeholder) -> None:
         written[target.origin] = None
 
 
-@cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return the positions and names of the arguments that an operation writes to."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple(
-        (i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write
-    )
-
-
 def _refuse_writes(
     func: Any,
     args: Sequence[Any],
@@ -293,19 +282,19 @@ def _refuse_writes(
     origins: frozenset[str],
 ) -> None:
     """Raise where unknown elements would be written into a tensor whose elements are known."""
-    for index, name in _written(func):
-        target = args[index] if index < len(args) else kwargs.get(name)
-        apply_to_collection(target, Placeholder, _note_write)
-        known: list[Tensor] = []
-        apply_to_collection(target, Tensor, known.append, wrong_dtype=Placeholder)
-        if known and not any(name in str(func) for name in _UPDATES_STATISTICS):
-            raise OtherStageError(
-                f"Make a new tensor (torch.cat, torch.where) instead of writing into one, or do so "
-                f"inside a block: {func} writes a value that is computed from {origin!r} on "
-                f"another stage of the pipeline into a tensor of shape {tuple(known[0].shape)}, "
-                f"expected it to be an argument of the blocks.",
-                origins,
-            )
+    targets = written_by(func, args, kwargs)
+    for target in targets:
+        if isinstance(target, Placeholder):
+            _note_write(target)
+    known = [target for target in targets if not isinstance(target, Placeholder)]
+    if known and not any(name in str(func) for name in _UPDATES_STATISTICS):
+        raise OtherStageError(
+            f"Make a new tensor (torch.cat, torch.where) instead of writing into one, or do so "
+            f"inside a block: {func} writes a value that is computed from {origin!r} on "
+            f"another stage of the pipeline into a tensor of shape {tuple(known[0].shape)}, "
+            f"expected it to be an argument of the blocks.",
+            origins,
+        )
 
 
 @contextmanager

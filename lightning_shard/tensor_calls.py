@@ -11,11 +11,17 @@ another's: an address would be that of garbage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_shard.errors import ConfigError
+
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 BY_OBJECT = frozenset({"numpy", "array", "dlpack", "to_dlpack"})
 """Calls whose results keep a tensor's memory alive, by `name_of`."""
@@ -34,6 +40,24 @@ def name_of(func: Any) -> str:
     """Return the name of a function, or of the property that it reads, without underscores."""
     name, read = getattr(func, "__name__", ""), getattr(func, "__self__", None)
     return str(getattr(read, "__name__", name) if name == "__get__" else name).strip("_")
+
+
+@cache
+def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(
+        (i, one.name) for i, one in arguments if one.alias_info and one.alias_info.is_write
+    )
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation of torch's writes to."""
+    found: list[Tensor] = []
+    for index, name in _places_written(func):
+        given = args[index] if index < len(args) else kwargs.get(name)
+        tree_map_only(Tensor, found.append, given)
+    return found
 
 
 BY_ADDRESS = frozenset(
@@ -63,23 +87,13 @@ class SeesCalls(Tensor):
     """Tensors whose class computes what is called with one of them among the arguments."""
 
     @classmethod
-    def called(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def called(cls, func: Function, types: Sequence[type], args: Args, kwargs: Kwargs) -> Any:
         """Return the result of a call; NotImplemented lets another class among `types` do it."""
         raise NotImplementedError
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Function, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Take a call from torch."""
         return cls.called(func, types, tuple(args), dict(kwargs or {}))
@@ -89,17 +103,13 @@ class SeesOperations(Tensor):
     """Tensors whose class computes the operations below autograd on them."""
 
     @classmethod
-    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatched(cls, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of an operation of torch's."""
         raise NotImplementedError
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Take an operation from torch."""
         return cls.dispatched(func, tuple(args), dict(kwargs or {}))

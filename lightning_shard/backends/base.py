@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.debug_wrapper import debug_name
+from lightning_shard.backends.rendezvous import join_world
 from lightning_shard.errors import BackendUnavailableError, ConfigError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -53,7 +54,6 @@ class Backend(ABC):
     def unavailable_reason(self) -> str | None:
         """Say why this backend cannot run here and what to install, or None when it can."""
 
-    @abstractmethod
     def init_process_group(
         self,
         *,
@@ -66,8 +66,16 @@ class Backend(ABC):
         """Start the default process group; collective over all `world_size` ranks.
 
         Real-process backends rendezvous at MASTER_ADDR and MASTER_PORT, which the launcher or the
-        cluster environment has set, unless a store is given; see `rendezvous.join_generation`.
+        cluster environment has set, unless a store is given; see `rendezvous.join_world`.
         """
+        join_world(
+            self.c10d_name,
+            rank=rank,
+            world_size=world_size,
+            device=device if "cuda" in self.device_types else None,
+            timeout=timeout,
+            store=store,
+        )
 
     def collectives(self, group: dist.ProcessGroup) -> Collectives:
         """Wrap `group` in the algorithms that suit this backend."""

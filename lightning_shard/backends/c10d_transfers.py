@@ -9,8 +9,8 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lightning_shard.backends.c10d_names import all_gather_flat, reduce_scatter_flat
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.rank_order import (
     C10D_OPS,
@@ -19,6 +19,15 @@ from lightning_shard.backends.rank_order import (
     is_narrow,
 )
 from lightning_shard.errors import ConfigError
+
+# torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor`: the old names warn from
+# then on, and the new ones are unknown before.
+if hasattr(dist, "reduce_scatter_single"):
+    reduce_scatter_flat = dist.reduce_scatter_single
+    all_gather_flat = dist.all_gather_single
+else:
+    reduce_scatter_flat = dist.reduce_scatter_tensor
+    all_gather_flat = dist.all_gather_into_tensor
 
 
 class C10dTransfers:
@@ -40,20 +49,18 @@ class C10dTransfers:
         self.rank = group.rank()
         self.size = group.size()
 
-    def _all_reduce_dtype(self, tensor: torch.Tensor, op: ReduceOpName) -> torch.dtype:
+    def _all_reduce_dtype(self, tensor: Tensor, op: ReduceOpName) -> torch.dtype:
         """Return the type in which an all-reduce travels."""
         return torch.float32 if op == "avg" and is_narrow(tensor.dtype) else tensor.dtype
 
     def _reduce_scatter_dtype(
-        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+        self, output: Tensor, source: Tensor, op: ReduceOpName
     ) -> torch.dtype:
         """Return the type in which a reduce-scatter travels."""
         widen = output.dtype != source.dtype or (op == "avg" and is_narrow(source.dtype))
         return torch.float32 if widen else source.dtype
 
-    def _all_reduce(
-        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
-    ) -> StartedTransfer:
+    def _all_reduce(self, output: Tensor, source: Tensor, op: ReduceOpName) -> StartedTransfer:
         if self._is_still(source):
             return copy_unless_same(output, source)
         dtype = self._all_reduce_dtype(source, op)
@@ -62,9 +69,7 @@ class C10dTransfers:
         work = dist.all_reduce(wire, C10D_OPS[op], group=self.group, async_op=True)
         return StartedTransfer(works=[work], finish=lambda: self._settle(output, wire, op))
 
-    def _reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
-    ) -> StartedTransfer:
+    def _reduce_scatter(self, output: Tensor, source: Tensor, op: ReduceOpName) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
         dtype = self._reduce_scatter_dtype(output, source, op)
@@ -74,7 +79,7 @@ class C10dTransfers:
         )
         return StartedTransfer(works=[work], finish=lambda: self._settle(output, wire, op))
 
-    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> StartedTransfer:
+    def _all_gather(self, output: Tensor, source: Tensor) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
         return StartedTransfer(
@@ -83,8 +88,8 @@ class C10dTransfers:
 
     def _all_to_all(
         self,
-        output: torch.Tensor,
-        source: torch.Tensor,
+        output: Tensor,
+        source: Tensor,
         output_splits: list[int],
         input_splits: list[int],
     ) -> StartedTransfer:
@@ -96,7 +101,7 @@ class C10dTransfers:
         return StartedTransfer(works=[work])
 
     def _reduce_slices(
-        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int], op: ReduceOpName
+        self, output: Tensor, source: Tensor, sizes: list[int], op: ReduceOpName
     ) -> StartedTransfer:
         """Reduce slices of different sizes: each rank is sent the others' of its own."""
         slices = list(torch.split(source, sizes))
@@ -109,9 +114,7 @@ class C10dTransfers:
 
         return StartedTransfer(works=[work], finish=finish)
 
-    def _gather_slices(
-        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
-    ) -> StartedTransfer:
+    def _gather_slices(self, output: Tensor, source: Tensor, sizes: list[int]) -> StartedTransfer:
         """Collect slices of different sizes."""
         slices, own = (
             list(torch.split(output, sizes)),
@@ -120,25 +123,25 @@ class C10dTransfers:
         work = dist.all_to_all(slices, [own] * self.size, group=self.group, async_op=True)
         return StartedTransfer(works=[work])
 
-    def _broadcast(self, tensor: torch.Tensor, src: int) -> StartedTransfer:
+    def _broadcast(self, tensor: Tensor, src: int) -> StartedTransfer:
         if self._is_still(tensor):
             return StartedTransfer()
         work = dist.broadcast(tensor, group_src=src, group=self.group, async_op=True)
         return StartedTransfer(works=[work])
 
-    def _isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def _isend(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
         return cast("dist.Work", work)  # None only outside the group
 
-    def _irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         work = dist.irecv(tensor, group=self.group, group_src=peer, tag=tag)
         return cast("dist.Work", work)
 
-    def _is_still(self, tensor: torch.Tensor) -> bool:
+    def _is_still(self, tensor: Tensor) -> bool:
         """Say whether nothing moves: one rank, or no elements on any rank."""
         return self.size == 1 or tensor.numel() == 0
 
-    def _settle(self, output: torch.Tensor, wire: torch.Tensor, op: ReduceOpName) -> None:
+    def _settle(self, output: Tensor, wire: Tensor, op: ReduceOpName) -> None:
         """Divide for an average and bring the result into the caller's type."""
         if op == "avg":
             wire.div_(self.size)
@@ -146,7 +149,7 @@ class C10dTransfers:
             output.copy_(wire)
 
 
-def copy_unless_same(output: torch.Tensor, source: torch.Tensor) -> StartedTransfer:
+def copy_unless_same(output: Tensor, source: Tensor) -> StartedTransfer:
     """Copy on a group of one rank, unless both are the same memory."""
     if output.data_ptr() != source.data_ptr() or output.dtype != source.dtype:
         output.copy_(source)

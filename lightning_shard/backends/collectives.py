@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_shard.backends.c10d_transfers import C10dTransfers
 from lightning_shard.backends.common_buffer import CommonBuffer
@@ -88,11 +89,11 @@ class Collectives(C10dTransfers):
 
     def new_empty(
         self,
-        like: torch.Tensor,
+        like: Tensor,
         numel: int,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return memory for a flat buffer that this group moves often, with any content.
 
         Engines ask here for parameters and gradients: on shared memory peers read them in place.
@@ -109,7 +110,7 @@ class Collectives(C10dTransfers):
         """
         return like.new_empty(numel, dtype=dtype, device=device)
 
-    def set_aside(self, flat: torch.Tensor, let_go: Callable[[], None]) -> bool:
+    def set_aside(self, flat: Tensor, let_go: Callable[[], None]) -> bool:
         """Keep a buffer of `new_empty`, which its owner does not use now, until memory is needed.
 
         Args:
@@ -122,10 +123,10 @@ class Collectives(C10dTransfers):
         """
         return False
 
-    def take_up(self, flat: torch.Tensor) -> None:
+    def take_up(self, flat: Tensor) -> None:
         """Use a buffer again that was set aside."""
 
-    def share(self, values: torch.Tensor, start: int, stop: int) -> CommonBuffer | None:
+    def share(self, values: Tensor, start: int, stop: int) -> CommonBuffer | None:
         """Return a buffer that exists once for all ranks of the group; each rank must call.
 
         Args:
@@ -159,10 +160,10 @@ class Collectives(C10dTransfers):
 
     def all_reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         op: ReduceOpName = "sum",
         *,
-        output: torch.Tensor | None = None,
+        output: Tensor | None = None,
         async_op: bool = False,
     ) -> Pending:
         """Reduce `tensor` over the ranks to the same values everywhere.
@@ -191,8 +192,8 @@ class Collectives(C10dTransfers):
 
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002 - c10d's name
+        output: Tensor,
+        input: Tensor,  # noqa: A002 - c10d's name
         op: ReduceOpName = "sum",
         *,
         sizes: Sequence[int] | None = None,
@@ -233,8 +234,8 @@ class Collectives(C10dTransfers):
 
     def all_gather(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002 - c10d's name
+        output: Tensor,
+        input: Tensor,  # noqa: A002 - c10d's name
         *,
         sizes: Sequence[int] | None = None,
         async_op: bool = False,
@@ -266,8 +267,8 @@ class Collectives(C10dTransfers):
 
     def all_to_all(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002 - c10d's name
+        output: Tensor,
+        input: Tensor,  # noqa: A002 - c10d's name
         *,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
@@ -295,7 +296,7 @@ class Collectives(C10dTransfers):
         pair = (output.detach(), input.detach())
         return self._start("all_to_all", lambda: self._all_to_all(*pair, received, given), async_op)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False) -> Pending:
+    def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Pending:
         """Overwrite `tensor` on every rank with that of rank `src`.
 
         Args:
@@ -313,9 +314,7 @@ class Collectives(C10dTransfers):
         flat = tensor.detach().view(-1)
         return self._start("broadcast", lambda: self._broadcast(flat, src), async_op)
 
-    def send(
-        self, tensor: torch.Tensor, peer: int, tag: int = 0, *, async_op: bool = False
-    ) -> Pending:
+    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, async_op: bool = False) -> Pending:
         """Send `tensor` (any shape, contiguous) to `peer`, which must call `recv`.
 
         Raises:
@@ -330,9 +329,7 @@ class Collectives(C10dTransfers):
             "send", lambda: StartedTransfer(works=[self._isend(flat, peer, tag)]), async_op
         )
 
-    def recv(
-        self, tensor: torch.Tensor, peer: int, tag: int = 0, *, async_op: bool = False
-    ) -> Pending:
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0, *, async_op: bool = False) -> Pending:
         """Receive into `tensor` what `peer` sends under this tag; raises as `send` does."""
         check_message("recv", self.rank, self.size, tensor, peer, tag)
         self.traffic.count("recv", 0, tensor.itemsize)

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_shard.backends.c10d_transfers import copy_unless_same
 from lightning_shard.backends.collectives import Collectives
@@ -61,7 +62,7 @@ class ScratchPool:
         idle_limit_bytes: int = IDLE_LIMIT_BYTES,
     ) -> None:
         self._smallest_bytes = smallest_bytes
-        self._idle: list[torch.Tensor] = []  # (bytes,) each, in order of size
+        self._idle: list[Tensor] = []  # (bytes,) each, in order of size
         self._idle_limit_bytes = idle_limit_bytes
 
     @property
@@ -69,19 +70,19 @@ class ScratchPool:
         """Bytes of the idle buffers."""
         return sum(buffer.numel() for buffer in self._idle)
 
-    def lend(self, num_bytes: int) -> torch.Tensor:
+    def lend(self, num_bytes: int) -> Tensor:
         """Return a buffer of at least `num_bytes` and at most four times as many; uint8, 1-D."""
         for index, buffer in enumerate(self._idle):
             if num_bytes <= buffer.numel() <= 4 * num_bytes:
                 return self._idle.pop(index)
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def give_back(self, buffer: Tensor) -> None:
         """Keep `buffer` for later, or free it when it is small or the pool is full."""
         if not self._smallest_bytes < buffer.numel() <= self._idle_limit_bytes:
             return
         self._idle.append(buffer)
-        self._idle.sort(key=torch.Tensor.numel)
+        self._idle.sort(key=Tensor.numel)
         while self.idle_bytes > self._idle_limit_bytes:
             self._idle.pop(0)
 
@@ -102,17 +103,15 @@ class ExchangeCollectives(Collectives):
         self._scratch = ScratchPool()
         self._numbers = self._numbers_of_group.setdefault(group, count())
 
-    def _all_reduce_dtype(self, tensor: torch.Tensor, op: ReduceOpName) -> torch.dtype:
+    def _all_reduce_dtype(self, tensor: Tensor, op: ReduceOpName) -> torch.dtype:
         return tensor.dtype if self._is_direct(tensor, op) else _ring_dtype(tensor.dtype, op)
 
     def _reduce_scatter_dtype(
-        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+        self, output: Tensor, source: Tensor, op: ReduceOpName
     ) -> torch.dtype:
         return source.dtype
 
-    def _all_reduce(
-        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
-    ) -> StartedTransfer:
+    def _all_reduce(self, output: Tensor, source: Tensor, op: ReduceOpName) -> StartedTransfer:
         if self._is_still(source):
             return copy_unless_same(output, source)
         if self._is_direct(source, op):
@@ -121,14 +120,12 @@ class ExchangeCollectives(Collectives):
             return self._all_reduce_in_float32(output, source, op)
         return super()._all_reduce(output, source, op)
 
-    def _reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
-    ) -> StartedTransfer:
+    def _reduce_scatter(self, output: Tensor, source: Tensor, op: ReduceOpName) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
         return self._exchange_and_combine(output, source.view(self.size, -1).unbind(), op)
 
-    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> StartedTransfer:
+    def _all_gather(self, output: Tensor, source: Tensor) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
         slices = output.view(self.size, -1).unbind()
@@ -137,16 +134,14 @@ class ExchangeCollectives(Collectives):
         return StartedTransfer(works=works)
 
     def _reduce_slices(
-        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int], op: ReduceOpName
+        self, output: Tensor, source: Tensor, sizes: list[int], op: ReduceOpName
     ) -> StartedTransfer:
         slices = torch.split(source, sizes)
         if output.numel():
             return self._exchange_and_combine(output, slices, op)
         return StartedTransfer(works=self._exchange(slices, [output] * self.size))
 
-    def _gather_slices(
-        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
-    ) -> StartedTransfer:
+    def _gather_slices(self, output: Tensor, source: Tensor, sizes: list[int]) -> StartedTransfer:
         slices = torch.split(output, sizes)
         works = self._exchange([source] * self.size, slices)
         copy_unless_same(slices[self.rank], source)  # while the messages move
@@ -154,8 +149,8 @@ class ExchangeCollectives(Collectives):
 
     def _all_to_all(
         self,
-        output: torch.Tensor,
-        source: torch.Tensor,
+        output: Tensor,
+        source: Tensor,
         output_splits: list[int],
         input_splits: list[int],
     ) -> StartedTransfer:
@@ -166,7 +161,7 @@ class ExchangeCollectives(Collectives):
         return StartedTransfer(works=works)
 
     def _all_reduce_in_float32(
-        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+        self, output: Tensor, source: Tensor, op: ReduceOpName
     ) -> StartedTransfer:
         num_bytes = 4 * source.numel()
         buffer = self._lend(num_bytes, source)
@@ -180,7 +175,7 @@ class ExchangeCollectives(Collectives):
         return StartedTransfer(works=[cast("dist.Work", work)], finish=finish)
 
     def _exchange_and_combine(
-        self, output: torch.Tensor, outgoing: Sequence[torch.Tensor], op: ReduceOpName
+        self, output: Tensor, outgoing: Sequence[Tensor], op: ReduceOpName
     ) -> StartedTransfer:
         """Send outgoing[i] to rank i and reduce what comes with outgoing[rank] into `output`."""
         own = outgoing[self.rank]
@@ -201,9 +196,7 @@ class ExchangeCollectives(Collectives):
 
         return StartedTransfer(works=self._exchange(outgoing, addends), finish=finish)
 
-    def _exchange(
-        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
-    ) -> list[dist.Work]:
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[dist.Work]:
         """Start sending outgoing[i] to rank i and receiving incoming[i] from it; skip this rank.
 
         A tensor without elements is not sent.
@@ -219,23 +212,23 @@ class ExchangeCollectives(Collectives):
         sends = [self._isend(outgoing[peer], peer, tag) for peer in peers if outgoing[peer].numel()]
         return receives + sends
 
-    def _isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def _isend(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         return self.group.send([tensor], peer, tag)  # `dist.isend` checks once more
 
-    def _irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         return self.group.recv([tensor], peer, tag)
 
-    def _lend(self, num_bytes: int, like: torch.Tensor) -> torch.Tensor:
+    def _lend(self, num_bytes: int, like: Tensor) -> Tensor:
         """Return a uint8 buffer on the device of `like`; on CUDA torch's allocator keeps them."""
         if like.device.type == "cpu":
             return self._scratch.lend(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
 
-    def _give_back(self, buffer: torch.Tensor) -> None:
+    def _give_back(self, buffer: Tensor) -> None:
         if buffer.device.type == "cpu":
             self._scratch.give_back(buffer)
 
-    def _is_direct(self, tensor: torch.Tensor, op: ReduceOpName) -> bool:
+    def _is_direct(self, tensor: Tensor, op: ReduceOpName) -> bool:
         num_bytes = tensor.nbytes
         if not _DIRECT_BYTES < num_bytes <= _DIRECT_BYTES_OF_FEW:
             return num_bytes <= _DIRECT_BYTES

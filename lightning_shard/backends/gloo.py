@@ -14,7 +14,7 @@ from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.debug_wrapper import exchange_collectives
 from lightning_shard.backends.guarded.addresses import address_towards, interface_of
-from lightning_shard.backends.rendezvous import host_of_rank_zero, is_on_one_host, join_world
+from lightning_shard.backends.rendezvous import host_of_rank_zero, is_on_one_host
 
 
 class GlooBackend(Backend):
@@ -40,13 +40,8 @@ class GlooBackend(Backend):
         store: Store | None = None,
     ) -> None:
         prefer_interface(store)
-        join_world(
-            self.c10d_name,
-            rank=rank,
-            world_size=world_size,
-            device=None,
-            timeout=timeout,
-            store=store,
+        super().init_process_group(
+            rank=rank, world_size=world_size, device=device, timeout=timeout, store=store
         )
 
     @override

@@ -1,15 +1,12 @@
 """NCCL: torch's own backend for CUDA devices, one rank to a device."""
 
-from datetime import timedelta
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
-from lightning_shard.backends.rendezvous import join_world
 
 
 class NCCLBackend(Backend):
@@ -29,22 +26,3 @@ class NCCLBackend(Backend):
                 "CPUs with backend='gloo'."
             )
         return None
-
-    @override
-    def init_process_group(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        timeout: timedelta,
-        store: Store | None = None,
-    ) -> None:
-        join_world(
-            self.c10d_name,
-            rank=rank,
-            world_size=world_size,
-            device=device,
-            timeout=timeout,
-            store=store,
-        )

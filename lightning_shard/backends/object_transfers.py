@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_shard.backends._c10d import exchange_objects_as, object_device
 from lightning_shard.backends.objects import pack, unpack
@@ -56,7 +57,7 @@ def broadcast_object(group: dist.ProcessGroup, obj: Any, src: int) -> Any:
     return _object(data, group, "broadcast_object", src)
 
 
-def _bytes(data: bytes, device: torch.device) -> torch.Tensor:
+def _bytes(data: bytes, device: torch.device) -> Tensor:
     return (
         torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         if data
@@ -64,6 +65,6 @@ def _bytes(data: bytes, device: torch.device) -> torch.Tensor:
     )
 
 
-def _object(data: torch.Tensor, group: dist.ProcessGroup, operation: str, source: int) -> Any:
+def _object(data: Tensor, group: dist.ProcessGroup, operation: str, source: int) -> Any:
     whose = f"Rank {group.rank()} of {group.size()} in {operation}, from rank {source}"
     return unpack(data.cpu().numpy().tobytes(), whose)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_shard.errors import ConfigError, LayoutError
 
@@ -22,7 +23,7 @@ C10D_OPS = {
     "min": dist.ReduceOp.MIN,
 }
 
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+_COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
     "max": torch.maximum,
@@ -56,7 +57,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
 
 
 def combine_in_rank_order(
-    addends: Sequence[torch.Tensor], own: int, op: ReduceOpName, output: torch.Tensor
+    addends: Sequence[Tensor], own: int, op: ReduceOpName, output: Tensor
 ) -> None:
     """Reduce the ranks' addends into `output`; the addends other than the own are used up.
 
@@ -80,7 +81,7 @@ def combine_in_rank_order(
         output.div_(len(addends))
 
 
-def _needs_float32(addends: Sequence[torch.Tensor], op: ReduceOpName, output: torch.Tensor) -> bool:
+def _needs_float32(addends: Sequence[Tensor], op: ReduceOpName, output: Tensor) -> bool:
     dtype = addends[0].dtype
     if len(addends) == 2 and output.dtype == dtype:
         # One addition rounds once by itself, and halving bf16 is exact (fp16 could overflow).
@@ -88,9 +89,7 @@ def _needs_float32(addends: Sequence[torch.Tensor], op: ReduceOpName, output: to
     return is_narrow(dtype)
 
 
-def _combine_in_float32(
-    addends: Sequence[torch.Tensor], op: ReduceOpName, output: torch.Tensor
-) -> None:
+def _combine_in_float32(addends: Sequence[Tensor], op: ReduceOpName, output: Tensor) -> None:
     block_numel = min(output.numel(), _BLOCK_NUMEL)
     total, term = torch.empty(2, block_numel, dtype=torch.float32, device=output.device).unbind()
     for start in range(0, output.numel(), _BLOCK_NUMEL):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from lightning_shard.backends.rank_order import is_narrow
 from lightning_shard.errors import ConfigError, LayoutError
@@ -11,7 +12,7 @@ from lightning_shard.errors import ConfigError, LayoutError
 FIRST_RESERVED_TAG = 1 << 30
 
 
-def check_contiguous(operation: str, rank: int, tensor: torch.Tensor) -> None:
+def check_contiguous(operation: str, rank: int, tensor: Tensor) -> None:
     """Raise LayoutError unless the elements lie one after the other."""
     if not tensor.is_contiguous():
         raise LayoutError(
@@ -20,7 +21,7 @@ def check_contiguous(operation: str, rank: int, tensor: torch.Tensor) -> None:
         )
 
 
-def check_flat(operation: str, rank: int, **tensors: torch.Tensor) -> None:
+def check_flat(operation: str, rank: int, **tensors: Tensor) -> None:
     """Raise LayoutError unless every tensor is one-dimensional and contiguous."""
     for name, tensor in tensors.items():
         if tensor.dim() != 1:
@@ -32,7 +33,7 @@ def check_flat(operation: str, rank: int, **tensors: torch.Tensor) -> None:
 
 
 def check_full_and_local(
-    operation: str, rank: int, size: int, *, full: torch.Tensor, local: torch.Tensor
+    operation: str, rank: int, size: int, *, full: Tensor, local: Tensor
 ) -> None:
     """Raise LayoutError unless `full` (W * S,) is `size` times as long as `local` (S,)."""
     check_flat(operation, rank, full=full, local=local)
@@ -45,7 +46,7 @@ def check_full_and_local(
 
 
 def check_slices(
-    operation: str, rank: int, sizes: Sequence[int], *, full: torch.Tensor, local: torch.Tensor
+    operation: str, rank: int, sizes: Sequence[int], *, full: Tensor, local: Tensor
 ) -> None:
     """Raise LayoutError unless slices of these sizes make up `full`, and `local` is the rank's."""
     check_flat(operation, rank, full=full, local=local)
@@ -57,7 +58,7 @@ def check_slices(
         )
 
 
-def check_same_dtype(operation: str, rank: int, output: torch.Tensor, source: torch.Tensor) -> None:
+def check_same_dtype(operation: str, rank: int, output: Tensor, source: Tensor) -> None:
     """Raise LayoutError unless both tensors hold the same type."""
     if output.dtype != source.dtype:
         raise LayoutError(
@@ -66,7 +67,7 @@ def check_same_dtype(operation: str, rank: int, output: torch.Tensor, source: to
         )
 
 
-def check_result(operation: str, rank: int, output: torch.Tensor, source: torch.Tensor) -> None:
+def check_result(operation: str, rank: int, output: Tensor, source: Tensor) -> None:
     """Raise LayoutError unless `output` can hold a result of the shape and type of `source`."""
     check_contiguous(operation, rank, output)
     check_same_dtype(operation, rank, output, source)
@@ -78,7 +79,7 @@ def check_result(operation: str, rank: int, output: torch.Tensor, source: torch.
         )
 
 
-def check_sum_dtype(operation: str, rank: int, output: torch.Tensor, source: torch.Tensor) -> None:
+def check_sum_dtype(operation: str, rank: int, output: Tensor, source: Tensor) -> None:
     """Raise LayoutError unless the output holds the input's type, or float32 for a narrower one."""
     if is_narrow(source.dtype) and output.dtype == torch.float32:
         return
@@ -90,7 +91,7 @@ def checked_splits(
     rank: int,
     size: int,
     name: str,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     splits: Sequence[int] | None,
 ) -> list[int]:
     """Return the number of the tensor's elements for each rank; splits=None means equally many.
@@ -123,7 +124,7 @@ def check_peer(operation: str, rank: int, size: int, peer: int) -> None:
 
 
 def check_message(
-    operation: str, rank: int, size: int, tensor: torch.Tensor, peer: int, tag: int
+    operation: str, rank: int, size: int, tensor: Tensor, peer: int, tag: int
 ) -> None:
     """Raise unless this tensor can go to or come from `peer` under `tag`.
 

@@ -29,6 +29,9 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_calls import (
     MOVES_MEMORY,
     OF_MEMORY,
+    Args,
+    Function,
+    Kwargs,
     SeesCalls,
     SeesOperations,
     name_of,
@@ -189,13 +192,7 @@ class AveragedGradient(SeesCalls, SeesOperations):
 
     @classmethod
     @override
-    def called(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def called(cls, func: Function, types: Sequence[type], args: Args, kwargs: Kwargs) -> Any:
         """Compute what user code asks of the full gradient, on each rank with its own elements.
 
         Raises:
@@ -213,7 +210,7 @@ class AveragedGradient(SeesCalls, SeesOperations):
 
     @classmethod
     @override
-    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatched(cls, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Take note of the gradient that autograd adds, and of zeroing."""
         if func in _ZERO:
             return _zero(args[0])
@@ -305,11 +302,7 @@ def _with_operands(
     return args, kwargs
 
 
-def _shown(
-    result: ShardedTensor,
-    found: _Found,
-    like: AveragedGradient,
-) -> Tensor:
+def _shown(result: ShardedTensor, found: _Found, like: AveragedGradient) -> Tensor:
     """Return the gradient that user code has changed in place, or a new one with the result."""
     for sharded, gradient in found.values():
         if result is sharded:

@@ -83,9 +83,7 @@ def _chosen(
             yield name, block
 
 
-def _uncompiled(
-    blocks: Iterator[tuple[str, nn.Module]],
-) -> Iterator[tuple[str, nn.Module]]:
+def _uncompiled(blocks: Iterator[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     for name, block in blocks:
         yield name, block._modules.get(COMPILED_MODULE) or block
 

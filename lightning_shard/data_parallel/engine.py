@@ -120,7 +120,9 @@ class DataParallelEngine:
         )
         self._homes = placed((flat, flat) for flat in self.flats)
         self._buffer_numbers = {id(param): one for param, (one, _) in self._positions.items()}
-        self._unsharder = self._made_unsharder() if options.stage == 3 else None
+        self._unsharder = None
+        if options.stage == 3:
+            self._unsharder = Unsharder(model, self.units, self._close, options.units_ahead)
         having = [(flat, reducing_of(flat, reducing, self.split).dp) for flat in self.flats]
         self._weights = EqualWeights(having, reducing.dp, self.device)
         self.edits = HandEdits(self.gradients, self.device, self.collectives)
@@ -156,9 +158,6 @@ class DataParallelEngine:
         reducer = Reducer(self.gradients, groups.dp, usage, lambda: self.edits.are_expected)
         reducer.before_last = self.clipping.prepare
         return reducer
-
-    def _made_unsharder(self) -> Unsharder:
-        return Unsharder(self.model, self.units, self._close, self.options.units_ahead)
 
     def _gradient_shards(self) -> GradientShards:
         return GradientShards(

@@ -60,9 +60,6 @@ _ALIGN_BYTES = 16  # vectorised kernels want it
 class FirstValues(NamedTuple):
     """The memory of one flat buffer.
 
-    the parameters exist once per host on every rank under offload shard a part of them a part, or
-    its own on the host, or both
-
     Attributes:
         full: The full parameters, shape (F,).
         shard: This rank's shard, shape (S,).
@@ -90,6 +87,9 @@ def first_values(
     start: ValuesAtStart | None,
 ) -> FirstValues:
     """Lay out rank 0's values on every rank; each rank must call.
+
+        the parameters exist     once per host        on every rank            under offload
+        shard                    a part of them       a part, or its own       on the host, or both
 
     Args:
         params: The parameters of the buffer, in its order.
@@ -218,6 +218,11 @@ class FlatParameters:
     def reshards(self) -> bool:
         """Whether the full parameters exist only while a forward or backward needs them."""
         return self.stage == 3
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter requires a gradient now."""
+        return any(param.requires_grad for param in self.params)
 
     @property
     def has_master(self) -> bool:

@@ -73,16 +73,10 @@ def _nansum(func: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> Tens
 
 
 def _mean(
-    func: Any,
-    tensor: ShardedTensor,
-    dim: _Dims = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
+    func: Any, tensor: ShardedTensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Tensor:
-    _check_dims(func, tensor, dim)
-    mean = _total(tensor, _counted(tensor)) / tensor.numel()
-    return _shaped(tensor, mean, keepdim).to(dtype or tensor.dtype)
+    total = _sum(func, tensor, *args, dtype=_wide(tensor.dtype), **kwargs)
+    return (total / tensor.numel()).to(dtype or tensor.dtype)
 
 
 def _largest(tensor: ShardedTensor, sign: int) -> Tensor:
@@ -176,15 +170,9 @@ def _vector_norm(
 
 
 def _norm(
-    func: Any,
-    tensor: ShardedTensor,
-    p: float | None = 2,
-    dim: _Dims = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
+    func: Any, tensor: ShardedTensor, p: float | None = 2, *args: Any, **kwargs: Any
 ) -> Tensor:
-    return _vector_norm(func, tensor, 2 if p is None else p, dim, keepdim, dtype=dtype)
+    return _vector_norm(func, tensor, 2 if p is None else p, *args, **kwargs)
 
 
 def _norm_of(tensor: ShardedTensor, order: float) -> Tensor:

@@ -45,13 +45,12 @@ def expected(engine: DataParallelEngine) -> HeldBytes:
         is_whole = not flat.reshards and flat.common is None
         params += flat.full.numel() * flat.full.itemsize if is_whole else 0
         params += flat.shard.numel() * flat.shard.itemsize if is_apart or flat.common else 0
-        is_trained = any(param.requires_grad for param in flat.params)
-        if is_trained and flat.stage < 2:  # micro-batches add up there
+        if flat.is_trained and flat.stage < 2:  # micro-batches add up there
             gradients += flat.full.numel() * flat.master_dtype.itemsize
-        elif is_trained and flat.host is None:
+        elif flat.is_trained and flat.host is None:
             gradients += master
         if flat.host is not None:
-            offloaded += 2 * master if is_trained else master
+            offloaded += 2 * master if flat.is_trained else master
     return HeldBytes(parameters=params, gradients=gradients, optimizer_state=0, offloaded=offloaded)
 
 
@@ -108,10 +107,9 @@ def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> H
             is_gathered = param in engine.owners.of_parts  # its state is full, on one rank
             growth[param] = 1.0 if is_gathered else full / max(slot.numel, 1)
             numel += full
-        trained = sum(param.requires_grad for param in flat.params) > 0
         params += numel * flat.full.element_size()
         params += numel * flat.master_dtype.itemsize if flat.full.dtype != flat.master_dtype else 0
-        gradients += numel * flat.full.element_size() if trained else 0
+        gradients += numel * flat.full.element_size() if flat.is_trained else 0
     states: dict[bool, int] = {True: 0, False: 0}  # by whether parts are gathered
     for stepped, entries in ((p, e) for one in optimizers for p, e in one.state.items()):
         tensors = [value for value in entries.values() if isinstance(value, Tensor)]

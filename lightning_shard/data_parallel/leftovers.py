@@ -14,9 +14,10 @@ _LEFTOVER = "_lightning_shard_shard"  # set on such parameters
 def give_back(flat: FlatParameters, *, keep: bool) -> None:
     """Give a buffer's parameters full memory of their own, and let go of its; each rank must call.
 
-    before parameters are views of the buffer, or shards after each parameter has full memory of its
-    own, and the buffer none. Its layout says how optimizers' states are cut, where those stay in
-    shards
+        before    parameters are views of the buffer, or shards
+        after     each parameter has full memory of its own, and the buffer none
+
+    The layout says how optimizers' states are cut, where those stay in shards.
 
     Args:
         flat: The buffer whose memory is meant.

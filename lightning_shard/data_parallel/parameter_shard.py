@@ -26,12 +26,16 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_calls import (
     MOVES_MEMORY,
     OF_MEMORY,
+    Args,
+    Function,
+    Kwargs,
     SeesCalls,
     SeesOperations,
     name_of,
+    written_by,
 )
 
-_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+_Call = tuple[Function, Args, Kwargs]
 
 
 class _ComputedInFull(SeesCalls, SeesOperations):
@@ -39,13 +43,7 @@ class _ComputedInFull(SeesCalls, SeesOperations):
 
     @classmethod
     @override
-    def called(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def called(cls, func: Function, types: Sequence[type], args: Args, kwargs: Kwargs) -> Any:
         """See to what never reaches `dispatched`, and to graphs."""
         if any(issubclass(one, nn.Parameter) for one in types):
             return NotImplemented  # together with a sharded parameter, which knows what to do
@@ -65,11 +63,11 @@ class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
 
     @classmethod
     @override
-    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatched(cls, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Compute in shards, over the ranks, or on full copies."""
         if is_composite(func):
             return func.decompose(*args, **kwargs)  # as under inference mode
-        for base in _bases(_written(func, args, kwargs)):
+        for base in _bases(written_by(func, args, kwargs)):
             base.spread.lent.changed()
         if torch.Tag.nondeterministic_seeded not in func.tags:
             try:
@@ -93,8 +91,8 @@ class _Step:
     """
 
     func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     index: int | None
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -143,7 +141,7 @@ class ShardView(_ComputedInFull):
 
     @classmethod
     @override
-    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatched(cls, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Look at other elements, or compute on full copies."""
         if is_composite(func):
             return func.decompose(*args, **kwargs)
@@ -276,7 +274,7 @@ def on_full_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
     Each rank must call. Random values are drawn for all elements, as on a single device.
     """
-    written = _written(func, args, kwargs)
+    written = written_by(func, args, kwargs)
     overwrites = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
     fulls: dict[int, Tensor] = {}
     values: dict[int, Tensor] = {}
@@ -316,13 +314,3 @@ def _put_back(base: ShardedTensor, full: Tensor) -> None:
     base.spread.lent.changed()
     if base.on_change is not None:
         base.on_change()
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operation writes to."""
-    found: list[Tensor] = []
-    for index, place in enumerate(func._schema.arguments):
-        if place.alias_info is not None and place.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(place.name)
-            tree_map_only(Tensor, found.append, given)
-    return found

@@ -40,7 +40,7 @@ from lightning_shard.data_parallel.torch_private import (
     storage_key,
 )
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_calls import OF_MEMORY, SeesOperations, name_of
+from lightning_shard.tensor_calls import OF_MEMORY, Args, Function, Kwargs, SeesOperations, name_of
 
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
 _BRING = (
@@ -220,11 +220,7 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Function, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Compute what user code asks of the full parameter."""
         if func is torch.autograd.grad:
@@ -313,12 +309,7 @@ def _shard_of(param: nn.Parameter) -> ParameterShard:
         return ParameterShard(param.data, _home_of(param).spread)
 
 
-def _of_user(
-    func: Callable[..., Any],
-    params: Sequence[ShardedParameter],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _of_user(func: Function, params: Sequence[ShardedParameter], args: Args, kwargs: Kwargs) -> Any:
     """Compute with the full parameters of which the arguments are shards.
 
     Raises:

@@ -64,7 +64,7 @@ class Unit:
     @property
     def is_trained(self) -> bool:
         """Whether any parameter requires a gradient now."""
-        return any(param.requires_grad for flat in self.flats for param in flat.params)
+        return any(flat.is_trained for flat in self.flats)
 
     def has_any_of(self, params: Collection[nn.Parameter]) -> bool:
         """Whether some of `params` are among the unit's."""

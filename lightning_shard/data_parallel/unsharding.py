@@ -24,10 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.graph_borders import (
-    LeftGraphs,
-    outputs_with_gradient,
-)
+from lightning_shard.data_parallel.graph_borders import LeftGraphs, outputs_with_gradient
 from lightning_shard.data_parallel.passages import Passage
 from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.sharded_parameter import (

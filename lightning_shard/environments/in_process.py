@@ -1,13 +1,16 @@
 """The cluster environment of ranks that are threads of this process."""
 
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from functools import cached_property
+
 from typing_extensions import override
 
 from lightning_shard.backends.in_process import current_rank, current_world
+from lightning_shard.environments.started_elsewhere import StartedElsewhere
 from lightning_shard.errors import ConfigError
+from lightning_shard.settings import Rendezvous
 
 
-class InProcessEnvironment(ClusterEnvironment):
+class InProcessEnvironment(StartedElsewhere):
     """Answers for the rank that runs now; outside a world, for rank 0.
 
     Args:
@@ -23,20 +26,10 @@ class InProcessEnvironment(ClusterEnvironment):
             raise ConfigError(f"InProcessEnvironment: got num_ranks={num_ranks}, expected from 1.")
         self._num_ranks = num_ranks
 
-    @property
+    @cached_property
     @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    @override
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return 0  # no socket is opened
+    def _rendezvous(self) -> Rendezvous:
+        return Rendezvous(host="127.0.0.1", port=0)  # no socket is opened
 
     @staticmethod
     @override
@@ -59,10 +52,6 @@ class InProcessEnvironment(ClusterEnvironment):
     @override
     def global_rank(self) -> int:
         return current_rank() or 0
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the in-process world knows each rank."""
 
     @override
     def local_rank(self) -> int:

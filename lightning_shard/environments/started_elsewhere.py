@@ -1,7 +1,8 @@
-"""The base of environments of foreign launchers: they start nothing, and are told a rendezvous.
+"""The base of environments that start nothing, and are told a rendezvous.
 
-MPIEnvironment    rank, sizes and rendezvous from MPI
-RayEnvironment    the same from Ray Train
+MPIEnvironment          rank, sizes and rendezvous from MPI
+RayEnvironment          the same from Ray Train
+InProcessEnvironment    rank and size from the world of this process, which meets nowhere
 """
 
 from functools import cached_property

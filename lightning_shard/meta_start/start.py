@@ -41,8 +41,8 @@ from lightning_shard.meta_start.tape import Tape
 def digest(recipes: Mapping[str, Recipe | None]) -> str:
     """Return a text that differs where values would.
 
-    name, note ─┐ operations ─┼──> blake2b random states and constants by their bytes, files by the
-    word "read"
+        name, note ─┐
+        operations ─┼──> blake2b    constants and random states by bytes, files by the word "read"
 
     Args:
         recipes: By the names of tensors on meta, the notes of their values.

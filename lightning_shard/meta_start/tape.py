@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.errors import ConfigError
 from lightning_shard.meta_start.notes import Constant, Node, Ref, bytes_of, covers, draw, ref_of
+from lightning_shard.tensor_calls import written_by
 
 _aten = torch.ops.aten
 _EMPTY = {
@@ -115,7 +116,7 @@ class Tape:
             return func(*args, **kwargs)
         if on_meta and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _META}
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if _answers(func) or any(not one.is_meta for one in written):
             return self._do_now(func, args, kwargs)
         try:
@@ -337,16 +338,6 @@ def _unknown(nbytes: int) -> ConfigError:
         f"elsewhere, so that its values are not known; expected all of it to be made in one "
         f"context. Make both inside trainer.init_module(empty_init=True), or in configure_model."
     )
-
-
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operation writes to."""
-    found: list[Tensor] = []
-    for index, place in enumerate(func._schema.arguments):
-        if place.alias_info is not None and place.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(place.name)
-            tree_map_only(Tensor, found.append, given)
-    return found
 
 
 def _answers(func: Any) -> bool:

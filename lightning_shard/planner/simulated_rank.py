@@ -259,7 +259,7 @@ class SimulatedRank:
         flats, stage = self.engine.flats, self.options.engine.stage
         on_device = self.options.offload == "optimizer" and stage == 3  # shards, too
         masters = {flat: flat.shard.numel() * flat.shard.itemsize for flat in flats}
-        trained = [flat for flat in flats if any(param.requires_grad for param in flat.params)]
+        trained = [flat for flat in flats if flat.is_trained]
         parameters = 0
         for flat in flats:
             parameters += 0 if stage == 3 else flat.full.numel() * flat.full.itemsize

@@ -10,13 +10,15 @@ fails when they change.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from lightning_shard.tensor_calls import Args, Function, Kwargs
 
 _CONVERTS = frozenset(
     {Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
@@ -41,11 +43,7 @@ class AskedFormats(TorchFunctionMode):
         self._noting.close()
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Run the function, and note a conversion that names a format."""
         result = func(*args, **(kwargs or {}))

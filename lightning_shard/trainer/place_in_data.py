@@ -47,13 +47,13 @@ from lightning_shard.checkpoint.by_rank import (
     own_entry,
     stream_entries,
 )
-from lightning_shard.checkpoint.run_folders import CheckpointedRun
 from lightning_shard.checkpoint.random_state import (
     generator_state,
     load_generator_state,
     load_random_state,
     random_state,
 )
+from lightning_shard.checkpoint.run_folders import CheckpointedRun
 from lightning_shard.checkpoint.section import section_of
 from lightning_shard.checkpoint.streamed_file import StreamedFile
 from lightning_shard.data_parallel.compression.state import (

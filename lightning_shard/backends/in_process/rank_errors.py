@@ -1,6 +1,7 @@
 """The errors that a world raises on its ranks, made for each rank when it is raised there."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from lightning_shard.backends.mismatch import mismatch_error
 from lightning_shard.errors import DeadlockError, RankFailedError
@@ -25,11 +26,7 @@ def deadlock_error_maker(report: str) -> ErrorMaker:
 
 def mismatch_error_maker(problem: str) -> ErrorMaker:
     """Make the errors of two ranks' different operations; `problem` names both and their sites."""
-
-    def make(rank: int, operation: str) -> Exception:
-        return mismatch_error(problem, rank, operation)
-
-    return make
+    return partial(mismatch_error, problem)
 
 
 def peer_failed_error_maker(failed: str, error: BaseException) -> ErrorMaker:

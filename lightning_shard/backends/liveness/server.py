@@ -1,16 +1,199 @@
 """The hub's connections: which rank each belongs to."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from selectors import EVENT_READ, BaseSelector
 from time import monotonic
 
 from lightning_shard.backends.guarded.connection import Connection, Message
 from lightning_shard.backends.guarded.door import Door
-from lightning_shard.backends.liveness.hub import Hub
+from lightning_shard.backends.liveness.report import FIRST
 
 SERVICE = "lifeline"
+Tell = Callable[[int, Message], None]
+
+_FRESH_SECONDS = 1.0  # in which a rank may come to its first operation and say so
+LONGEST_WAIT_SECONDS = 5.0
+"""How long a rank that has raised waits for the others to raise at the same place."""
+
+
+@dataclass
+class _Member:
+    heard: float
+    doing: str = "had not come yet"
+    has_come: bool = False
+    has_left: bool = False
+    was_terminated: bool = False
+    steps: int | None = None
+    raised: Message | None = None
+    raised_at: float = 0.0
+
+    def describe(self, now: float) -> str:
+        if self.has_left:
+            return "had left in order"
+        seconds = max(0.0, now - self.heard)
+        if self.doing.endswith(FIRST) and seconds > _FRESH_SECONDS:
+            return f"had begun, and told nothing of what it did, {seconds:.1f} s ago"
+        return f"{self.doing}, {seconds:.1f} s ago"
+
+
+class Hub:
+    """Rank 0's knowledge of all ranks, and the messages that it sends them.
+
+        rank 1 ──beat, raised, past, failed, terminating, hold, bye──> hub
+        rank 1 <──welcome, beat, table, raised, common, hold, stop, verdict, bye── hub
+
+    The hub knows no sockets and no clock: it is told what comes in and what time it is, and it says
+    what to send. The first rank to die, to fall silent or to raise makes the verdict, which every
+    rank is told; later events change nothing.
+
+    A rank that has raised is given a moment: where all have, at the same place, they are told that
+    it is *common*, and their groups still work. Told of the first, a rank that waits *past* that
+    place says so, and the verdict comes at once.
+
+    A SIGTERM is no failure yet: the ranks agree on where to stop. Told to *hold*, each answers how
+    many steps it has begun and waits before it begins the step after the next; the hub then has all
+    of them *stop* where the foremost will be. So does SLURM's signal before it requeues the job;
+    ranks that stop are told whether one of them was sent it.
+
+    Args:
+        world_size: Number of ranks.
+        silence_seconds: A rank that says nothing for so long is given up.
+        tell: Sends a message to a rank; it is lost without an error when the rank has gone.
+        now: Seconds on a clock that only goes forward; the same clock in every method.
+    """
+
+    def __init__(self, world_size: int, silence_seconds: float, tell: Tell, now: float) -> None:
+        self._members = {rank: _Member(heard=now) for rank in range(world_size)}
+        self._silence_seconds = silence_seconds
+        self._tell = tell
+        self._terminated: int | None = None
+        self._requeues: Message = {}  # what the ranks are told of it
+        self._announced: dict[str, Message] = {}  # by kind, for those who come late
+
+    def heard(self, rank: int, message: Message, now: float) -> None:
+        """Take note of a message that has come from `rank`."""
+        member = self._members[rank]
+        member.heard, member.has_come = now, True
+        match message["kind"]:
+            case "join":
+                for announcement in self._announced.values():
+                    self._tell(rank, announcement)
+                if all(one.has_come for one in self._members.values()):
+                    self._announce({"kind": "welcome"})
+            case "beat":
+                member.doing = f"was {message['doing']}"
+            case "ask":
+                self._tell(rank, {"kind": "table", "table": self.table(now)})
+            case "failed" | "raised" | "past":
+                self._hear_of_failure(rank, message, now)
+            case "terminating":
+                self._hold(rank, requeues="requeues" in message)
+            case "hold":
+                member.steps = message["steps"]
+                self._stop_when_all_hold()
+            case "bye":
+                member.has_left = True
+                self._stop_when_all_hold()
+
+    def _hear_of_failure(self, rank: int, message: Message, now: float) -> None:
+        member = self._members[rank]
+        match message["kind"]:
+            case "failed":
+                self._judge(rank, message["event"], now)
+            case "raised":
+                member.raised, member.raised_at = message, now
+                self._compare_failures(now)
+            case "past":
+                self._judge_first(now)
+
+    def _compare_failures(self, now: float) -> None:
+        """Say that all ranks have raised at the same place, or which rank has done so alone.
+
+        While others may still come to where the first has raised they are told of it: one that
+        waits in an operation that this one has not come to says so.
+        """
+        raised = [one.raised for one in self._members.values() if not one.has_left]
+        places = [one["place"] for one in raised if one is not None]
+        if any(place != places[0] for place in places) or len(raised) < len(self._members):
+            self._judge_first(now)
+        elif len(places) == len(self._members):
+            self._announce({"kind": "common"})
+        else:
+            number = next(one["number"] for one in raised if one is not None)
+            self._announce({"kind": "raised", "number": number})
+
+    def _judge_first(self, now: float) -> None:
+        """Give the verdict on the first that has raised, unless all have."""
+        raised = [(m.raised_at, r) for r, m in self._members.items() if m.raised is not None]
+        if raised and "common" not in self._announced:
+            rank = min(raised)[1]
+            message = self._members[rank].raised
+            assert message is not None
+            self._judge(rank, message["event"], now)
+
+    def lost(self, rank: int, now: float) -> None:
+        """Take note that the connection of `rank` has ended."""
+        member = self._members[rank]
+        if not member.has_left:
+            self._judge(rank, "died" + " after SIGTERM" * member.was_terminated, now)
+
+    def tick(self, now: float) -> None:
+        """Send everybody a beat and look who has been silent for too long."""
+        for rank, member in self._members.items():
+            if not member.has_left and now - member.heard > self._silence_seconds:
+                self._judge(rank, f"fell silent for {now - member.heard:.1f} s", now)
+        if any(
+            m.raised and now - m.raised_at > LONGEST_WAIT_SECONDS for m in self._members.values()
+        ):
+            self._judge_first(now)
+        self._tell_all({"kind": "beat"})
+
+    def forgive(self, now: float) -> None:
+        """Start everybody's time anew: this process itself was not running for a while."""
+        for member in self._members.values():
+            member.heard = now
+
+    def leave(self) -> None:
+        """Tell the others that rank 0 leaves in order."""
+        self._tell_all({"kind": "bye"})
+
+    def table(self, now: float) -> dict[str, str]:
+        """Return in words what each rank was last doing, by rank."""
+        return {str(rank): member.describe(now) for rank, member in self._members.items()}
+
+    def _judge(self, rank: int, event: str, now: float) -> None:
+        doing = f"it {self._members[rank].describe(now)}"
+        self._announce({"kind": "verdict", "rank": rank, "event": event, "doing": doing})
+
+    def _hold(self, rank: int, *, requeues: bool) -> None:
+        self._members[rank].was_terminated |= not requeues
+        if requeues:
+            self._requeues = {"requeues": True}
+        if self._terminated is None:
+            self._terminated = rank
+            self._announce({"kind": "hold", "rank": rank, **self._requeues})
+
+    def _stop_when_all_hold(self) -> None:
+        steps = [member.steps for member in self._members.values() if not member.has_left]
+        known = [count for count in steps if count is not None]
+        if self._terminated is not None and len(known) == len(steps):
+            step = max(known, default=0) + 1
+            stop = {"kind": "stop", "rank": self._terminated, "step": step}
+            self._announce({**stop, **self._requeues})
+
+    def _announce(self, message: Message) -> None:
+        """Tell everybody, once for each kind."""
+        if message["kind"] not in self._announced:
+            self._announced[message["kind"]] = message
+            self._tell_all(message)
+
+    def _tell_all(self, message: Message) -> None:
+        for rank, member in self._members.items():
+            if not member.has_left:
+                self._tell(rank, message)
 
 
 class HubServer:

@@ -13,11 +13,7 @@ from typing_extensions import override
 from lightning_shard.backends import _c10d, liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
-from lightning_shard.backends.debug_wrapper import (
-    debug_name,
-    exchange_collectives,
-    register_debug,
-)
+from lightning_shard.backends.debug_wrapper import debug_name, exchange_collectives, register_debug
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.guarded.store import JobStore, store_at
 from lightning_shard.backends.guarded.token import JobAddress, remember

@@ -5,6 +5,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.backends.c10d_transfers import copy_unless_same
@@ -25,25 +26,25 @@ class ShmCollectives(Collectives):
     @override
     def new_empty(
         self,
-        like: torch.Tensor,
+        like: Tensor,
         numel: int,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if (device or like.device).type != "cpu" or not _has_memory(like):
             return super().new_empty(like, numel, dtype, device)
         return own_heap().empty(numel, dtype or like.dtype)
 
     @override
-    def set_aside(self, flat: torch.Tensor, let_go: Callable[[], None]) -> bool:
+    def set_aside(self, flat: Tensor, let_go: Callable[[], None]) -> bool:
         return own_heap().set_aside(flat, let_go)
 
     @override
-    def take_up(self, flat: torch.Tensor) -> None:
+    def take_up(self, flat: Tensor) -> None:
         own_heap().take_up(flat)
 
     @override
-    def share(self, values: torch.Tensor, start: int, stop: int) -> CommonBuffer | None:
+    def share(self, values: Tensor, start: int, stop: int) -> CommonBuffer | None:
         can = self._group.shares_host and self.size > 1 and values.numel() > 0
         is_here = values.device.type == "cpu" and _has_memory(values)
         return share(self, values, start, stop) if can and is_here else None
@@ -55,14 +56,12 @@ class ShmCollectives(Collectives):
 
     @override
     def _reduce_scatter_dtype(
-        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
+        self, output: Tensor, source: Tensor, op: ReduceOpName
     ) -> torch.dtype:
         return torch.float32 if output.dtype != source.dtype else source.dtype
 
     @override
-    def _reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOpName
-    ) -> StartedTransfer:
+    def _reduce_scatter(self, output: Tensor, source: Tensor, op: ReduceOpName) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
         if output.dtype != source.dtype:
@@ -71,14 +70,14 @@ class ShmCollectives(Collectives):
         return StartedTransfer(works=[work])
 
     @override
-    def _all_gather(self, output: torch.Tensor, source: torch.Tensor) -> StartedTransfer:
+    def _all_gather(self, output: Tensor, source: Tensor) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
         return StartedTransfer(works=[self._group.all_gather_single(output, source)])
 
     @override
     def _reduce_slices(
-        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int], op: ReduceOpName
+        self, output: Tensor, source: Tensor, sizes: list[int], op: ReduceOpName
     ) -> StartedTransfer:
         if output.dtype != source.dtype:
             return super()._reduce_slices(output, source, sizes, op)
@@ -86,9 +85,7 @@ class ShmCollectives(Collectives):
         return StartedTransfer(works=[self._group.reduce_scatter([output], [slices], _OPS[op])])
 
     @override
-    def _gather_slices(
-        self, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
-    ) -> StartedTransfer:
+    def _gather_slices(self, output: Tensor, source: Tensor, sizes: list[int]) -> StartedTransfer:
         slices = list(torch.split(output, sizes))
         return StartedTransfer(works=[self._group.allgather([slices], [source])])
 
@@ -97,6 +94,6 @@ class ShmCollectives(Collectives):
         return cast("PythonGroup", self.group)  # or one that compares first, with its methods
 
 
-def _has_memory(like: torch.Tensor) -> bool:
+def _has_memory(like: Tensor) -> bool:
     """Whether what is made like a tensor has elements: a fake one's has none."""
-    return type(like) in (torch.Tensor, torch.nn.Parameter)
+    return type(like) in (Tensor, torch.nn.Parameter)

@@ -1,7 +1,6 @@
 """Checkpoints of the sharded format that are written while training goes on.
 
     what a rank writes, copied to host memory          staged_items
-    one folder that is being written                   unfinished_folder
     one save, from the copy to its place               save_in_flight
     a rank's saves, and where in a run they end        background_saves
 

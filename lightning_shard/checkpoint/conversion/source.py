@@ -18,12 +18,7 @@ from lightning_shard.checkpoint.conversion.archive import ArchiveFile
 from lightning_shard.checkpoint.conversion.safetensors_files import read_safetensors
 from lightning_shard.checkpoint.conversion.unread import is_unread, present
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
-from lightning_shard.checkpoint.files.places import (
-    file_sizes,
-    inside,
-    local_path,
-    remote_place,
-)
+from lightning_shard.checkpoint.files.places import file_sizes, inside, local_path, remote_place
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.checkpoint.sharded.entries import nothing_kept

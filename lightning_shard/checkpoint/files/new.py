@@ -28,11 +28,7 @@ from lightning_shard.checkpoint.files.places import (
     local_path,
     remote_place,
 )
-from lightning_shard.checkpoint.files.remote_folders import (
-    holds_others,
-    new_edition,
-    remove_remote,
-)
+from lightning_shard.checkpoint.files.remote_folders import holds_others, new_edition, remove_remote
 from lightning_shard.errors import CheckpointError
 
 _OF_CHECKPOINTS = (INDEX_FILE, "meta.pt", "*.distcp")

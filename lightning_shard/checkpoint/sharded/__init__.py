@@ -4,11 +4,11 @@
     of a run's module and optimizers, and where what is read goes
                                     run_state
     the folder, written             writing, box_writer
-    the folder, read                folder, reading, box_reader
+    the folder, read                folder, reading
     which entry of Lightning's checkpoint is where in it
                                     entries
     what each rank keeps for itself rank_entries
-    what it may hold, what fits     index, stored_misfits, named_optimizers, load_hooks
+    what it may hold, what fits     index, named_optimizers, load_hooks
 
     NAME/.metadata          DCP's index, written last: a folder without it is no checkpoint
     NAME/__R_0.distcp       boxes that rank R has written

@@ -29,12 +29,6 @@ from lightning_shard.data_parallel.usage import UsageAgreement
 class Update:
     """A step of the optimizer on this rank's shard.
 
-    optimizer.step(closure)    closure: backward, clipping; then the rank's own gradient, and more
-    optimizer.step()           more that has come from peers
-
-    Inside, each parameter shows the shard that this rank owns and `.grad` shows that shard's
-    gradient. The learning rate is scaled for as long: the owner's own, as its scheduler has set it.
-
     Attributes:
         grads: This rank's shard of each parameter's gradient; None where there is none.
         scale: Factor of the learning rate.
@@ -46,6 +40,12 @@ class Update:
 
 class ShardOptimizerView(OptimizerView):
     """The view in which an optimizer takes steps by updates of its shard.
+
+        optimizer.step(closure)  closure: backward, clipping; then the rank's own gradient, and more
+        optimizer.step()         more that has come from peers
+
+    Inside, each parameter shows the shard that this rank owns and `.grad` shows that shard's
+    gradient. The learning rate is scaled for as long: the owner's own, as its scheduler has set it.
 
     Args:
         reducer: The engine's reducer; gradients that it has accumulated are not reduced.

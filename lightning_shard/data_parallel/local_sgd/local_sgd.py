@@ -135,10 +135,10 @@ class LocalParameters:
 
     def trained(self) -> set[str]:
         """Return the names of trained parameters, and of those that share a buffer with them."""
-        return {name for flat in self._flats if _is_trained(flat) for name in _names(flat)}
+        return {name for flat in self._flats if flat.is_trained for name in _names(flat)}
 
     def _watched(self) -> list[FlatParameters]:
-        return [flat for flat in self._flats if self._watches or not _is_trained(flat)]
+        return [flat for flat in self._flats if self._watches or not flat.is_trained]
 
     def contents(self, flats: Iterable[FlatParameters] | None = None) -> dict[str, Tensor]:
         """Return by name a number that changes when the module's values do, of given buffers."""
@@ -233,10 +233,6 @@ class LocalParameters:
 
 def _names(flat: FlatParameters) -> list[str]:
     return [slot.name for slot in flat.layout.slots]
-
-
-def _is_trained(flat: FlatParameters) -> bool:
-    return any(param.requires_grad for param in flat.params)
 
 
 class LocalSGD:

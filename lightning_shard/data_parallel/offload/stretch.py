@@ -26,8 +26,8 @@ _PATIENCE = 16  # batches
 class HostPool:
     """Flat buffers in host memory, lent and given back.
 
-    batch k take 4 MB, take 1 MB, give 4 MB, take 4 MB, give ... nothing new batch k + n what nobody
-    has taken for n batches goes
+        batch k      take 4 MB, take 1 MB, give 4 MB, take 4 MB, give ...      nothing new
+        batch k + n  what nobody has taken for n batches goes
 
     Args:
         make: Returns new host memory of the shape and format of a tensor.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_shard.backends.guarded.connection import Message
-from lightning_shard.backends.liveness.hub import LONGEST_WAIT_SECONDS, Hub
+from lightning_shard.backends.liveness.server import LONGEST_WAIT_SECONDS, Hub
 
 
 class Room:

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from typing_extensions import override
 
-from lightning_shard.checkpoint.sharded import box_reader
-from lightning_shard.checkpoint.sharded.box_reader import read_part
+from lightning_shard.checkpoint.sharded import folder as folder_module
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
-from lightning_shard.checkpoint.sharded.folder import StoredFolder
+from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_part
 from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.errors import CheckpointError
 from lightning_shard.layout.boxes import Box, whole
@@ -56,7 +55,7 @@ def test_any_part_of_a_box(
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(box_reader, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(folder_module, "PART_BYTES", part_bytes)
     target = torch.zeros(sizes, dtype=torch.float64 if kind == "another format" else torch.float32)
     if kind == "strided":
         target = torch.zeros(sizes[::-1]).permute(2, 1, 0)
