@@ -1,6 +1,6 @@
 """Tensor parallel as a dimension: wide layers in parts over the ranks of an axis."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -114,6 +114,10 @@ class TensorDimension(ParallelDimension):
     def _in_step(self) -> AbstractContextManager[None]:
         """Inside, weights of split layers look full to all code but the layers' own."""
         return nullcontext() if self._layers is None else self._layers.step()
+
+    @override
+    def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        return None if self._layers is None else self._layers.hook
 
     @override
     def completed(self, result: Any) -> Any:

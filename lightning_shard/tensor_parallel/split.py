@@ -224,6 +224,15 @@ class SplitModel(BaseSplit):
             self._shown.clear()
             self._crossings.forget()  # else what entered last is there until the next step
 
+    @contextmanager
+    def hook(self) -> Iterator[None]:
+        """Show weights as they are inside, to hooks that a step calls, which see them full."""
+        before, self._is_in_step = self._is_in_step, False
+        try:
+            yield
+        finally:
+            self._is_in_step = before
+
     def _sum_gradients(self, module: nn.Module) -> None:
         """Let a layer that works on each rank's heads have the gradient of all heads."""
 

@@ -701,7 +701,10 @@ def _(draft: Draft, random: Random) -> None:
     draft.head = ["return self.head[batch_idx % 2](h)"]
 
 
-@feature("weight-normed head", slot="head", gives=["parametrized"])
+# Averages copy the module, which torch refuses of old weight norms that had a gradient.
+@feature(
+    "weight-normed head", slot="head", gives=["parametrized"], conflicts=["averaging callback"]
+)
 def _(draft: Draft, random: Random) -> None:
     kind = random.choice(["parametrizations.weight_norm", "weight_norm"])
     draft.make_head = f"torch.nn.utils.{kind}(nn.Linear(WIDTH, OUT))"
