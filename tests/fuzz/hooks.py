@@ -92,7 +92,7 @@ def _(draft: Draft, random: Random) -> None:
     draft.hook(BATCH_END, "for p in self.parameters():", "    p.data.clamp_(-0.3, 0.3)")
 
 
-@feature("normalised rows", gives=[EDITS], conflicts=["head"])
+@feature("normalised rows", gives=[EDITS, "reads weights"], conflicts=["head"])
 def _(draft: Draft, random: Random) -> None:
     draft.hook(
         BATCH_END,

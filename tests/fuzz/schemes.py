@@ -69,8 +69,8 @@ def _add(
 
 # Of a batch norm each microbatch has its own statistics; what is lent is found in the first batch.
 PIPELINE = ("of whole batch", "used late")
-# Hooks see a rank's shards: the page says what goes wrong there without a word.
-SHARDS_IN_PARTS = ("reads weights", "by index", "edits weights")
+# Elements that hooks read are refused once they do: the ranks do not come there together.
+SHARDS_OF_STAGES = ("reads weights", "by index", "averages", "copies")
 # Ranks average what each has done alone: equal where that is linear in the gradient.
 LOCAL = (
     "nonlinear",
@@ -181,7 +181,7 @@ _add(
     "HybridParallelStrategy",
     "pipeline_parallel_size=2, num_microbatches=2, zero_stage=3",
     ranks=[4],
-    leaves_out=[*PIPELINE],
+    leaves_out=[*PIPELINE, *SHARDS_OF_STAGES],
 )
 _add(
     "pipeline x tensor",
