@@ -18,7 +18,7 @@ from lightning_shard.expert_parallel.own_tokens import OwnTokens
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
-from lightning_shard.tensor_parallel.dim_sharded_tensor import DifferentiatedParts
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DifferentiatedParts, full_tensor
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.trainer.same_results import SameResults
 
@@ -61,7 +61,11 @@ class ContextDimension(ParallelDimension):
         if self._same_results is None:
             return runner
         mean = MeanGradients(self._run.groups[self.axis])
-        return WrappedRunner(runner, partial(asking, mean))
+        return WrappedRunner(runner, partial(asking, mean), full_tensor)
+
+    @override
+    def completed(self, result: Any) -> Any:
+        return full_tensor(result)
 
     @override
     def before_backward(self, loss: Tensor) -> None:

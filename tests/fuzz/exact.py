@@ -52,7 +52,7 @@ def _(draft: Draft, random: Random) -> None:
     ]
 
 
-@feature("exact teacher", gives=[EXACT], needs=["exact"])
+@feature("exact teacher", gives=[EXACT, "copies"], needs=["exact"])
 def _(draft: Draft, random: Random) -> None:
     draft.late_init += [
         "self.taught = copy.deepcopy(self.stem)",
@@ -78,7 +78,7 @@ def _(draft: Draft, random: Random) -> None:
     )
 
 
-@feature("exact average by hand", gives=[EXACT], needs=["exact"])
+@feature("exact average by hand", gives=[EXACT, "averages"], needs=["exact"])
 def _(draft: Draft, random: Random) -> None:
     draft.hook(
         BATCH_END,
@@ -91,7 +91,7 @@ def _(draft: Draft, random: Random) -> None:
     )
 
 
-@feature("exact sums of weights", gives=[EXACT], needs=["exact"])
+@feature("exact sums of weights", gives=[EXACT, "reads weights"], needs=["exact"])
 def _(draft: Draft, random: Random) -> None:
     value = random.choice(["p.double().sum()", "p.detach().float().sum()", "p.element_size()"])
     draft.hook(BATCH_END, "for p in self.parameters():", f"    note(self, 'of a weight', {value})")

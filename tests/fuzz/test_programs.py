@@ -18,6 +18,22 @@ def test_a_program_trains_as_on_one_device_or_is_refused_by_name(seed: int) -> N
     assert outcome.verdict not in (DEFECT, UNFIT), outcome.text
 
 
+WERE_WRONG = [
+    # What a step returned was a rank's part of the sequence where no block had made it full.
+    ("heads by turns, positions and tokens, prediction after the fit", "context x2"),
+    # Second derivatives left out what comes through the statistics of other ranks' samples.
+    ("batch norm, gradient of the inputs", "zero2 x2"),
+    # States that a hook had kept did not load.
+    ("earlier state loaded in a hook", "tensor x data, stage 3 x4"),
+]
+
+
+@pytest.mark.parametrize(("features", "scheme"), WERE_WRONG)
+def test_a_program_that_was_wrong_trains_as_on_one_device(features: str, scheme: str) -> None:
+    outcome = judged(tuple(features.split(", ")), 2, scheme)
+    assert outcome.verdict == EQUAL, outcome.text
+
+
 def test_there_are_at_least_sixty_features() -> None:
     assert len(FEATURES) >= 60
 
