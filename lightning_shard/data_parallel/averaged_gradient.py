@@ -249,8 +249,9 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return found[id(gradient)][0]
 
     name = getattr(func, "__name__", "")
-    if _is_written_to_full(name, args):  # as in an update by hand
-        args, kwargs = tree_map_only(AveragedGradient, _brought, (args, kwargs))
+    if _is_written_to_full(name, args):  # as in an update by hand; each rank has its part, full
+        given = args, kwargs
+        args, kwargs = tree_map_only(AveragedGradient, lambda one: one.sharded().own_full(), given)
         return func(*args, **kwargs)
     args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
     first, like = next(iter(found.values()))
@@ -274,11 +275,6 @@ def _is_written_to_full(name: str, args: Sequence[Any]) -> bool:
     in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
     return in_place and not any(isinstance(one, AveragedGradient) for one in targets)
-
-
-def _brought(gradient: AveragedGradient) -> Tensor:
-    """Return this rank's part of the gradient, as full as its parameter; each rank must call."""
-    return gradient.sharded().own_full()
 
 
 def _with_operands(

@@ -101,7 +101,7 @@ class OwnGradients:
     def _which_are_own(self) -> list[bool]:
         """Return of each parameter whether a tensor of the user's stands in `.grad`."""
         self._buffer.see_assigned()
-        views = self._buffer.views_or_none
+        views: Sequence[Tensor | None] = self._buffer.views or [None] * len(self._flat.params)
         grads = [*map(OWN_GRAD, self._flat.params)]
         if all(map(is_, grads, views)):
             return [False] * len(grads)

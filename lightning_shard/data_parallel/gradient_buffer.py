@@ -256,11 +256,6 @@ class GradientBuffer:
             self._kept.begin(self.full)
         return self.full
 
-    @property
-    def views_or_none(self) -> Sequence[Tensor | None]:
-        """View of each gradient in `full`; None for each while there is no memory."""
-        return self.views or [None] * len(self.states)
-
     def see_assigned(self) -> None:
         """Where user code has assigned `.grad.data`, know the tensor in `.grad` for the user's."""
         if self.full is None or not self.shows_sums:

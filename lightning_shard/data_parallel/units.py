@@ -298,11 +298,7 @@ def _instances(
 
 def _may_be_block(module: nn.Module) -> bool:
     """Whether a module has parameters and can be hooked, which one of TorchScript cannot."""
-    return _has_params(module) and not is_scripted(module)
-
-
-def _has_params(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return next(module.parameters(), None) is not None and not is_scripted(module)
 
 
 def _owners(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, int | None]:

@@ -8,7 +8,7 @@
 Without it such a call took this rank's shard for all of the parameter, or memory that nobody has.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_shard.data_parallel.parameter_shard import ParameterShard, ShardView
 from lightning_shard.data_parallel.sharded_parameter import ShardedParameter
 from lightning_shard.data_parallel.torch_private import innermost_function_mode
+from lightning_shard.tensor_calls import Args
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _LOOKS_FULL = (ParameterShard, ShardView, ShardedParameter)
@@ -34,9 +35,7 @@ class SeesUnseenCalls(TorchFunctionMode):
         super().__init__()
         self._is_on = self._is_entered = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         takes = func is torch.tensor or (func == _SET_DATA and not isinstance(args[0], _LOOKS_FULL))
         if takes and self._is_on:
             args = tree_map_only(_LOOKS_FULL, lambda one: one.full_tensor(), tuple(args))

@@ -10,7 +10,7 @@ Hugging Face's `from_pretrained`, which uses meta itself and ends with values, i
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -31,6 +31,7 @@ from typing_extensions import override
 from lightning_shard.data_parallel.torch_private import TorchDispatchMode, without_function_modes
 from lightning_shard.meta_start.recipes import has_meta_tensors, note_recipes, recipe_of
 from lightning_shard.meta_start.tape import Tape
+from lightning_shard.tensor_calls import Args
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -157,9 +158,7 @@ class _Recorder(TorchFunctionMode):
         self._tape, self._noting = tape, _Noting(tape)
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         given = any(map(self._is_noted, tree_leaves((args, kwargs))))
         if not (given or _is_meta(kwargs)) or _is_loading():
@@ -186,9 +185,7 @@ class _ToMeta(TorchFunctionMode):
     """Makes new tensors on meta; those that code puts there itself are left to it."""
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _MAKING and kwargs.get("device") is None and not _is_loading():
             kwargs["device"] = _META
@@ -206,9 +203,7 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tape = tape
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         with without_function_modes():
             return self._tape.do(func, args, dict(kwargs or {}))
 

@@ -62,10 +62,6 @@ def _raw_state(generator: Any) -> bytes | None:
     return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
-def _has_spare_normal(state: dict[str, Any]) -> bool:
-    return bool(state.get("has_gauss"))
-
-
 class NumpyRng:
     """A copy of numpy's global random stream, one rank's or the caller's.
 
@@ -96,7 +92,7 @@ class NumpyRng:
             return
         self._raw = raw
         state = np.random.get_state(legacy=False)
-        self._spare = state if _has_spare_normal(state) else None
+        self._spare = state if state.get("has_gauss") else None  # a normal number
 
     def load(self) -> None:
         """Make this rank's stream the process's."""
