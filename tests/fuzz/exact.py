@@ -43,6 +43,31 @@ def _(draft: Draft, random: Random) -> None:
     draft.trainer["precision"] = '"bf16-mixed"'
 
 
+@feature("mixed half with a scaler", slot="exact", gives=[EXACT], conflicts=["inexact"], order=-1)
+def _(draft: Draft, random: Random) -> None:
+    _exact_model(draft)
+    draft.classes["MixedPrecision"] = "from lightning.pytorch.plugins import MixedPrecision"
+    # Larger scales would overflow on ranks of fewer samples only.
+    scaler = "torch.amp.GradScaler('cpu', init_scale=16.0, growth_interval=2)"
+    draft.trainer["plugins"] = f"[MixedPrecision('16-mixed', 'cpu', {scaler})]"
+
+
+@feature(
+    "half precision",
+    slot="exact",
+    gives=[EXACT, "true half"],
+    conflicts=["inexact"],
+    order=-1,
+)
+def _(draft: Draft, random: Random) -> None:
+    """One step, whose gradients are exact in so few bits; those of later ones are not."""
+    _exact_model(draft)
+    precision = random.choice(["16-true", "bf16-true"])
+    draft.width = draft.num_outputs = 4 if precision == "16-true" else 2
+    draft.optimizer = "torch.optim.SGD(params, lr=2.0**-4)"
+    draft.trainer |= {"precision": f'"{precision}"', "max_steps": "1"}
+
+
 @feature("autocast by hand", slot="exact", gives=[EXACT], conflicts=["inexact"], order=-1)
 def _(draft: Draft, random: Random) -> None:
     _exact_model(draft)
@@ -97,7 +122,7 @@ def _(draft: Draft, random: Random) -> None:
     draft.hook(BATCH_END, "for p in self.parameters():", f"    note(self, 'of a weight', {value})")
 
 
-@feature("exact weight outside autocast", gives=[EXACT], needs=["exact"])
+@feature("exact weight outside autocast", gives=[EXACT], needs=["exact"], conflicts=["true half"])
 def _(draft: Draft, random: Random) -> None:
     draft.terms += [
         "with torch.autocast('cpu', enabled=False):",
@@ -105,7 +130,7 @@ def _(draft: Draft, random: Random) -> None:
     ]
 
 
-@feature("exact layer outside autocast", gives=[EXACT], needs=["exact"])
+@feature("exact layer outside autocast", gives=[EXACT], needs=["exact"], conflicts=["true half"])
 def _(draft: Draft, random: Random) -> None:
     draft.late_init.append("self.island = nn.Linear(WIDTH, 1, bias=False)")
     draft.late_init.append("self.island.weight.data.fill_(1 + 2.0**-10)")
@@ -126,7 +151,7 @@ def _(draft: Draft, random: Random) -> None:
     )
 
 
-@feature("exact accumulation", gives=[EXACT], needs=["exact"])
+@feature("exact accumulation", gives=[EXACT], needs=["exact"], conflicts=["true half"])
 def _(draft: Draft, random: Random) -> None:
     draft.trainer["accumulate_grad_batches"] = "2"
 

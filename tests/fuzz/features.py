@@ -46,6 +46,7 @@ class Draft:
     unpack: str = "{names}, = batch"
     collate: str = "from torch.utils.data import default_collate as collate"
     loaders: str = "self.held_out()"
+    train_loaders: str = "self.of_training()"
     classes_as_targets: bool = False
     sequence: bool = False
     loss: str = "F.mse_loss(out, y)"

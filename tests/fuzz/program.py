@@ -246,10 +246,14 @@ class Data(L.LightningDataModule):
         place = self.trainer.distributed_sampler_kwargs or {{"num_replicas": 1, "rank": 0}}
         return place, BATCH // place["num_replicas"]
 
-    def train_dataloader(self):
+    def of_training(self, count={count}, first=0):
         place, size = self.parts()
-        sampler = DistributedSampler(Samples({count}), **place, shuffle=False)
-        return DataLoader(Samples({count}), batch_size=size, sampler=sampler, collate_fn=collate)
+        samples = Samples(count, first)
+        sampler = DistributedSampler(samples, **place, shuffle=False)
+        return DataLoader(samples, batch_size=size, sampler=sampler, collate_fn=collate)
+
+    def train_dataloader(self):
+        return {train_loaders}
 
     def held_out(self, count=16, first=500):
         return DataLoader(Samples(count, first), batch_size=self.parts()[1], collate_fn=collate)
@@ -277,6 +281,7 @@ def _data(draft: Draft) -> str:
         sample=sample,
         count=draft.num_samples,
         num_predicted=draft.num_predicted,
+        train_loaders=draft.train_loaders,
     )
     if draft.validates:
         source += VALIDATION.format(loaders=draft.loaders)

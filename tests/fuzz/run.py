@@ -2,6 +2,9 @@
 
 import linecache
 import logging
+import os
+import pickle
+import re
 import sys
 import tempfile
 import traceback
@@ -10,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +26,7 @@ from lightning_shard.errors import (
     ConfigError,
     LayoutError,
 )
+from lightning_shard.testing import Fault, injected_faults  # noqa: F401 - of the schemes
 from tests.fuzz import batches, exact, hooks, models, optimizing, steps, trainers  # noqa: F401
 from tests.fuzz.compare import first_difference, kind_of, says_something, tolerance_of
 from tests.fuzz.features import tags_of
@@ -63,7 +68,9 @@ class Outcome:
 def judged(features: Sequence[str], seed: int, scheme_name: str) -> Outcome:
     """Train a program under a scheme, and compare it with one device."""
     scheme = SCHEMES[scheme_name]
-    if not scheme.promises(features):
+    # Fewer ranks make more batches of a step, whose numbers are others then.
+    by_number = scheme.faults and re.search("batch_idx (%|==)", program(features, seed))
+    if by_number or not scheme.promises(features):
         return Outcome(LEFT_OUT)
     with _quiet():
         return _judged(features, seed, scheme)
@@ -78,6 +85,8 @@ def _judged(features: Sequence[str], seed: int, scheme: Scheme) -> Outcome:
             other = _on_ranks(module, features, seed, scheme)
     except BaseException as error:
         return _of_error(error, module.PROGRESS["steps"])
+    if scheme.faults:
+        one = {name: value for name, value in one.items() if not name.startswith("note ")}
     tolerance = scheme.tolerance or tolerance_of(tags_of(features))
     difference = first_difference(one, other, tolerance)
     if difference is None:
@@ -148,16 +157,23 @@ def _on_ranks(
             def made() -> Any:
                 return eval(scheme.source, module.__dict__)
 
-            return module.run(made, scheme.num_ranks, folder)
-        results = run_processes(
-            in_a_process,
-            scheme.num_ranks,
-            timeout_seconds=240,
-            features=list(features),
-            seed=seed,
-            scheme_name=scheme.name,
-            folder=folder,
-        )
+            if not scheme.faults:
+                return module.run(made, scheme.num_ranks, folder)
+            module.note = lambda *_, **__: None
+            with injected_faults(eval(scheme.faults)):
+                return module.run(made, scheme.num_ranks, folder)
+        try:
+            results = run_processes(
+                in_a_process,
+                scheme.num_ranks,
+                timeout_seconds=240,
+                features=list(features),
+                seed=seed,
+                scheme_name=scheme.name,
+                folder=folder,
+            )
+        except ProcessesFailedError as error:
+            raise OnProcesses(_told(folder), str(error)) from error
         for _, notes in results:
             module.NOTES.update(notes)
         rest = {name: v for name, v in results[0][0].items() if not name.startswith("note ")}
@@ -169,16 +185,36 @@ def in_a_process(features: Sequence[str], seed: int, scheme_name: str, folder: s
     warnings.simplefilter("ignore")
     scheme = SCHEMES[scheme_name]
     with loaded(program(features, seed)) as module:
-        found = module.run(lambda: eval(scheme.source, module.__dict__), scheme.num_ranks, folder)
+        try:
+            found = module.run(
+                lambda: eval(scheme.source, module.__dict__), scheme.num_ranks, folder
+            )
+        except BaseException as error:
+            told = pickle.dumps(_of_error(error, module.PROGRESS["steps"]))
+            Path(folder, f"{os.getpid()}.failed").write_bytes(told)
+            raise
         return found, dict(module.NOTES)
+
+
+class OnProcesses(Exception):  # noqa: N818
+    """What processes have raised, as each of them judges it."""
+
+    def __init__(self, told: Sequence[Outcome], text: str) -> None:
+        super().__init__(text)
+        self.told = told
+
+
+def _told(folder: str) -> list[Outcome]:
+    return [pickle.loads(one.read_bytes()) for one in sorted(Path(folder).glob("*.failed"))]
 
 
 def _of_error(error: BaseException, num_steps: int) -> Outcome:
     text = "".join(traceback.format_exception(error)).strip()
-    if isinstance(error, ProcessesFailedError):
-        names = [*(one.__name__ for one in REFUSALS), *BY_LIGHTNING]
-        refused = any(name in text for name in names)
-        return Outcome(REFUSED if refused else DEFECT, "" if refused else "processes failed", text)
+    if isinstance(error, OnProcesses):
+        # Other ranks hear of the one that has refused, and raise what they like.
+        refused = any(one.verdict == REFUSED for one in error.told)
+        kinds = ", ".join(sorted({one.kind for one in error.told if one.kind}))
+        return Outcome(REFUSED, "", text) if refused else Outcome(DEFECT, f"raised {kinds}", text)
     by_lightning = any(part in str(error) for part in BY_LIGHTNING)
     known = isinstance(error, REFUSALS) or by_lightning
     if (known and num_steps == 0) or by_lightning:

@@ -17,6 +17,8 @@ class Scheme:
         backend: Of ranks that are processes; None for ranks in process.
         share: How often it is drawn beside others.
         wants: Tags of programs that it is for: it refuses most others.
+        faults: What happens to ranks, as source; then what ranks note is not compared, of which
+            some are lost, and some do steps again.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Scheme:
     backend: str | None = None
     share: float = 1.0
     wants: frozenset[str] = frozenset()
+    faults: str = ""
 
     def share_for(self, features: Iterable[str]) -> float:
         """Return how often it is drawn for a program, which it may have nothing to do with."""
@@ -51,6 +54,7 @@ def _add(
     backend: str | None = None,
     share: float = 1.0,
     wants: Iterable[str] = (),
+    faults: str = "",
 ) -> None:
     for num_ranks in ranks:
         full = f"{name} x{num_ranks}"
@@ -64,6 +68,7 @@ def _add(
             backend=backend,
             share=share,
             wants=frozenset(wants),
+            faults=faults,
         )
 
 
@@ -85,6 +90,23 @@ LOCAL = (
     "manual",
     "freezes",
     "skips steps",
+)
+# Fewer ranks make more batches of a step: what hooks do by batches is done more often, and a
+# validation repeats samples. What a hook edits at a batch's end is not in the step done again.
+LOSSES = (
+    "accumulates",
+    "averages",
+    "averaging callback",
+    "by attributes",
+    "copies",
+    "counting buffer",
+    "edits gradients",
+    "edits weights",
+    "logs",
+    "of whole batch",
+    "rate changed in a hook",
+    "resumed",
+    "validates",
 )
 ASYNC = ("averaging callback", "manual", "copies", "freezes")
 
@@ -219,6 +241,18 @@ _add("async", "AsyncSGDStrategy", "staleness_bound=0", ranks=[2], leaves_out=ASY
 _add("elastic", "ElasticStrategy", ranks=[2, 4])
 _add("elastic zero3", "ElasticStrategy", 'scheme="zero3"', ranks=[2])
 _add("elastic shard_ddp", "ElasticStrategy", 'scheme="shard_ddp"', ranks=[2])
+for _name, _options in (
+    ("elastic, a rank is lost", ""),
+    ("elastic zero3, a rank is lost", 'scheme="zero3"'),
+):
+    _add(
+        _name,
+        "ElasticStrategy",
+        _options,
+        ranks=[4],
+        leaves_out=LOSSES,
+        faults='[Fault(1, 1, "drop", at_step=2)]',
+    )
 # All of the values travel, in bfloat16; what is lost comes with the next ones.
 _add(
     "compressed",

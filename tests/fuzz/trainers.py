@@ -63,6 +63,34 @@ def _(draft: Draft, random: Random) -> None:
     draft.loaders = "[self.held_out(), self.held_out(8, 700)]"
 
 
+@feature("validation with a shorter last batch", slot="loaders", needs=["validates"])
+def _(draft: Draft, random: Random) -> None:
+    """Of as many samples for each rank: else some are repeated, as by Lightning."""
+    draft.loaders = f"self.held_out({random.choice([12, 20])})"
+
+
+@feature(
+    "several training loaders",
+    slot="step",
+    gives=["several loaders"],
+    conflicts=["logs", "resumed in mid-epoch", "uneven"],
+)
+def _(draft: Draft, random: Random) -> None:
+    loaders = "self.of_training(), self.of_training(16, 300)"
+    mode = random.choice(["min_size", "max_size", "max_size_cycle", "a dict"])
+    draft.train_loaders = f'CombinedLoader([{loaders}], "{mode}")'
+    if mode == "a dict":
+        draft.train_loaders = f"dict(zip('ab', ({loaders})))"
+    draft.classes["CombinedLoader"] = (
+        "from lightning.pytorch.utilities.combined_loader import CombinedLoader"
+    )
+    draft.step = [
+        "parts = batch.values() if isinstance(batch, dict) else batch",
+        "losses = [self.loss_of(part, batch_idx) for part in parts if part is not None]",
+        "return losses[0] + 0.5 * sum(losses[1:])",
+    ]
+
+
 @feature("limited batches", slot="limit")
 def _(draft: Draft, random: Random) -> None:
     draft.trainer["limit_train_batches"] = "3"
