@@ -31,6 +31,9 @@ _LARGEST_OF_MORE = (48, 48, 7, 7, 7)
 _LR = 1e-2
 _NUM_STEPS, _MORE_STEPS, _MANY_STEPS = 2, 6, 60  # of torch's own, of others, of a small matrix
 _SCALES = (1.0, 1.0, 1e-3, 1e3, 1.0)  # of gradients: what depends on their size shows at some
+_UNTRIED = {"params", "param_names", "lr", "initial_lr"}  # of a group: they decide nothing
+
+_tried: dict[tuple[Any, ...], str | None] = {}  # what came of trials of torch's own
 
 RAISED = "a trial step raised "
 DIFFERENCE = "in a trial, the parts of a whole came out differently from the whole"
@@ -85,7 +88,7 @@ def _why_not(
 
 def is_of_torch(optimizer: Optimizer) -> bool:
     """Whether an optimizer is one of torch's own classes."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def _sends_messages(optimizer: Optimizer) -> bool:
@@ -109,9 +112,21 @@ def _is_of_distributed(value: Any) -> bool:
 
 
 def _try_group(optimizer: Optimizer, group: dict[str, Any], parts: Parts) -> str | None:
-    shapes = [_SHAPE] if is_of_torch(optimizer) else [_SHAPE, *_shapes_like(group["params"])]
-    reasons = (_try_shape(optimizer, group, parts, shape) for shape in shapes)
-    return next((reason for reason in reasons if reason is not None), None)
+    """Try a group; each rank asks it of each fit, so torch's own are tried once per settings."""
+    if not is_of_torch(optimizer):
+        shapes = [_SHAPE, *_shapes_like(group["params"])]
+        reasons = (_try_shape(optimizer, group, parts, shape) for shape in shapes)
+        return next((reason for reason in reasons if reason is not None), None)
+    settings = sorted((key, repr(one)) for key, one in group.items() if key not in _UNTRIED)
+    place = _device_of(group), torch.get_default_dtype()
+    key = (type(optimizer), type(optimizer).step, parts, *place, *settings)
+    if key not in _tried:
+        _tried[key] = _try_shape(optimizer, group, parts, _SHAPE)
+    return _tried[key]
+
+
+def _device_of(group: dict[str, Any]) -> torch.device:
+    return next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
 
 
 def _shapes_like(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -134,11 +149,11 @@ def _try_shape(
     optimizer: Optimizer, group: dict[str, Any], parts: Parts, shape: tuple[int, ...]
 ) -> str | None:
     """Try steps in float64, or in float32 where an optimizer computes in that alone."""
-    device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     more = _MANY_STEPS if shape == _SHAPE else _MORE_STEPS
     num_steps = _NUM_STEPS if is_of_torch(optimizer) else more
-    values = torch.randn(1 + num_steps, *shape, generator=generator).to(device)  # weight, gradients
+    values = torch.randn(1 + num_steps, *shape, generator=generator)
+    values = values.to(_device_of(group))  # of a weight, and of gradients
     values[-1, ::2] = 0  # rows that no sample has reached
     if is_of_torch(optimizer):
         return _try_values(optimizer, group, parts, values)
