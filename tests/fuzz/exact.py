@@ -111,7 +111,7 @@ def _(draft: Draft, random: Random) -> None:
         "    if not hasattr(self, 'averaged'):",
         "        self.averaged = [p.detach().clone() for p in self.parameters()]",
         "    for a, p in zip(self.averaged, self.parameters()):",
-        "        a.lerp_(p.detach().float(), 0.5)",
+        "        a.lerp_(p.detach().to(a.dtype), 0.5)",
         "        note(self, 'average', a.double().sum())",
     )
 

@@ -91,8 +91,8 @@ LOCAL = (
     "freezes",
     "skips steps",
 )
-# Fewer ranks make more batches of a step: what hooks do by batches is done more often, and a
-# validation repeats samples. What a hook edits at a batch's end is not in the step done again.
+# Fewer ranks make more batches of a step: what hooks do at each batch's end is done more often. A
+# validation repeats samples.
 LOSSES = (
     "accumulates",
     "averages",
