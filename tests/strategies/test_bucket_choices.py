@@ -240,6 +240,7 @@ def test_a_run_that_has_another_size_goes_on_from_a_checkpoint(given: Give, tmp_
         assert torch.equal(value, resumed[name]), name
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("asked", [None, "zero2", "auto"])
 def test_a_replay_has_the_size_that_was_chosen(
     given: Give, tmp_path: Path, asked: str | None
@@ -258,6 +259,7 @@ def test_a_replay_has_the_size_that_was_chosen(
     assert found.is_bitwise
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2"])
 def test_elastic_ranks_keep_what_the_first_ones_chose(given: Give, scheme: Any) -> None:
     given(*[SMALL_BUCKET_MB] * 4, 25)  # of four ranks, and of a newcomer alone

@@ -126,7 +126,7 @@ class Thawing(Net):
             self.body.requires_grad_(self._thaws)
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("thaws", [True, False], ids=["thaws", "freezes"])
 @pytest.mark.parametrize("faults", [LOST, ENDS, JOINS], ids=["lost", "ends", "joins"])
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero1", "zero2", "zero3"])
@@ -156,6 +156,7 @@ class AddingAGroup(Thawing):
         return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.5)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "faults",
     [[*LOST, Fault(3, 1, "add", at_step=9)], [Fault(1, 2, "drop", at_step=5)]],
@@ -196,7 +197,7 @@ class Curriculum(Net):
         return self.weight * self.factors["loss"] * self.scale * self.loss(batch) / (1 + self.late)
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     "faults",
     [
@@ -282,6 +283,7 @@ def test_values_of_each_rank_are_not_told_to_who_joins() -> None:
         fit(made(EachItsOwn), [Fault(3, 1, "add", at_step=5)], "zero2")
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_once_remembers_that_it_has() -> None:
     """Taken back, its flag would let it raise again until it is evicted."""
     expected = fit(made(Net))

@@ -82,7 +82,7 @@ def test_weights_equal_a_single_devices(name: str, layout: str) -> None:
     assert_same(fit(name, layout), alone(name))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["hybrid-8", "tp2-copies-8"])
 def test_three_dimensions_and_copies_of_the_state(layout: str) -> None:
     assert_same(fit("muon", layout), alone("muon"))
@@ -163,7 +163,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "kept_as", "after"), RESUMED)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
 def test_a_run_goes_on_on_another_layout(
