@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
@@ -34,6 +35,7 @@ from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.strategies.options import LightningOptions, RunOptions
+from lightning_shard.trainer import termination
 from lightning_shard.trainer._lightning import (
     accept_compiled_modules,
     before_batches,
@@ -48,14 +50,13 @@ from lightning_shard.trainer.layer_sync import layer_sync_over
 from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
 from lightning_shard.trainer.predictions import merged
 from lightning_shard.trainer.same_settings import SettingsOfSteps, check_same_settings, common_seed
-from lightning_shard.trainer.termination import CoordinatedShutdown
 
 T = TypeVar("T")
 _GROUPS = (Collectives, DataGroups, RunGroups, dist.ProcessGroup)
 _OWN_KINDS = (*_GROUPS, liveness.Lifeline, RanksTermination, SettingsOfSteps)
 
 
-class ShardStrategy(OnLocalRanks, CoordinatedShutdown, metaclass=OptionNames):
+class ShardStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     """Starts the ranks, makes the process group, and answers Lightning's questions about them.
 
     Raises:
@@ -65,6 +66,7 @@ class ShardStrategy(OnLocalRanks, CoordinatedShutdown, metaclass=OptionNames):
     meets_at_steps: ClassVar[bool] = True  # whether all ranks begin each step together
     assigns_samples = False  # whether it assigns those of training itself
     may_share_memory = True  # whether CPU ranks of one host do, where no backend is named
+    _lifeline: liveness.Lifeline | RanksTermination | None = None
 
     @takes(RunConfig)
     def __init__(self, **options: Unpack[RunOptions]) -> None:
@@ -236,6 +238,31 @@ class ShardStrategy(OnLocalRanks, CoordinatedShutdown, metaclass=OptionNames):
         self._in_run.enter_context(common_values(trainer, self))
         self._in_run.enter_context(before_training_ends(trainer, lambda: self._end_steps()))
 
+    def watch_for_termination(self, trainer: "pl.Trainer") -> None:
+        """Handle signals for this run; call before Lightning registers its handlers."""
+        self._lifeline = termination.watch(trainer)
+
+    @property
+    def agrees_on_shutdown(self) -> bool:
+        """Whether ranks learn of a signal to any of them beside the data, at no cost for a step."""
+        return self._lifeline is not None
+
+    @property
+    def has_shut_down_together(self) -> bool:
+        """Whether all ranks have stopped at the same place of the run, by agreement."""
+        return self._lifeline is not None and self._lifeline.stops
+
+    @property
+    def requeues(self) -> bool:
+        """Whether they have stopped because SLURM will start the job again."""
+        return self._lifeline is not None and self._lifeline.requeues
+
+    def begin_step(self) -> None:
+        """Begin a step, or end the run before it on all ranks, see `termination.begin_step`."""
+        module = self.lightning_module
+        trainer = None if module is None else module.trainer
+        termination.begin_step(self._lifeline, trainer, self.cluster_environment)
+
     def _begin_batch(self, trainer: "pl.Trainer") -> None:
         self.begin_step()
         self.compare_settings(trainer)
@@ -263,6 +290,8 @@ class ShardStrategy(OnLocalRanks, CoordinatedShutdown, metaclass=OptionNames):
         self._in_run.close()
         module = self.lightning_module
         with nullcontext() if module is None else staying_on_meta(module):
+            termination.end_watching(module)
+            self._lifeline = None
             super().teardown()
 
     def _use_groups(self) -> None:

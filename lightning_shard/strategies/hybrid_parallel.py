@@ -10,6 +10,8 @@ from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.mesh import NodePlacement, ParallelMesh
 from lightning_shard.parallel_dimensions.context import ContextDimension
 from lightning_shard.parallel_dimensions.experts import ExpertDimension
+from lightning_shard.pipeline_parallel.pipeline import Pipeline
+from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.strategies.configs import (
     FitEndConfig,
     GradientConfig,
@@ -20,11 +22,11 @@ from lightning_shard.strategies.configs import (
 )
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.hybrid_sharding import shard_size, warning_of_unshards
+from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.options import HybridParallelOptions, SplitOptions
-from lightning_shard.strategies.pipeline_parallel import StagedStrategy
 
 
-class HybridParallelStrategy(StagedStrategy):
+class HybridParallelStrategy(ModelParallelStrategy):
     """Stages of split layers, and copies of them on other data; `strategy="hybrid_parallel"`.
 
     Raises:
@@ -72,6 +74,29 @@ class HybridParallelStrategy(StagedStrategy):
         mesh, found = self.mesh, super().placement(ranks_per_node)
         about = mesh.shard and warning_of_unshards(mesh, mesh.shard, ranks_per_node)
         return replace(found, warnings=(*found.warnings, about)) if about else found
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline; there from `setup` to `teardown`."""
+        return self._stages.pipeline
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a batch that has as many samples."""
+        return self._stages.options.num_parts(self.mesh.pp)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks of the pipeline."""
+        return self._stages.options.num_stages(self.mesh.pp)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return what the ranks do with a batch of so many parts.
+
+        Raises:
+            ConfigError: The schedule does not allow it.
+        """
+        return self._stages.options.table(self.mesh.pp, num_microbatches)
 
     def expert_load(self) -> Mapping[str, ExpertLoad]:
         """Return by name how the tokens of each mixture were shared out in this fit, or the last.

@@ -2,7 +2,6 @@
 
 from typing import Unpack
 
-from lightning_shard.parallel_dimensions.pipeline import PipelineDimension
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.strategies.configs import (
@@ -16,10 +15,21 @@ from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.options import PipelineParallelOptions, SplitOptions
 
 
-class StagedStrategy(ModelParallelStrategy):
-    """Has stages among its dimensions, and tells of them."""
+class PipelineParallelStrategy(ModelParallelStrategy):
+    """Consecutive layers on each rank, microbatches in flight; `strategy="pipeline_parallel"`.
 
-    _stages: PipelineDimension
+    Raises:
+        ConfigError: A size, schedule or split that cannot be.
+    """
+
+    @takes(RunConfig, PipelineParallelConfig, GradientConfig, FitEndConfig)
+    def __init__(self, **options: Unpack[PipelineParallelOptions]) -> None:
+        stages = PipelineParallelConfig.of(options)
+        self._stages = stages.dimension(
+            stages.pipeline_parallel_size,
+            recomputes=options.get("activation_checkpointing") is not None,
+        )
+        super().__init__([self._stages], **part(SplitOptions, options))
 
     @property
     def pipeline(self) -> Pipeline:
@@ -43,20 +53,3 @@ class StagedStrategy(ModelParallelStrategy):
             ConfigError: The schedule does not allow it.
         """
         return self._stages.options.table(self.mesh.pp, num_microbatches)
-
-
-class PipelineParallelStrategy(StagedStrategy):
-    """Consecutive layers on each rank, microbatches in flight; `strategy="pipeline_parallel"`.
-
-    Raises:
-        ConfigError: A size, schedule or split that cannot be.
-    """
-
-    @takes(RunConfig, PipelineParallelConfig, GradientConfig, FitEndConfig)
-    def __init__(self, **options: Unpack[PipelineParallelOptions]) -> None:
-        stages = PipelineParallelConfig.of(options)
-        self._stages = stages.dimension(
-            stages.pipeline_parallel_size,
-            recomputes=options.get("activation_checkpointing") is not None,
-        )
-        super().__init__([self._stages], **part(SplitOptions, options))

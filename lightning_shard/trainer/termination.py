@@ -20,9 +20,8 @@ import signal
 from types import FrameType
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.in_process.termination import RanksTermination
@@ -74,71 +73,58 @@ class RequeueHandler:
             self._lifeline.announce_requeue()
 
 
-class CoordinatedShutdown(ParallelStrategy):
-    """Counts the steps of a run, and ends it before the same one on every rank."""
+def watch(trainer: "pl.Trainer") -> liveness.Lifeline | RanksTermination | None:
+    """Handle signals for a run; call before Lightning registers its handlers.
 
-    _lifeline: liveness.Lifeline | RanksTermination | None = None
+    Earlier handlers stay as Lightning composes them.
 
-    def watch_for_termination(self, trainer: "pl.Trainer") -> None:
-        """Handle signals for this run; call before Lightning registers its handlers.
+    Returns:
+        What says whether ranks stop before a step; None where they have nothing to agree over.
+    """
+    world = current_world()
+    if world is not None:
+        handle_sigterm(trainer, TerminationHandler(world.termination))
+        handle_requeue(trainer, RequeueHandler(world.termination))
+        return world.ranks_termination()
+    lifeline = liveness.current()
+    if lifeline is not None:
+        lifeline.requeue_signal = requeue_signal(trainer)
+        handle_sigterm(trainer, TerminationHandler(lifeline))
+        handle_requeue(trainer, RequeueHandler(lifeline))
+        liveness.watch_signals()
+    return lifeline
 
-        Earlier handlers stay as Lightning composes them.
-        """
-        world = current_world()
-        if world is not None:
-            self._lifeline = world.ranks_termination()
-            handle_sigterm(trainer, TerminationHandler(world.termination))
-            handle_requeue(trainer, RequeueHandler(world.termination))
-            return
-        self._lifeline = lifeline = liveness.current()
-        if lifeline is not None:
-            lifeline.requeue_signal = requeue_signal(trainer)
-            handle_sigterm(trainer, TerminationHandler(lifeline))
-            handle_requeue(trainer, RequeueHandler(lifeline))
-            liveness.watch_signals()
 
-    def begin_step(self) -> None:
-        """Begin a step; every rank must call before each of its steps.
+def begin_step(
+    lifeline: liveness.Lifeline | RanksTermination | None,
+    trainer: "pl.Trainer | None",
+    environment: ClusterEnvironment | None,
+) -> None:
+    """Begin a step; every rank must call before each of its steps.
 
-        Raises:
-            SIGTERMException: This rank was sent SIGTERM, or SLURM requeues the job; all ranks stop
-                here.
-            RankFailedError: Another rank was sent SIGTERM, or has failed.
-        """
-        if self._lifeline is None or not self._lifeline.step():
-            return
-        if self._lifeline.was_terminated or self._lifeline.requeues:
-            if self.lightning_module is not None:
-                mark_terminated(self.lightning_module.trainer)
-            raise SIGTERMException(liveness.TERMINATED_STATUS)
-        assert self.cluster_environment is not None
-        rank, size = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
-        raise RankFailedError(
-            f"Rank {rank} of {size} stopped because rank {self._lifeline.terminated_rank} received "
-            f"SIGTERM: somebody ended the job, its scheduler for example. All ranks stopped before "
-            f"the same step. Go on from what is saved there (ckpt_path='last'), or from the last "
-            f"checkpoint."
-        )
+    Raises:
+        SIGTERMException: This rank was sent SIGTERM, or SLURM requeues the job; all ranks stop
+            here.
+        RankFailedError: Another rank was sent SIGTERM, or has failed.
+    """
+    if lifeline is None or not lifeline.step():
+        return
+    if lifeline.was_terminated or lifeline.requeues:
+        if trainer is not None:
+            mark_terminated(trainer)
+        raise SIGTERMException(liveness.TERMINATED_STATUS)
+    assert environment is not None
+    rank, size = environment.global_rank(), environment.world_size()
+    raise RankFailedError(
+        f"Rank {rank} of {size} stopped because rank {lifeline.terminated_rank} received "
+        f"SIGTERM: somebody ended the job, its scheduler for example. All ranks stopped before "
+        f"the same step. Go on from what is saved there (ckpt_path='last'), or from the last "
+        f"checkpoint."
+    )
 
-    @property
-    def agrees_on_shutdown(self) -> bool:
-        """Whether ranks learn of a signal to any of them beside the data, at no cost for a step."""
-        return self._lifeline is not None
 
-    @property
-    def has_shut_down_together(self) -> bool:
-        """Whether all ranks have stopped at the same place of the run, by agreement."""
-        return self._lifeline is not None and self._lifeline.stops
-
-    @property
-    def requeues(self) -> bool:
-        """Whether they have stopped because SLURM will start the job again."""
-        return self._lifeline is not None and self._lifeline.requeues
-
-    @override
-    def teardown(self) -> None:
-        liveness.unwatch_signals()  # Lightning puts back the handlers that were there before
-        if self.lightning_module is not None:
-            forget_signal_handlers(self.lightning_module)
-        self._lifeline = None
-        super().teardown()
+def end_watching(module: "pl.LightningModule | None") -> None:
+    """Handle no signals any more; Lightning puts back the handlers that were there before."""
+    liveness.unwatch_signals()
+    if module is not None:
+        forget_signal_handlers(module)

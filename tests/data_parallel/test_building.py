@@ -17,6 +17,8 @@ from lightning_shard.planner.simulated_group import SimulatedCollectives
 class Halves(Unsplit):
     """Two ranks have half of each matrix; this is the second, and has no part of "away"."""
 
+    parts: Any = None
+
     def __init__(self, away: Collection[nn.Parameter] = frozenset()) -> None:
         class Parts:
             group: Any = SimulatedCollectives(1, 2)
