@@ -276,7 +276,7 @@ class DataParallelEngine:
         self._buffers.follow(exchanged=self.reducer.take_exchanged())
         if self.model.training and torch.is_grad_enabled():
             self._buffers.note_training(exchanges=self.reducer.synchronises)
-        full = self._unsharder.step(self.user_code) if self._unsharder else nullcontext()
+        full = self._unsharder.step() if self._unsharder else nullcontext()
         with self.seeing_shards(), full, self.explaining_shards():
             yield
 
@@ -404,6 +404,8 @@ class DataParallelEngine:
 
         Each rank must call; `in_place` is as for `common_buffer.begin_update`.
         """
+        if self._unsharder is not None:
+            self._unsharder.note_updated(params)
         touched = self._touched(params) if self.has_common else ()
         buffers = [flat.common for flat in touched if flat.common is not None]
         begin_update(buffers, in_place=in_place)

@@ -116,8 +116,7 @@ class OptimizerView:
     def _take_in_edits(self) -> None:
         """Let every shard have what user code has made of parameters."""
         if self._unsharder is not None:
-            self._unsharder.reshard_all()
-            self._unsharder.is_updating = True
+            self._unsharder.begin_update()
         for gradients in self._gradients:
             gradients.flat.present_shards(sharded=False)
             if self._unsharder is None:
@@ -233,5 +232,4 @@ class OptimizerView:
             gradients.flat.present_shards(sharded=self._unsharder is not None)
         self._outer = []
         if self._unsharder is not None:
-            self._unsharder.is_updating = False
             self._unsharder.after_update()

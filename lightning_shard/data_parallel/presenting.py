@@ -53,7 +53,7 @@ def look_full(
     }
 
     def bring(unit: Unit) -> bool:
-        return unsharder is not None and unsharder.bring(unit, anywhere=user_code.is_a_loop)
+        return unsharder is not None and unsharder.bring(unit)
 
     def home(param: nn.Parameter, bring: Callable[[], bool]) -> ParameterHome:
         spread: Spread = shards.spread_of(param)
@@ -75,6 +75,7 @@ def look_full(
                 settle_beside(param, partial(_brought_beside, unit, bring))
                 beside.add(param)
     if unsharder is not None:
+        unsharder.user_code = user_code
         _show_absent({*shards.absent()} - beside, home)
     return user_code
 

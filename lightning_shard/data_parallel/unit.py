@@ -27,8 +27,8 @@ class Unit:
         on_unshard: Called when an unshard begins.
         stays: Whether the parameters stay for a whole step: those of the root unit, and all where
             they exist once per host, so that giving them back would free nothing.
-        kept: Whether the unit stays unsharded until the step ends, since a backward that its hooks
-            do not see may need it.
+        kept: Whether the unit stays unsharded until the step ends, or an optimizer updates it,
+            since a backward that its hooks do not see may need it.
         brought: Whether the unit was unsharded for user code, which may change it until it is
             resharded.
         is_rounded: Whether full parameters are rounded to the 16 bits of autocast's regions.
@@ -159,10 +159,15 @@ class Unit:
                 if not self.is_full:
                     mark_leftover(param)
 
-    def forget_calls(self) -> None:
-        """Forget open calls and what they keep, since none of their backwards comes any more."""
+    def forget_calls(self, *, but_kept: bool = False) -> None:
+        """Forget open calls and what they keep, since none of their backwards comes any more.
+
+        Args:
+            but_kept: Whether backwards that hooks do not see may come; user code has the unit then.
+        """
         self.passages.forget()
-        self.kept = False
+        self.kept = self.kept and but_kept
+        self.brought |= self.kept
 
     def note_forward(self, module: nn.Module) -> bool:
         """Note that a module's forward is over; return whether the module is the unit's last."""

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -242,6 +243,7 @@ class Unsharder:
     Attributes:
         record: The units that have been unsharded since the ranks last agreed.
         copies: Copies of the parameters that user code has made.
+        user_code: Knows whether user code runs between the steps, too.
         is_updating: Whether the parameters show the optimizer its shards.
     """
 
@@ -260,8 +262,9 @@ class Unsharder:
         self._previous: dict[Unit, Unit] = {}
         self._trace: dict[Unit, None] = {}  # in this step, in order
         self._depth = 0
-        self._in_step = False
+        self._in_step = self._has_ended_in_step = False
         self._has_stepped = False
+        self.user_code = UserCode()
         self._holds = self.is_updating = self._watches_steps = False
         self._within = False
         self._handles: list[RemovableHandle] = []
@@ -397,26 +400,30 @@ class Unsharder:
             self._handles.pop().remove()
 
     @contextmanager
-    def step(self, user_code: UserCode | None = None) -> Iterator[None]:
-        """Keep what stays for a step here from now until its backward is over.
-
-        Args:
-            user_code: Knows whether a backward may come from outside of a step; None of one that
-                does not.
-        """
+    def step(self) -> Iterator[None]:
+        """Keep what stays for a step here from now until its backward is over."""
         if not self._has_stepped:  # until now, full parameters: model summaries count them
             self.reshard_all()
             self._has_stepped = True
         self._follow_trace()
-        self._in_step = True
+        self._in_step, self._has_ended_in_step = True, False
         try:
             self.unshard_staying()
             yield
         finally:
             self._in_step = False
-        awaits = user_code is not None and user_code.is_a_loop and self._awaits_backward
+        awaits = self.user_code.is_a_loop and self._awaits_backward
         if not (torch.is_grad_enabled() or self._holds or awaits):
             self.reshard_all()
+        for unit in self._units if self._has_ended_in_step and not self._graphs_last else ():
+            if unit.kept:
+                unit.forget_calls()
+                unit.reshard()
+
+    @property
+    def _graphs_last(self) -> bool:
+        """Whether others may be there after a backward or an update: where user code calls both."""
+        return self._in_step or self.user_code.is_a_loop
 
     @property
     def _awaits_backward(self) -> bool:
@@ -455,18 +462,15 @@ class Unsharder:
             for unit in resharded:
                 unit.reshard()
 
-    def bring(self, unit: Unit, *, anywhere: bool = False) -> bool:
-        """Unshard a unit until the step ends, for a graph; each rank must call.
+    def bring(self, unit: Unit) -> bool:
+        """Unshard a unit that user code needs for a graph; each rank must call.
 
-        Args:
-            unit: Unit that user code needs.
-            anywhere: Whether a backward may come outside of a step, too; the unit then stays until
-                that backward ends, or an optimizer steps.
+        It stays until the step ends, or an optimizer updates it.
 
         Returns:
             False outside of a step, where no backward comes, and inside of an update.
         """
-        brings = (self._in_step or anywhere) and not self.is_updating
+        brings = self._graphs_last and not self.is_updating
         if brings:
             unit.widen(for_good=True)
             unit.ensure_full()
@@ -497,9 +501,10 @@ class Unsharder:
         if not is_used and self._awaits_backward:
             return
         self._see_assigned()
+        self._has_ended_in_step = self._in_step
         for unit in self._units:
-            unit.forget_calls()
-            if not (unit.stays and self._in_step):
+            unit.forget_calls(but_kept=self._graphs_last)
+            if not (unit.kept or (unit.stays and self._in_step)):
                 unit.reshard(edited=unit.stays)
 
     def reshard_all(self) -> None:
@@ -520,10 +525,31 @@ class Unsharder:
             for flat in unit.flats:
                 flat.see_assigned()
 
+    def begin_update(self) -> None:
+        """Reshard every unit for an optimizer; those that graphs may need come back after it."""
+        kept = [unit for unit in self._units if unit.kept and self._graphs_last]
+        self.reshard_all()
+        for unit in kept:
+            unit.kept = True
+        self.is_updating = True
+
+    def note_updated(self, params: Iterable[nn.Parameter]) -> None:
+        """Note which parameters an optimizer updates: autograd allows no backward through them."""
+        updated = set(params)
+        for unit in (one for one in self._units if one.kept):
+            own = {one for flat in unit.flats for one in flat.params}
+            unit.kept = not own <= updated
+            # also of those that this rank has nothing of, which its optimizer leaves alone
+            increment_version(own & updated)
+
     def after_update(self) -> None:
-        """Inside a step (manual optimization) unshard anew what stays for it."""
+        """Unshard anew what stays: in a step (manual optimization), or for graphs of user code."""
+        self.is_updating = False
         if self._in_step:
             self.unshard_staying()
+        for unit in (one for one in self._units if one.kept):
+            unit.ensure_full()
+            unit.brought = True
 
     @property
     def visited(self) -> list[int]:
@@ -574,6 +600,7 @@ class Unsharder:
             unit.reshard(edited=True)  # a forward may keep its own weights small
 
     def _before_backward(self, unit: Unit, passage: Passage) -> None:
+        unit.kept |= torch.is_grad_enabled()  # create_graph: a second backward reads it again
         if unit.is_full and passage in unit.passages.open_backwards:
             return
         unit.ensure_full()
@@ -586,9 +613,7 @@ class Unsharder:
         if self._within:
             return
         unit.passages.close(passage)
-        if torch.is_grad_enabled():
-            unit.kept = True  # create_graph: a second backward reads the parameters again
-        elif not (unit.passages.are_open or unit.kept):
+        if not (unit.passages.are_open or unit.kept):
             self._on_left(unit)
             if not unit.stays:
                 unit.reshard()

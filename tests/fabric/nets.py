@@ -34,6 +34,13 @@ class Net(nn.Module):
     def score(self, x: Tensor) -> Tensor:
         return self.features(x).square().mean()
 
+    def penalised(self, x: Tensor) -> Tensor:
+        """Return a loss with a penalty of the gradient of its inputs."""
+        x = x.detach().requires_grad_()
+        out = self(x).square()
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.mean() + slope.square().sum(1).mean()
+
 
 def batch_of(fabric: Fabric, step: int = 0, size: int = 4) -> Tensor:
     """Return this rank's part of a step's batch; all ranks' parts are one device's batch."""

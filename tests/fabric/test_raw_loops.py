@@ -126,6 +126,23 @@ def test_two_backwards_in_a_step(stage: str) -> None:
 
 @pytest.mark.few_cases(1)
 @each_stage
+def test_two_backwards_of_losses_that_differentiate_twice(stage: str) -> None:
+    """The first backward gave the parameters back that the second one's graph needed."""
+
+    def step(fabric: Fabric, model: Any, optimizer: Any, number: int) -> Any:
+        model.mark_forward_method("penalised")
+        optimizer.zero_grad()
+        losses = [model.penalised(batch_of(fabric, number + 7 * part)) for part in range(2)]
+        losses[1] = losses[1] + 0.1 * sum(param.square().sum() for param in model.parameters())
+        for loss in losses:
+            fabric.backward(loss)
+        optimizer.step()
+
+    compare(stage, step)
+
+
+@pytest.mark.few_cases(1)
+@each_stage
 def test_accumulation_without_synchronization(stage: str) -> None:
     def step(fabric: Fabric, model: Any, optimizer: Any, number: int) -> Any:
         for part in range(3):
