@@ -93,6 +93,7 @@ def test_an_estimate_of_a_hugging_face_llama_is_its_dry_run(name: str) -> None:
     check(*both("llama", "32-true", CANDIDATES[name]))
 
 
+@pytest.mark.slow
 def test_a_candidate_that_keeps_less_is_estimated_to_keep_less() -> None:
     anatomy = anatomy_of("gpt", "32-true")
     estimator = Estimator(anatomy, machine_profile("h100"), 8)

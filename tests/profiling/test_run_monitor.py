@@ -178,6 +178,7 @@ def test_a_killed_run_can_be_reported_but_for_its_last_step(tmp_path: Path) -> N
     assert not found.of("end")
 
 
+@pytest.mark.slow
 def test_a_lost_rank_makes_a_generation_and_its_later_steps_do_not_count(tmp_path: Path) -> None:
     fit_elastic([Fault(3, 2, "drop", at_step=5)], trainer_options={"callbacks": monitors(tmp_path)})
     found = read_run(tmp_path)

@@ -118,7 +118,7 @@ def assert_goes_on(name: str, before: str, kept_as: str, after: str, folder: Pat
     assert_same(model, alone(name, 4), 4 - SAVED_AFTER)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "kept_as", "after"), RESUMED)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "shampoo"])
 def test_a_run_goes_on_on_another_layout(

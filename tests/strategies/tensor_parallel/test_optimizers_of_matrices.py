@@ -308,7 +308,7 @@ class OfOneStage(Matrices):
         return Muon(groups)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pipeline-zero2-4", "pp2-tp2"])
 def test_a_stage_without_muons_matrices_refused_it(layout: str) -> None:
     def run(strategy: Any) -> OfOneStage:
