@@ -10,7 +10,7 @@
 A block's parameters are only used inside the block's own forward, so stage 3 may reshard them in
 between; a `Sequential` of different modules in a list is a block, too. Everything else, and every
 parameter that two units share (tied weights), is in the root unit. No unit reaches across the
-border of a part that has a match: see `matching_parts`.
+border of a part that has a match: see `MatchingParts`.
 """
 
 import difflib

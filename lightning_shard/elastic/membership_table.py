@@ -3,7 +3,7 @@
     member ──join, beat, arrive, ready, leave──> table <── lost, tick (from whoever serves it)
     member <──generation, go, lost, wanted, waiting, late, declared_dead, evicted, over── table
 
-The table knows no sockets and no clock, as `backends.liveness.hub` does not. A generation is
+The table knows no sockets and no clock, as `backends.liveness.server.Hub` does not. A generation is
 formed as soon as every living member of the last one has arrived: those, by seniority, and the
 newcomers that have arrived, up to `max_ranks`; the rest waits as spares. The first is formed of the
 initial ranks. With fewer than `min_ranks` the table waits, and after `patience_seconds` forms a

@@ -15,8 +15,9 @@ Full matrices are gathered from the ranks that have parts of them:
     norm.bias   full, grad    full, grad                   by rank 1 ──all_to_all──> full   full
 
 Each parameter has an owner among the ranks, which alone has it in its param groups while it steps,
-and its state; see `data_parallel/owners`. A message has parts of many parameters, for all owners:
-each part of a matrix and of its gradient is sent once to the owner, and what it updates once back.
+and its state; see `data_parallel.building.Owners`. A message has parts of many parameters, for all
+owners: each part of a matrix and of its gradient is sent once to the owner, and what it updates
+once back.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
