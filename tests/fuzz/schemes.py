@@ -63,7 +63,7 @@ def _add(
             name=full,
             source=f"{strategy}({given})",
             num_ranks=num_ranks,
-            leaves_out=frozenset(leaves_out),
+            leaves_out=frozenset((*leaves_out, *(OWN_SHARES if backend else ()))),
             tolerance=tolerance,
             backend=backend,
             share=share,
@@ -72,6 +72,8 @@ def _add(
         )
 
 
+# What `trainer.predict` returns on a rank that is a process is that rank's share.
+OWN_SHARES = ("predicts",)
 # Of a batch norm each microbatch has its own statistics; what is lent is found in the first batch.
 PIPELINE = ("of whole batch", "used late")
 # Elements that hooks read are refused once they do: the ranks do not come there together.

@@ -174,7 +174,7 @@ def _(draft: Draft, random: Random) -> None:
     )
 
 
-@feature("prediction after the fit")
+@feature("prediction after the fit", gives=["predicts"])
 def _(draft: Draft, random: Random) -> None:
     draft.entries += [
         "predicted = trainer_for(made(), devices, folder).predict(net, data)",
@@ -182,7 +182,7 @@ def _(draft: Draft, random: Random) -> None:
     ]
 
 
-@feature("prediction of an uneven number of samples")
+@feature("prediction of an uneven number of samples", gives=["predicts"])
 def _(draft: Draft, random: Random) -> None:
     draft.num_predicted = random.choice([9, 13, 19])
     draft.entries += [
@@ -222,6 +222,7 @@ def _(draft: Draft, random: Random) -> None:
     gives=["resumed", "resumed in mid-epoch"],
     conflicts=[
         "limit",
+        "logs",  # Lightning's mean of an epoch is of the batches since it was resumed
         "skips",
         "skips steps",
         "validates",
