@@ -120,9 +120,7 @@ class DataParallelEngine:
         )
         self._homes = placed((flat, flat) for flat in self.flats)
         self._buffer_numbers = {id(param): one for param, (one, _) in self._positions.items()}
-        self._unsharder = None
-        if options.stage == 3:
-            self._unsharder = Unsharder(model, self.units, self._close, options.units_ahead)
+        self._unsharder = self._made_unsharder()
         having = [(flat, reducing_of(flat, reducing, self.split).dp) for flat in self.flats]
         self._weights = EqualWeights(having, reducing.dp, self.device)
         self.edits = HandEdits(self.gradients, self.device, self.collectives)
@@ -151,6 +149,11 @@ class DataParallelEngine:
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
         keep_freed_memory(self.device)
+
+    def _made_unsharder(self) -> Unsharder | None:
+        if self.options.stage != 3:
+            return None
+        return Unsharder(self.model, self.units, self._close, self.options.units_ahead)
 
     def _made_reducer(self, groups: DataGroups) -> Reducer:
         record = None if self._unsharder is None else self._unsharder.record
