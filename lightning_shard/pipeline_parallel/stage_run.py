@@ -203,6 +203,15 @@ class StageRun:
                     f"writes to the tensor itself. Make the view after the call."
                 )
 
+    def asks(self, tensor: Tensor) -> bool:
+        """Say whether an argument of a block asks for a gradient.
+
+        What earlier stages compute is known as an argument of the first block alone, and asks for
+        one if what they have sent does.
+        """
+        sent = self.inputs if is_placeholder(tensor) else [tensor]
+        return any(one.requires_grad for one in sent)
+
     def _note_writes(self) -> None:
         """Let the previous stage's backward see writes to tensors that it may have saved."""
         for tensor, one in zip(self.inputs, self._received, strict=False):
@@ -361,6 +370,10 @@ class Probe:
     def known(self) -> AbstractContextManager[None]:
         """Return a context that does nothing, since a probe receives nothing."""
         return nullcontext()
+
+    def asks(self, tensor: Tensor) -> bool:
+        """Say that all ask for a gradient, since a probe has no backward."""
+        return True
 
     def forward(self, step: Callable[[], Any]) -> None:
         """Run the step up to the stage's first block."""

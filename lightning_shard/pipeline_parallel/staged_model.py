@@ -41,6 +41,9 @@ class StepRun(Protocol):
     def known(self) -> AbstractContextManager[None]:
         """Give the stand-ins for received tensors their values inside."""
 
+    def asks(self, tensor: Tensor) -> bool:
+        """Say whether an argument of a block asks for a gradient."""
+
 
 class StagedModel:
     """Intercepts the calls of a model's blocks until `restore`.
@@ -101,7 +104,7 @@ class StagedModel:
         self._show(stage)
         self._run = run
         try:
-            with run.known(), without_reentrance():
+            with run.known(), without_reentrance(run.asks):
                 yield
         finally:
             self._run = None

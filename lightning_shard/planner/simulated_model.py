@@ -186,6 +186,10 @@ class _Watched:
         """Return the context of the wrapped run."""
         return self._run.known()
 
+    def asks(self, tensor: Tensor) -> bool:
+        """Answer as the wrapped run does."""
+        return self._run.asks(tensor)
+
     def call(self, index: int, skipped: Skipped, call: BlockCall) -> Any:
         """Answer as the wrapped run does, with the known result where it skips the block."""
         known = partial(self._skips.result, type(self._blocks[index]), skipped)
