@@ -2,8 +2,9 @@
 
 The user's own optimizer makes it. Where its class has torch's fused kernel, the step is that kernel
 on the CPU, for groups that leave the choice to torch: one pass over parameters, gradients and state
-in place of one for each operation. The groups keep the user's options; state that a checkpoint or
-an earlier run has put on the device moves to where its parameter is.
+in place of one for each operation. Not in 16 bits, where it rounds otherwise, and SGD's leaves
+elements out (pytorch/pytorch#191763). The groups keep the user's options; state that a checkpoint
+or an earlier run has put on the device moves to where its parameter is.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from lightning_shard.data_parallel.options import EngineOptions, Offload
 from lightning_shard.errors import ConfigError
 
 _FUSED = (Adam, SGD, Adagrad)  # AdamW is an Adam
+_WIDE = 4  # bytes of an element, from which the kernels are right
 _OTHERWISE = ("fused", "foreach", "capturable", "differentiable")
 
 
@@ -54,7 +56,7 @@ class StepOnHost:
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._engine = optimizer, engine
-        self._fused: list[dict[str, Any]] = []
+        self._changed: list[tuple[dict[str, Any], bool | None]] = []  # with what the user has said
 
     def take(self) -> None:
         """Prepare a step, once parameters show shards."""
@@ -64,27 +66,33 @@ class StepOnHost:
             for key, value in entries.items():
                 if isinstance(value, Tensor) and value.ndim and value.device != param.device:
                     entries[key] = value.to(param.device)
-        self._fused = [group for group in self._optimizer.param_groups if self._may_fuse(group)]
-        for group in self._fused:
-            group["fused"] = True
+        for group in self._optimizer.param_groups:
+            said = group.get("fused")
+            if (fused := self._is_fused(group)) is not said:
+                self._changed.append((group, said))
+                group["fused"] = fused
 
     def put_back(self) -> None:
         """Give the groups their options back."""
-        for group in self._fused:
-            group["fused"] = None
-        self._fused = []
+        for group, said in self._changed:
+            group["fused"] = said
+        self._changed = []
 
-    def _may_fuse(self, group: dict[str, Any]) -> bool:
-        step = unwrap(type(self._optimizer).step)
+    def _is_fused(self, group: dict[str, Any]) -> bool | None:
+        """Whether the step of a group is the fused kernel; None leaves it to torch."""
+        said, step = group.get("fused"), unwrap(type(self._optimizer).step)
+        if any(param.is_floating_point() and param.itemsize < _WIDE for param in group["params"]):
+            return False if said and step is unwrap(SGD.step) else said
         has_kernel = any(step is unwrap(kind.step) for kind in _FUSED)
         is_free = "fused" in group and not any(group.get(name) for name in _OTHERWISE)
-        return (
+        may_fuse = (
             has_kernel
             and is_free
-            and group["fused"] is None
+            and said is None
             and all(param.is_floating_point() for param in group["params"])
             and self._begins_alike(group)
         )
+        return True if may_fuse else said
 
     def _begins_alike(self, group: dict[str, Any]) -> bool:
         """Whether all that is stepped has a momentum, or none: SGD's kernel takes no other list."""

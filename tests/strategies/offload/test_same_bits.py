@@ -5,6 +5,7 @@ weights, several optimizers and frozen parameters.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -119,14 +120,20 @@ def trained(strategy: Any, model: Plain, **options: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def check(place: str, make: Callable[[], Plain], **options: Any) -> None:
-    def run(strategy: Any) -> dict[str, Tensor]:
+def check(
+    place: str,
+    make: Callable[[], Plain],
+    expects: Callable[[], Plain] | None = None,
+    **options: Any,
+) -> None:
+    def run(strategy: Any, make: Callable[[], Plain]) -> dict[str, Tensor]:
         torch.manual_seed(3)
         chosen = {key: value() if key == "callbacks" else value for key, value in options.items()}
         return trained(strategy, make(), **chosen)
 
-    found = run(offloaded(place))
-    expected = run(PLACES[place][0](backend="in_process", bucket_mb=SMALL_BUCKET_MB))
+    found = run(offloaded(place), make)
+    without = PLACES[place][0](backend="in_process", bucket_mb=SMALL_BUCKET_MB)
+    expected = run(without, expects or make)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
@@ -136,6 +143,35 @@ def check(place: str, make: Callable[[], Plain], **options: Any) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_precisions(place: str, precision: str) -> None:
     check(place, Plain, precision=precision, accumulate_grad_batches=2)
+
+
+class Free(Plain):
+    """Leaves the choice of a kernel to torch, or asks for the fused one."""
+
+    def __init__(self, kind: str, fused: bool | None = None) -> None:
+        super().__init__()
+        self.kind, self.fused = kind, fused
+
+    def configure_optimizers(self) -> Any:
+        options = {"lr": 2.0**-4, "fused": self.fused}
+        if self.kind == "AdamW":
+            return torch.optim.AdamW(self.parameters(), eps=1e-3, **options)
+        momentum = 0.9 if self.kind == "momentum" else 0.0
+        return torch.optim.SGD(self.parameters(), momentum=momentum, **options)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "AdamW"])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_fused_kernel_left_out_elements_of_16_bits(place: str, kind: str) -> None:
+    """It was chosen on the host: SGD left parameters as they were, and Adam rounded otherwise."""
+    check(place, partial(Free, kind), precision="bf16-true", accumulate_grad_batches=2)
+
+
+def test_the_fused_kernel_that_the_user_has_chosen_left_out_elements_of_16_bits() -> None:
+    """On a GPU SGD's is right; the step that offload brings to the host was not."""
+    fused, plain = (partial(Free, "momentum", fused) for fused in (True, False))
+    check("zero2", fused, plain, precision="bf16-true")
 
 
 @pytest.mark.few_cases(1)
