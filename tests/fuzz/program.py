@@ -57,7 +57,8 @@ SKIPS = {skips}  # then a pipeline gives a loss of 0, others none
 def note(module, name, value, mean=False):
     """Keep a number of this rank's, to be compared."""
     rank = getattr(module.trainer.strategy, "mesh_rank", 0)
-    NOTES.setdefault(rank, []).append((name, float(value), mean))
+    if not getattr(module, "is_over", False):
+        NOTES.setdefault(rank, []).append((name, float(value), mean))
 
 '''
 

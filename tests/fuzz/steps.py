@@ -190,6 +190,14 @@ def _(draft: Draft, random: Random) -> None:
         ["self.parameters()", "(p for p in self.parameters() if p.requires_grad)"]
     )
     draft.terms.append(f"loss = loss + 1e-3 * sum({power} for p in {which})")
+    if "abs" in power:
+        # The gradient of an attention's key bias is rounding, and that bias of torch's begins at 0,
+        # where the sign of rounding would become a gradient of full size.
+        draft.late_init += [
+            "for p in self.parameters():",
+            "    if not p.data.any():",
+            "        p.data.fill_(0.1)",
+        ]
 
 
 @feature("penalty over matrices")

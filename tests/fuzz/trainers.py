@@ -237,11 +237,15 @@ def _(draft: Draft, random: Random) -> None:
     order=11,
 )
 def _(draft: Draft, random: Random) -> None:
-    """One device begins the epoch's samples again, so there it is trained in one go."""
+    """One device begins the epoch's samples again, so there it is trained in one go.
+
+    The end of the part's epoch is not one of that: what hooks note there is not compared.
+    """
     draft.hook(
         "on_train_batch_end(self, outputs, batch, batch_idx)",
         "if PROGRESS.get('save') and self.global_step == 1:",
         "    self.trainer.save_checkpoint(PROGRESS['save'])",
+        "    self.is_over = True",
     )
     draft.fit = [
         "if devices > 1:",
