@@ -10,6 +10,7 @@ loggers and the standard streams. A function's module has its globals once: what
 every rank's, and set up by one only.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
@@ -23,10 +24,10 @@ from lightning_shard.backends.in_process import World, current_world
 from lightning_shard.backends.in_process.faults import faults_to_inject
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import Launcher, fabric_of, has_no_function
-from lightning_shard.launchers._copy import copy_with_functions, held_by
+from lightning_shard.launchers._copy import held_by
 from lightning_shard.launchers.loggers import told_once
 from lightning_shard.launchers.processes import ProcessLauncher
-from lightning_shard.launchers.replicas import memo_of
+from lightning_shard.launchers.replicas import copy_for_rank, memo_of
 
 
 class FabricProcessLauncher(Launcher):
@@ -88,15 +89,16 @@ class FabricThreadLauncher(Launcher):
                 "fabric.launch was called inside an in-process world, whose ranks are threads "
                 "already; expected a call outside of it. Launch once, around all that the ranks do."
             )
-        others = copies_for_ranks(function, args, kwargs, num_copies=self._num_ranks - 1)
-        calls = [partial(_run, function, args, kwargs), *(partial(_run, *one) for one in others)]
+        call = (function, list(args), kwargs)
+        others = [_copy(*call) for _ in range(self._num_ranks - 1)]
+        calls = [partial(_run, *one) for one in (call, *others)]
         faults, struck = faults_to_inject()
         world = World(self._num_ranks, faults, struck=struck)
         with told_once(fabric_of(function)):
             return world.run(lambda thread: calls[thread]())[0]
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a rank's function, and make full what it leaves in shards; each rank must call."""
     fabric = fabric_of(function)
     try:
@@ -110,39 +112,22 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return result
 
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Call = tuple[Callable[..., Any], list[Any], dict[str, Any]]
 
 
-def copies_for_ranks(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    num_copies: int,
-) -> list[Call]:
-    """Return as many copies of a call, each with objects of its own.
-
-    Raises:
-        ConfigError: An object cannot be copied.
-    """
-    return [_copy(function, args, kwargs) for _ in range(num_copies)]
-
-
-def _copy(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _copy(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Call:
+    """Return a copy of a call, with objects of its own; `args` may get other iterators."""
     reached = list(_reached([function, args, kwargs], set()))
     modules = [one for one in reached if isinstance(one, nn.Module)]
     others = [one for one in reached if not isinstance(one, nn.Module)]
     owners = {f"{type(one).__name__} {number}": one for number, one in enumerate(modules)}
     fabric = fabric_of(function)
     memo = memo_of(fabric, owners, reached)
-    try:
-        copied: Call = copy_with_functions((function, args, kwargs), memo, modules, others)
-    except Exception as error:
-        raise ConfigError(
-            f"in_process: what fabric.launch was given cannot be copied for the ranks other than 0 "
-            f"({type(error).__name__}: {error}). Make it inside the launched function, or give its "
-            f"class a __deepcopy__."
-        ) from error
+    own = function.args[0] if isinstance(function, partial) else function
+    outer = inspect.getclosurevars(own).nonlocals if isinstance(own, FunctionType) else {}
+    named = {id(value): name for name, value in {**owners, **kwargs, **outer}.items()}
+    call = (function, args, kwargs)
+    copied: Call = copy_for_rank(call, memo, modules, others, named, "the launched function")
     return copied
 
 

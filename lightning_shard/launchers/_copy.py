@@ -13,6 +13,10 @@ A function is made anew if it reaches what is copied, through its cells, its def
 functions; any other is shared. What a function finds among its module's globals stays the
 original's: it is as little copied as the module itself.
 
+What Python or torch refuse to copy, though each rank may have its own: a tensor that carries a
+graph is copied detached, a lock is a new one, a file is opened again where it stands. Modules of
+Python and files that are written to are shared. A thread is refused: its copy would not run.
+
 A private name of Python's `copy` is used here, and some of torch's tensors; checked with Python
 3.11 and 3.12 and torch 2.11 to 2.13, tests/launchers/test_copy.py fails when they change. So are
 those of torch.compile that copies of compiled code need.
@@ -20,12 +24,15 @@ those of torch.compile that copies of compiled code need.
 
 import copy
 import inspect
+import io
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from types import CellType, FunctionType, MethodType
+from functools import partial, wraps
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
+from unittest.mock import patch
 from weakref import ReferenceType
 
 from torch import Tensor, nn
@@ -33,6 +40,8 @@ from torch.jit import ScriptModule
 from torch.optim import Optimizer
 
 _Memo = dict[int, Any]
+_LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
+_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
 def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module], more: Any) -> Any:
@@ -65,7 +74,6 @@ def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module],
 def _copying_functions(copied: Collection[int]) -> Iterator[None]:
     """Let deep copies inside make functions anew that reach an object of these ids."""
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
-    before = {kind: dispatch[kind] for kind in (FunctionType, MethodType)}
 
     def copy_function(function: FunctionType, memo: _Memo) -> Any:
         if not _reaches(function, copied, set()):
@@ -75,12 +83,53 @@ def _copying_functions(copied: Collection[int]) -> Iterator[None]:
             return compile_again(function, copy.deepcopy(written, memo))
         return _anew(function, memo, copied)
 
-    dispatch[FunctionType], dispatch[MethodType] = copy_function, _copy_method
-    try:
+    own: dict[type, Any] = {
+        FunctionType: copy_function,
+        MethodType: _copy_method,
+        BuiltinMethodType: _copy_builtin,
+        ModuleType: lambda module, memo: module,
+        **dict.fromkeys(_LOCKS, _new_lock),
+        **dict.fromkeys(_FILES, _copy_file),
+    }
+    tensors = patch.object(Tensor, "__deepcopy__", _without_graph(Tensor.__deepcopy__))
+    threads = patch.object(threading.Thread, "__deepcopy__", _refuse, create=True)
+    with patch.dict(dispatch, own), tensors, threads:
         yield
-    finally:
-        for kind, copier in before.items():
-            dispatch[kind] = copier
+
+
+def _without_graph(copier: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(copier)
+    def copy_tensor(tensor: Tensor, memo: _Memo) -> Any:
+        return copier(tensor, memo) if tensor.is_leaf else tensor.detach().clone()
+
+    return copy_tensor
+
+
+def _refuse(thread: threading.Thread, memo: _Memo) -> Any:
+    raise TypeError(f"the copy of {thread.name!r} would not run")
+
+
+def _copy_builtin(function: Any, memo: _Memo) -> Any:
+    """Return the method of its object's copy, if that has one by now: a lock's `acquire`, say."""
+    owner = memo.get(id(function.__self__))
+    return function if owner is None else getattr(owner, function.__name__)
+
+
+def _new_lock(lock: Any, memo: _Memo) -> Any:
+    return _LOCKS[type(lock)]()
+
+
+def _copy_file(file: Any, memo: _Memo) -> Any:
+    if file.closed or file.writable():
+        return file
+    again = open(  # noqa: SIM115  (the copy's to close)
+        file.name,
+        file.mode,
+        encoding=getattr(file, "encoding", None),
+        errors=getattr(file, "errors", None),
+    )
+    again.seek(file.tell())
+    return again
 
 
 def _copy_method(method: MethodType, memo: _Memo) -> MethodType:

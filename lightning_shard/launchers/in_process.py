@@ -82,7 +82,8 @@ class InProcessLauncher(Launcher):
                 f"An in-process world of {outer.num_ranks} ranks runs already. Inside it, train "
                 "with a strategy that starts no ranks of its own, or launch outside it."
             )
-        mine = _CallersRank(world, partial(function, *args, **kwargs), trainer)
+        given = list(args)  # a copy may exchange an iterator among them
+        mine = _CallersRank(world, lambda: function(*given, **kwargs), trainer)
 
         def run_rank(thread: int) -> Any:
             if thread == _CALLERS_THREAD:
@@ -91,7 +92,7 @@ class InProcessLauncher(Launcher):
 
         try:
             others = range(1, world.num_threads)
-            replicas = [Replica.copy_of(function, trainer, args, kwargs) for _ in others]
+            replicas = [Replica.copy_of(function, trainer, given, kwargs) for _ in others]
             with told_once(trainer):
                 results = world.run(run_rank)
             if world.termination.was_terminated and not world.termination.has_stopped:

@@ -2,20 +2,21 @@
 
 One deep copy with one memo, so that what was one object stays one. Some things are not copied:
 map-style datasets, loggers (they hold files, and act on rank 0 only) and the standard streams are
-shared; a profiler is rank 0's alone; a module's tensors that carry a graph are copied detached.
-Functions that hold something of the model belong to the copy: see `_copy`.
+shared; a profiler is rank 0's alone. Functions that hold something of the model belong to the copy,
+and graphs, locks and files stop none: see `_copy`; what does is named: see `failed_copies`.
 """
 
-import copy
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_shard.backends.in_process.faults import RankDropped
@@ -28,9 +29,8 @@ from lightning_shard.launchers._lightning import (
     forget_launcher,
     take_down,
 )
+from lightning_shard.launchers.failed_copies import exchange_iterator, name_of, way_of
 from lightning_shard.launchers.failures import Circumstances, noted, tell
-
-_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Replica:
 
     function: Callable[..., Any]
     trainer: "pl.Trainer | None"
-    args: tuple[Any, ...]
+    args: Sequence[Any]
     kwargs: dict[str, Any]
 
     @classmethod
@@ -54,26 +54,24 @@ class Replica:
         cls,
         function: Callable[..., Any],
         trainer: "pl.Trainer | None",
-        args: tuple[Any, ...],
+        args: list[Any],
         kwargs: dict[str, Any],
     ) -> "Replica":
-        """Copy function, trainer and arguments together.
+        """Copy function, trainer and arguments together; see `copy_for_rank`.
 
         Raises:
             ConfigError: An object in them cannot be copied; the message names the attribute.
         """
         owners = find_owners(trainer, args, kwargs)
-        full = (function, trainer, args, kwargs)
-        try:
-            memo = memo_of(trainer, owners, (args, kwargs))
-            copied = copy_with_functions(full, memo, modules_of(owners), _others(trainer, owners))
-        except Exception as error:
-            name = _find_culprit(owners, memo_of(trainer, owners, (args, kwargs))) or "trainer"
-            raise ConfigError(
-                f"in_process: {name} cannot be copied for the ranks other than 0 "
-                f"({type(error).__name__}: {error}). Make it in setup(), which each rank calls "
-                "for itself, or give its class a __deepcopy__."
-            ) from error
+        named = {**_arguments(function, args, kwargs), **owners, "trainer": trainer}
+        copied = copy_for_rank(
+            (function, trainer, args, kwargs),
+            memo_of(trainer, owners, (args, kwargs)),
+            modules_of(owners),
+            _others(trainer, owners),
+            {id(value): name for name, value in named.items()},
+            "setup(), or the loader in train_dataloader(), which each rank calls for itself",
+        )
         replica = cls(*copied)
         if replica.trainer is not None:
             forget_launcher(replica.trainer)
@@ -118,8 +116,60 @@ class Replica:
         return None
 
 
+def _arguments(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a call's arguments by the names that the function has for them."""
+    try:
+        return inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return dict(kwargs)
+
+
+def copy_for_rank(
+    call: Any,
+    memo: Mapping[int, Any],
+    modules: list[nn.Module],
+    others: list[Any],
+    names: Mapping[int, str],
+    place: str,
+) -> Any:
+    """Return a copy of a call for a rank other than 0; iterators become ones that can be copied.
+
+    Args:
+        call: Function and arguments; its lists, dictionaries and objects may get other iterators.
+        memo: What is not copied, by `id`.
+        modules: Modules in the call.
+        others: Further objects in it that functions may hold.
+        names: Names of objects by `id`, for messages.
+        place: Where to make what cannot be copied.
+
+    Raises:
+        ConfigError: An object cannot be copied; the message names where it is held.
+    """
+    exchanged = list[Any]()
+    while True:
+        try:
+            return copy_with_functions(call, dict(memo), modules, others)
+        except Exception as error:
+            way = way_of(error)
+            name = name_of(way, names, "what is launched")
+            iterator = exchange_iterator(way)
+            if iterator is None or any(one is iterator for one in exchanged):
+                raise ConfigError(
+                    f"in_process: {name} cannot be copied for the ranks other than 0 "
+                    f"({type(error).__name__}: {error}). Make it in {place}, or give its class a "
+                    f"__deepcopy__."
+                ) from error
+        exchanged.append(iterator)
+        rank_zero_warn(
+            f"in_process: {name} gives every rank all of its items, as it cannot be copied. "
+            f"Make it in {place}, if ranks are to have items of their own."
+        )
+
+
 def find_owners(
-    trainer: "pl.Trainer | None", args: tuple[Any, ...], kwargs: dict[str, Any]
+    trainer: "pl.Trainer | None", args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Return by name the user's objects whose attributes need care."""
     owners: dict[str, Any] = {}
@@ -166,10 +216,6 @@ def memo_of(
         profiler = vars(trainer).get("profiler")
         if profiler is not None and not isinstance(profiler, PassThroughProfiler):
             memo[id(profiler)] = PassThroughProfiler()
-    for owner in owners.values():
-        for part in owner.modules() if isinstance(owner, nn.Module) else [owner]:
-            for tensor in _find_graph_tensors(_own_attributes(part)):
-                memo[id(tensor)] = tensor.detach().clone()
     return memo
 
 
@@ -193,36 +239,7 @@ def _find_datasets(value: Any) -> Iterator[Dataset[Any]]:
             yield from _find_datasets(entry)
 
 
-def _find_graph_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers that are not leaves of their graph."""
-    if isinstance(value, Tensor):
-        if not value.is_leaf:
-            yield value
-    else:
-        for entry in _entries(value):
-            yield from _find_graph_tensors(entry)
-
-
 def _entries(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, (list, tuple, set)) else ()
-
-
-def _own_attributes(owner: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if name not in _MODULE_TABLES}
-
-
-def _find_culprit(owners: Mapping[str, Any], memo: dict[int, Any]) -> str | None:
-    """Return the dotted name of the first attribute that cannot be copied by itself."""
-    for owner_name, owner in owners.items():
-        for path, part in owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]:
-            for name, value in _own_attributes(part).items():
-                if isinstance(value, (nn.Module, pl.Trainer)) or value is None:
-                    continue
-                try:
-                    copy.deepcopy(value, dict(memo))
-                except Exception:
-                    dotted = ".".join(step for step in (path, name) if step)
-                    return f"{owner_name}.{dotted}, a {type(value).__name__},"
-    return None

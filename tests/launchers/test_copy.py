@@ -4,8 +4,11 @@ The private names of torch.compile that the launchers need; a failure says what 
 """
 
 import copy
+import itertools
+import threading
 from collections.abc import Callable
 from functools import partial, wraps
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -139,6 +142,58 @@ def test_other_deep_copies_are_as_ever() -> None:
         copy_with_functions(Fails(), {}, [], [])
     assert copy._deepcopy_dispatch[FunctionType] is before  # type: ignore[attr-defined]
     assert copy.deepcopy(function) is function
+
+
+class Holder:
+    """Holds what Python or torch copy nothing of."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_text("first\nsecond\n")
+        self.read, self.written = path.open(), path.with_suffix(".log").open("w")
+        self.binary = path.open("rb")
+        self.lock, self.changed, self.module = threading.RLock(), threading.Condition(), itertools
+        weight = torch.ones(2, requires_grad=True)
+        self.kept = [(weight * 2).as_subclass(torch.Tensor), (weight * 3).as_subclass(Own)]
+        self.binary.read(6)
+
+
+class Own(Tensor):
+    """A class of the user's."""
+
+
+def test_locks_files_modules_and_graphs_stopped_a_copy(tmp_path: Path) -> None:
+    """A rank has its own, or shares them; graphs were right in attributes of modules only."""
+    held = Holder(tmp_path / "lines.txt")
+    copied = copy_with_functions(held, {}, [], [])
+    with copied.changed:
+        copied.changed.notify_all()
+    assert copied.lock is not held.lock
+    assert copied.module is itertools
+    assert copied.written is held.written
+    assert (copied.binary.read(), held.binary.read()) == (b"second\n", b"second\n")
+    assert (copied.read.readline(), held.read.readline()) == ("first\n", "first\n")
+    assert [(type(one), one.tolist()) for one in copied.kept] == [
+        (Tensor, [2.0, 2.0]),
+        (Own, [3.0, 3.0]),
+    ]
+    assert not any(one.requires_grad for one in copied.kept)
+    for file in (held.read, held.written, held.binary, copied.read, copied.binary):
+        file.close()
+
+
+def test_a_method_of_a_list_is_that_of_the_copys_list() -> None:
+    """It was the original's: what a copy appended came to the original."""
+    held: list[Any] = []
+    copied, append = copy_with_functions((held, held.append), {}, [], [])
+    append(1)
+    assert (copied, held) == ([1], [])
+
+
+def test_a_thread_is_refused() -> None:
+    """Its copy would not run, and whoever waits for it would wait for ever."""
+    with pytest.raises(TypeError, match="the copy of 'watcher' would not run"):
+        copy_with_functions([threading.Thread(name="watcher")], {}, [], [])
+    assert "__deepcopy__" not in vars(threading.Thread)
 
 
 def test_what_torch_keeps_a_tensors_hooks_in() -> None:

@@ -1,8 +1,10 @@
 """Whole trainers on four ranks of one process, with Lightning's own DDP strategy underneath."""
 
-import threading
+import itertools
+import socket
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -17,7 +19,7 @@ from lightning.pytorch.demos.boring_classes import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from typing_extensions import override
@@ -153,15 +155,84 @@ def test_modules_that_keep_a_graph_are_copied(tmp_path: Path) -> None:
     assert trainer.global_step == 1
 
 
-class HoldsLock(Model):
+class LogsMetric(Model):
+    """Calls a metric with the loss, as many templates do: its state carries the loss's graph."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.lock = threading.Lock()
+        self.train_loss = MeanMetric()
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output: Any = super().training_step(batch, batch_idx)
+        self.train_loss(output["loss"])
+        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+        return output
+
+
+def test_a_metric_of_the_loss_let_no_trainer_test_after_a_fit(tmp_path: Path) -> None:
+    """The trainer's results held the loss with its graph, and only the model's own was detached."""
+    model, trainer = LogsMetric(), make_trainer(tmp_path, 2, max_epochs=1, limit_train_batches=2)
+    trainer.fit(model)
+    assert trainer.test(model, verbose=False) == [{}]
+    assert trainer.validate(model, verbose=False) == [{}]
+
+
+class Slice:
+    """Items of a generator, so many in each epoch; as loaders of time series are made."""
+
+    def __init__(self, num_items: int) -> None:
+        self.items = (torch.full((2, 32), 1.0 + number) for number in range(100))
+        self.num_items = num_items
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.islice(self.items, self.num_items)
+
+
+class SeesBatches(Model):
+    seen: ClassVar[list[tuple[int, float]]] = []
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append((self.global_rank, float(batch[0, 0])))
+
+
+@pytest.mark.parametrize("make", [lambda: Slice(2), lambda: Slice(2).items], ids=["held", "given"])
+def test_a_loader_that_holds_a_generator_was_refused_in_the_trainers_name(
+    tmp_path: Path, make: Any
+) -> None:
+    """Python copies no generator; each rank is given all items, as of an iterator it copies."""
+    SeesBatches.seen.clear()
+    trainer = make_trainer(tmp_path, 2, max_epochs=2, limit_train_batches=2, limit_val_batches=0)
+    with pytest.warns(UserWarning, match=r"train_dataloaders(\.items)?, a generator, gives every"):
+        trainer.fit(SeesBatches(), make())
+    by_rank = [[value for one, value in SeesBatches.seen if one == rank] for rank in (0, 1)]
+    assert by_rank[0] == by_rank[1]
+    assert by_rank[0][:2] == [1.0, 2.0]
+
+
+class HoldsSocket(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = nn.Sequential()
+        with socket.socket() as one:
+            self.held.sources = {"first": [one]}
 
 
 def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.lock, a lock"):
-        make_trainer(tmp_path, 2, fast_dev_run=True).fit(HoldsLock())
+    with pytest.raises(
+        ConfigError, match=r"model\.held\.sources\['first'\]\[0\], a socket, cannot"
+    ):
+        make_trainer(tmp_path, 2, fast_dev_run=True).fit(HoldsSocket())
+
+
+def test_what_a_loader_holds_was_named_the_trainer(tmp_path: Path) -> None:
+    """Only attributes of the model, callbacks and data modules were looked through."""
+    with socket.socket() as one:
+        loader: Any = DataLoader(RandomIterableDataset(32, 4))
+        loader.dataset.source = one
+        with pytest.raises(ConfigError, match=r"train_dataloaders\.dataset\.source, a socket"):
+            make_trainer(tmp_path, 2, fast_dev_run=True).fit(Model(), loader)
 
 
 class HearsExceptions(pl.Callback):
