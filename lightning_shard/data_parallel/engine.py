@@ -28,6 +28,7 @@ from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.building import (
     build_gradients,
     build_units,
+    exist_once,
     placed,
     reducing_of,
     share_out,
@@ -50,7 +51,7 @@ from lightning_shard.data_parallel.quantised import refuse_quantised
 from lightning_shard.data_parallel.reducer import Reducer, always
 from lightning_shard.data_parallel.shard_advice import explaining_gradients, explaining_shards
 from lightning_shard.data_parallel.sharded_parameter import UserCode, move_out
-from lightning_shard.data_parallel.torch_private import gradient_hooks
+from lightning_shard.data_parallel.torch_private import BatchNorm, gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.unseen_calls import SeesUnseenCalls
 from lightning_shard.data_parallel.unsharding import Unsharder
@@ -158,6 +159,9 @@ class DataParallelEngine:
     def _made_reducer(self, groups: DataGroups) -> Reducer:
         record = None if self._unsharder is None else self._unsharder.record
         usage = agreement(self.gradients, groups, self.split, self.device, record, self._weights)
+        unshards = record is not None and not exist_once(self.units)
+        talks = any(isinstance(one, BatchNorm) for one in self.model.modules())  # in backward
+        usage.may_differ_in_backward |= unshards or talks
         reducer = Reducer(self.gradients, groups.dp, usage, lambda: self.edits.are_expected)
         reducer.before_last = self.clipping.prepare
         return reducer
@@ -321,6 +325,8 @@ class DataParallelEngine:
             explaining_gradients(self.options.stage),
         ):
             yield
+            if self._unsharder is not None and self.reducer.has_arrived:
+                self._unsharder.catch_up()
         if self._unsharder is not None:
             self._unsharder.end_backward(is_used=is_used(), held_up=self.reducer.was_held_up)
         self.shards.changed()

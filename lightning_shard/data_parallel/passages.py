@@ -92,15 +92,20 @@ class Passages:
             on_exit(inputs, passage.leave)
         return passage
 
-    def end_call(self, outputs: Sequence[Tensor]) -> None:
-        """Note that a block's forward has ended, with these results that need gradients."""
+    def end_call(self, outputs: Sequence[Tensor]) -> Passage:
+        """Note that a block's forward has ended, with these results that need gradients.
+
+        Returns:
+            The passage that the block's call belongs to.
+        """
         passage = self._running.pop() if self._running else Passage(self.on_entry, self.on_exit)
         if not outputs:
-            return
+            return passage
         on_entry(outputs, passage.enter)
         if len(outputs) == 1 and passage in self.open_calls and not outputs[0].is_leaf:
             passage.output = ref(outputs[0])
             self._last = passage
+        return passage
 
     def close(self, passage: Passage) -> None:
         """Note that a backward has left a passage."""

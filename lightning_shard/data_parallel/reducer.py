@@ -10,13 +10,16 @@ reverse of registration, then the order in which rank 0's first backward complet
 
 Under stage 3 backward unshards, too. A rank that waits for a reduction while another waits for an
 unshard would wait for ever; so a block is reduced when backward has left it, whatever it used, and
-the root unit's parameters, of which some rank may use less, at the end. Where units stay for a step
+the root unit's parameters, of which some rank may use less, after all blocks. Backward tells where
+it leaves a block whose input has a gradient; another one, on raw features say, is begun at the end
+by ranks that have not used all of it, and nobody waits for it before. Where units stay for a step
 blocks are watched once a unit that was not complete has held others up.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -70,7 +73,7 @@ class Reducer:
         self._is_met = is_met
         self._order = list(reversed(range(len(gradients))))
         self._order_is_learned = False
-        self._completed: list[int] = []  # in this backward, by completion
+        self._completed: dict[FlatGradients, None] = {}  # in this backward, or left, in order
         self._cursor = 0  # in _order: what has been reduced
         self._in_flight: deque[FlatGradients] = deque()
         self._awaiting_end = False
@@ -141,7 +144,7 @@ class Reducer:
             gradients.accept_waiting()
         else:
             gradients.accept(index)
-        self._arrived(position, gradients)
+        self._arrived(gradients)
 
     def _begin_arrivals(self) -> None:
         for gradients in self._gradients:
@@ -152,11 +155,11 @@ class Reducer:
         """Take a gradient that was computed outside autograd's own pass, inside `backward`."""
         gradients = self._gradients[position]
         gradients.take(index, grad)
-        self._arrived(position, gradients)
+        self._arrived(gradients)
 
-    def _arrived(self, position: int, gradients: FlatGradients) -> None:
+    def _arrived(self, gradients: FlatGradients) -> None:
         if not gradients.was_reduced and gradients.is_complete:
-            self._completed.append(position)
+            self._completed.setdefault(gradients)
             self._reduce_ready()
 
     @as_they_are
@@ -169,6 +172,7 @@ class Reducer:
             return
         for gradients in closed:
             gradients.is_closed = True
+            self._completed.setdefault(gradients)
         self._reduce_ready()
 
     def _reduce_ready(self) -> None:
@@ -186,8 +190,8 @@ class Reducer:
     def _begin(self, gradients: FlatGradients) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_finish(self._in_flight[0]):
             self._in_flight.popleft().finish_reduce()
-        if self._in_flight:
-            self._in_flight[-1].continue_reduce()
+        for one in takewhile(self._may_wait, self._in_flight):
+            one.continue_reduce()
         gradients.is_synchronised = self._synchronize
         gradients.begin_reduce()
         self._in_flight.append(gradients)
@@ -198,12 +202,17 @@ class Reducer:
             self._in_flight.popleft().finish_reduce()
 
     def _may_finish(self, gradients: FlatGradients) -> bool:
-        """Whether to wait for a reduction in the middle of a backward.
+        """Whether a reduction has ended, or may be waited for, to have its memory."""
+        keeps_memory = gradients.accumulates and gradients.exchange is None
+        return gradients.is_reduced_by_all or (not keeps_memory and self._may_wait(gradients))
 
-        Where ranks exchange tokens there, too, one may wait for this rank's while this one waits
-        for its reduction of gradients that it has not used.
+    def _may_wait(self, gradients: FlatGradients) -> bool:
+        """Whether to wait for a reduction: before a backward's end, whether all ranks begin it now.
+
+        A rank that has not used all of a unit begins it once backward has left that unit. Until
+        then it may wait for this rank itself, to unshard a unit or to exchange tokens.
         """
-        return not self.usage.may_differ_in_backward or gradients.is_reduced_by_all
+        return gradients.is_closed or not self.usage.may_differ_in_backward
 
     @as_they_are
     def flush(self) -> None:
@@ -211,10 +220,15 @@ class Reducer:
         for gradients in self._gradients:
             gradients.accept_waiting()
         self._see_held_up()
+        in_turn = sorted(
+            (self._gradients[position] for position in self._order),
+            key=lambda one: one.waits_for_end,  # last, since other ranks may have begun the rest
+        )
+        for gradients in in_turn:
+            gradients.is_closed = True
         if any(one.must_reduce and self._reduces_now(one) for one in self._gradients):
             self.before_last()
-        for position in self._order:
-            gradients = self._gradients[position]
+        for gradients in in_turn:
             if gradients.must_reduce and self._reduces_now(gradients):
                 self._begin(gradients)
         self._flush_frozen()
@@ -288,13 +302,14 @@ class Reducer:
     def _learn_order(self) -> None:
         if self._order_is_learned or not self._synchronize:
             return
-        rest = [position for position in self._order if position not in self._completed]
-        self._order = self._collectives.broadcast_object([*self._completed, *rest], src=0)
+        completed = [self._gradients.index(one) for one in self._completed]
+        rest = [position for position in self._order if position not in completed]
+        self._order = self._collectives.broadcast_object([*completed, *rest], src=0)
         self._order_is_learned = True
 
     @as_they_are
     def _reset(self) -> None:
-        self._cursor, self._completed, self._awaiting_end = 0, [], False
+        self._cursor, self._completed, self._awaiting_end = 0, {}, False
         self.has_arrived = False
         self._in_flight.clear()
         for gradients in self._gradients:

@@ -261,6 +261,7 @@ class Unsharder:
         self._next: dict[Unit, Unit] = {}
         self._previous: dict[Unit, Unit] = {}
         self._trace: dict[Unit, None] = {}  # in this step, in order
+        self._awaited: dict[Passage, Unit] = {}  # a backward enters the last one first
         self._depth = 0
         self._in_step = self._has_ended_in_step = False
         self._has_stepped = False
@@ -502,6 +503,7 @@ class Unsharder:
             return
         self._see_assigned()
         self._has_ended_in_step = self._in_step
+        self._awaited.clear()
         for unit in self._units:
             unit.forget_calls(but_kept=self._graphs_last)
             if not (unit.kept or (unit.stays and self._in_step)):
@@ -510,6 +512,7 @@ class Unsharder:
     def reshard_all(self) -> None:
         """Reshard every unit, for the optimizer or for code outside a step."""
         self._see_assigned()
+        self._awaited.clear()
         for unit in self._units:
             unit.forget_calls()
             unit.reshard(edited=unit.stays or not self._has_stepped)
@@ -594,13 +597,18 @@ class Unsharder:
             outputs, hides = outputs_with_gradient(output)
             if hides or self._left_graphs[module].are_there():
                 unit.kept = True  # we cannot see its backward coming
-            unit.passages.end_call(outputs)
+            passage = unit.passages.end_call(outputs)
+            self._awaited.pop(passage, None)
+            if outputs or unit.is_trained:
+                self._awaited[passage] = unit
         stays = unit.kept or self._holds or (unit.stays and self._in_step)
         if unit.note_forward(module) and not stays:
             unit.reshard(edited=True)  # a forward may keep its own weights small
 
     def _before_backward(self, unit: Unit, passage: Passage) -> None:
         unit.kept |= torch.is_grad_enabled()  # create_graph: a second backward reads it again
+        if passage in self._awaited and not self._within:
+            self.catch_up(passage)
         if unit.is_full and passage in unit.passages.open_backwards:
             return
         unit.ensure_full()
@@ -609,13 +617,32 @@ class Unsharder:
         unit.passages.open_backwards.add(passage)
         self._prefetch(self._previous, unit)
 
+    def catch_up(self, entered: Passage | None = None) -> None:
+        """Unshard and leave, as other ranks do, the blocks that backward has passed by here.
+
+        What such a block has returned on this rank needs no gradient: it used no parameter.
+
+        Args:
+            entered: What backward enters now; None at its end.
+        """
+        while self._awaited:
+            passage, unit = self._awaited.popitem()
+            if passage is entered:
+                return
+            unit.begin_unshard()
+            self._after_backward(unit, passage)
+
     def _after_backward(self, unit: Unit, passage: Passage) -> None:
         if self._within:
             return
+        passed_by = passage in self._awaited
+        if passed_by:  # but for what it has returned as it came, whose gradient enters next
+            self.catch_up(passage)
+            unit.begin_unshard()
         unit.passages.close(passage)
         if not (unit.passages.are_open or unit.kept):
             self._on_left(unit)
-            if not unit.stays:
+            if not (unit.stays or passed_by):
                 unit.reshard()
 
     def _prefetch(self, order: Mapping[Unit, Unit], running: Unit) -> None:

@@ -68,8 +68,8 @@ class UsageAgreement:
         weights: Compares parameters where a rank's have moved; None where ranks train alone.
 
     Attributes:
-        may_differ_in_backward: Whether ranks that wait for each other inside a backward may start
-            its reductions at other moments.
+        may_differ_in_backward: Whether ranks wait for each other inside a backward, which those
+            that have not used all of the model reduce at other moments.
     """
 
     may_differ_in_backward = False
@@ -91,11 +91,6 @@ class UsageAgreement:
         self._has_failed = False
         self._pending: Pending | None = None
         self._flags = torch.empty(0)
-
-    @property
-    def unshards(self) -> bool:
-        """Whether units are unsharded, stage 3."""
-        return self._unshards is not None
 
     def note_failed_update(self) -> None:
         """Note that an optimizer's step has raised on this rank, in the middle of its update."""
@@ -189,13 +184,12 @@ class UsageOfSeveral:
         others: Those of parameters that fewer ranks have.
 
     Attributes:
-        may_differ_in_backward: As of one: under stage 3 each unit is reduced where backward leaves
-            it, on all ranks alike.
+        may_differ_in_backward: As of one: ranks exchange tokens inside a backward.
     """
 
     def __init__(self, first: UsageAgreement, others: Sequence[UsageAgreement]) -> None:
         self._first, self._all = first, (first, *others)
-        self.may_differ_in_backward = not first.unshards
+        self.may_differ_in_backward = True
 
     def note_failed_update(self) -> None:
         """Note that an optimizer's step has raised on this rank, in the middle of its update."""
