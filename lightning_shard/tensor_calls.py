@@ -36,6 +36,10 @@ MOVES_MEMORY = frozenset({"share_memory", "swap_tensors"})
 """Calls that would move a tensor to other memory."""
 
 
+BY_PYTHON = frozenset({"apply", "map", "map2"})
+"""Calls that read and write each element by Python."""
+
+
 def name_of(func: Any) -> str:
     """Return the name of a function, or of the property that it reads, without underscores."""
     name, read = getattr(func, "__name__", ""), getattr(func, "__self__", None)

@@ -27,6 +27,7 @@ from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, refusal,
 from lightning_shard.data_parallel.torch_private import is_traced
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_calls import (
+    BY_PYTHON,
     MOVES_MEMORY,
     OF_MEMORY,
     Args,
@@ -233,7 +234,7 @@ _OF_STAND_IN = (
 )
 _ITSELF = (Tensor.detach, Tensor.detach_, torch.detach, torch.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_ELEMENTS = OF_MEMORY | MOVES_MEMORY | {"tolist", "as_subclass", "reduce_ex"}
+_ELEMENTS = OF_MEMORY | MOVES_MEMORY | BY_PYTHON | {"tolist", "as_subclass", "reduce_ex"}
 
 
 _Found = dict[int, tuple[ShardedTensor, AveragedGradient]]

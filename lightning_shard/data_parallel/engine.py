@@ -53,7 +53,7 @@ from lightning_shard.data_parallel.shard_advice import explaining_gradients, exp
 from lightning_shard.data_parallel.sharded_parameter import UserCode, move_out
 from lightning_shard.data_parallel.torch_private import BatchNorm, gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
-from lightning_shard.data_parallel.unseen_calls import SeesUnseenCalls
+from lightning_shard.data_parallel.unseen_calls import SeesUnseenCalls, makers_seen
 from lightning_shard.data_parallel.unsharding import Unsharder
 from lightning_shard.data_parallel.usage import agreement
 
@@ -301,7 +301,7 @@ class DataParallelEngine:
 
     @contextmanager
     def _running_user_code(self) -> Iterator[None]:
-        with explaining_shards(self._homes), self.user_code.running():
+        with explaining_shards(self._homes), makers_seen(), self.user_code.running():
             try:
                 yield
             finally:  # what is raised here may be caught by a hook, which trains on

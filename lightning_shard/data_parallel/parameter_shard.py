@@ -24,6 +24,7 @@ from lightning_shard.data_parallel.sharded_tensor import NotShardedError, Sharde
 from lightning_shard.data_parallel.torch_private import is_composite
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_calls import (
+    BY_PYTHON,
     MOVES_MEMORY,
     OF_MEMORY,
     Args,
@@ -158,10 +159,18 @@ _OF_WRAPPER = frozenset(
         Tensor.__hash__,
         Tensor.dim,
         Tensor.numel,
+        Tensor.backward,
+        Tensor.register_hook,
         Tensor.requires_grad_,
+        Tensor.retain_grad,
         Tensor.size,
+        torch.autograd.backward,
+        torch.autograd.grad,
         _TENSOR.device.__get__,
         _TENSOR.dtype.__get__,
+        _TENSOR.grad.__get__,
+        _TENSOR.grad.__set__,
+        _TENSOR.grad.__delete__,
         _TENSOR.grad_fn.__get__,
         _TENSOR.is_leaf.__get__,
         _TENSOR.ndim.__get__,
@@ -195,9 +204,9 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         base.spread.lent.take_back(base)
     if func == _DATA:
         return args[0].detach()
-    if func == _SET_DATA:
-        args[0].copy_(args[1])
-        return None
+    if func == _SET_DATA or name in BY_PYTHON:
+        args[0].copy_(args[1] if func == _SET_DATA else func(*map(_full, args)))
+        return None if func == _SET_DATA else args[0]
     if name == "deepcopy":
         return args[0].clone()
     if name in _NEEDS_FULL:
@@ -240,8 +249,23 @@ def _lent(function: str, tensor: Tensor) -> Tensor:
     return tensor.taken_from(full) if isinstance(tensor, ShardView) else full
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, (ShardedTensor, ShardView)) else tensor
+def _full(tensor: Any) -> Any:
+    if not isinstance(tensor, (ShardedTensor, ShardView)):
+        return tensor
+    full: Tensor = _Joined.apply(tensor)  # type: ignore[no-untyped-call]
+    return full
+
+
+class _Joined(torch.autograd.Function):
+    """The full tensor, for a graph of the user's that begins at a shard, as `jacobian`'s does."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return tensor.full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
 
 
 def _is_in_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

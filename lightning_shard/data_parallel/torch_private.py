@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import eager_transforms, vmap
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
@@ -31,6 +32,7 @@ __all__ = [
     "FAKE_TENSOR_LOGGER",
     "INITIALISERS",
     "OF_ORIGINAL",
+    "TRANSFORM_ENTRANCES",
     "BatchNorm",
     "DropoutLayer",
     "FakeTensorMode",
@@ -89,6 +91,15 @@ Hook = Callable[..., Any]
 
 # whether `torch.func.grad`, `vmap` or another transform runs now
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+# the functions by which tensors enter a transform, each with its module
+TRANSFORM_ENTRANCES = (
+    (vmap, "_add_batch_dim"),
+    (eager_transforms, "grad_impl"),
+    (eager_transforms, "grad_and_value_impl"),
+    (eager_transforms, "_vjp_with_argnums"),
+    (eager_transforms, "_jvp_with_argnums"),
+)
 
 # whether subclasses of tensors see now what is done to them, by `__torch_function__`
 sees_subclasses: Callable[[], bool] = torch._C._is_torch_function_enabled

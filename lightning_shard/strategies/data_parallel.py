@@ -256,7 +256,7 @@ class DataParallelStrategy(EndingStrategy):
 
     def _explain_shards(self, callbacks: Sequence[Callback]) -> None:
         contexts = [one.hook_context() for one in self.dimensions]
-        if self._options.stage == 3:
+        if self._options.stage:
             contexts.insert(0, lambda: self.engine.hook())
         for context in contexts:
             if context is not None:

@@ -31,6 +31,7 @@ from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.torch_private import innermost_function_mode
+from lightning_shard.data_parallel.unseen_calls import makers_seen
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_calls import OF_MEMORY, name_of
 from lightning_shard.tensor_parallel.dim_sharded_tensor import writes
@@ -91,7 +92,7 @@ class WeightsInHooks:
         if self._is_on:
             yield
             return
-        with self._turned(on=True):
+        with self._turned(on=True), makers_seen():
             yield
         self._take_what_was_set()
         self._settle_all()
@@ -153,7 +154,7 @@ class WeightsInHooks:
             return func(*args, **kwargs)
         if name_of(func) == "swap_tensors":
             raise self._swap_refused(params[0])
-        if func == _SET_GRADIENT:
+        if func == _SET_GRADIENT and self._is_spread(args[0]):
             return func(args[0], self._local(args[0], args[1]))
         if func in _OF_THE_SHAPE:
             return func(_shaped(args[0], self._shape(args[0])), *args[1:], **kwargs)
