@@ -19,6 +19,7 @@ from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import HashStore, PrefixStore, Store
 from lightning_shard.backends.guarded.addresses import address_towards, chosen_ports
 from lightning_shard.backends.guarded.token import remembered
+from lightning_shard.backends.liveness.interruption import end_at_exit
 from lightning_shard.backends.meeting_place import meet, store_without_python
 from lightning_shard.backends.object_transfers import guard_torch
 from lightning_shard.backends.pending import is_about_a_peer
@@ -233,7 +234,9 @@ def unless_a_rank_fails(connect: Callable[[], None], operation: str) -> None:
         finally:
             has_ended.set()
 
-    Thread(target=run, name="lightning-shard-connecting", daemon=True).start()
+    thread = Thread(target=run, name="lightning-shard-connecting", daemon=True)
+    end_at_exit(thread)
+    thread.start()
     while not has_ended.wait(_CHECK_SECONDS):
         lifeline.check(operation)
     if errors:

@@ -25,6 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from selectors import EVENT_READ, DefaultSelector
 from threading import Condition
 from time import monotonic
@@ -52,10 +53,27 @@ from lightning_shard.elastic.rendezvous_server import MEMBER
 from lightning_shard.errors import EvictedError, JobOverError, RankFailedError
 
 _LONGEST_ERROR = 500
-_POLL = timedelta(milliseconds=10)
+_POLL_SECONDS = 0.01
 _LONGEST_CONNECTING_SECONDS = 5.0  # with a job that runs
 
 _memberships: "WeakSet[ServedMembership]" = WeakSet()
+
+
+class _MeetingStore(PrefixStore):
+    """The store of ranks that meet, where none waits for what a lost one was to set.
+
+    Attributes:
+        wait_for_news: Waits for so many seconds, and raises if a rank has been lost.
+    """
+
+    wait_for_news: Callable[[float], None]
+
+    @override
+    def get(self, key: str) -> bytes:
+        self.wait_for_news(0)
+        while not self.check([key]):
+            self.wait_for_news(_POLL_SECONDS)
+        return super().get(key)
 
 
 class ServedMembership(Membership):
@@ -180,7 +198,7 @@ class ServedMembership(Membership):
     def init_groups(
         self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
     ) -> None:
-        number = generation.number
+        number, seconds = generation.number, timeout.total_seconds()
         with self._news:
             self._grouped = number
         self._thread.send({"kind": "ready", "generation": number})
@@ -194,10 +212,10 @@ class ServedMembership(Membership):
             if self._go != number:
                 raise self._lost_while_meeting(generation)
         job = store_at(self._address, timeout)
-        store = PrefixStore(f"lightning_shard/generation{number}", job)
+        store = _MeetingStore(f"lightning_shard/generation{number}", job)
+        store.wait_for_news = partial(self._wait_for_news, generation, monotonic() + seconds)
         if generation.rank == 0:
             store.set(HOST_KEY, self._thread.own_address)
-        self._await_host(store, generation, timeout)
         backend.init_process_group(
             rank=generation.rank,
             world_size=generation.size,
@@ -206,14 +224,16 @@ class ServedMembership(Membership):
             store=store,
         )
 
-    def _await_host(self, store: PrefixStore, generation: Generation, timeout: timedelta) -> None:
-        """Wait until rank 0 has told its host, or is known to be lost before it could."""
-        number, deadline = generation.number, monotonic() + timeout.total_seconds()
-        while not store.check([HOST_KEY]):
-            with self._news:
-                self._await(lambda: bool(self._losses.get(number)) or self._is_declared_dead, _POLL)
-                has_lost = bool(self._losses.get(number)) or self._is_declared_dead
-            if has_lost or monotonic() > deadline:
+    def _wait_for_news(self, generation: Generation, deadline: float, seconds: float) -> None:
+        """Wait a moment, and raise if a rank of the generation is known to be lost."""
+        number = generation.number
+
+        def has_lost() -> bool:
+            return bool(self._losses.get(number)) or self._is_declared_dead
+
+        with self._news:
+            self._await(has_lost, timedelta(seconds=seconds))
+            if has_lost() or monotonic() > deadline:
                 raise self._lost_while_meeting(generation)
 
     @override

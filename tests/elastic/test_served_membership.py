@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -14,15 +14,18 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard import settings
+from lightning_shard.backends._c10d import PrefixStore
 from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.backends.guarded.store import store_at
 from lightning_shard.backends.liveness import meeting
+from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.elastic import rendezvous_server as server_module
 from lightning_shard.elastic.generation import EvictedError, Generation, JobOverError
 from lightning_shard.elastic.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.elastic.served_membership import ServedMembership
 from lightning_shard.errors import ConfigError, RankFailedError
 from tests.elastic.rendezvous_servers import TOKEN, RunningServer, running_server, wait_until
-from tests.processes import run_processes
+from tests.processes import free_port, run_processes
 
 TIMEOUT = timedelta(seconds=60)
 RULES = JobRules(initial_size=2, max_ranks=3, max_failures=1, timeout_seconds=60.0)
@@ -161,10 +164,22 @@ def test_a_peer_that_dies_before_it_is_ready_ends_the_wait_for_its_groups() -> N
         zero.leave()
 
 
-def test_a_rank_0_that_died_before_it_told_its_host_was_waited_for() -> None:
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param((), id="nothing"),
+        pytest.param((HOST_KEY,), id="its host"),
+        pytest.param((HOST_KEY, "lightning_shard/lifeline/given"), id="where it listens"),
+    ],
+)
+def test_a_rank_0_that_died_while_ranks_met_is_not_waited_for(told: Sequence[str]) -> None:
+    """The others waited ten seconds for what it would tell, or the whole time-out for its door."""
     with running_server(RULES) as server:
         zero, one = begun(server)
         generation = Generation(number=1, members=(zero.me, one.me), me=one.me)
+        store = PrefixStore("lightning_shard/generation1", store_at(zero._address, TIMEOUT))
+        for key, value in zip(told, ("127.0.0.1", str(free_port())), strict=False):
+            store.set(key, value)
         with ThreadPoolExecutor(1) as thread:
             zero._thread.send({"kind": "ready", "generation": 1})
             waiting = thread.submit(

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.futures import Future
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.debug_wrapper.bulletin import Bulletin, growing_pauses
 from lightning_shard.backends.debug_wrapper.fingerprint import Fingerprint
+from lightning_shard.backends.liveness.interruption import end_at_exit
 from lightning_shard.backends.mismatch import Side, describe_disagreement
 from lightning_shard.backends.python_group import ANY_SOURCE
 
@@ -82,6 +84,7 @@ class ComparedMessages:
                 self._thread = threading.Thread(
                     target=self._keep_polling, name="lightning-shard-receives", daemon=True
                 )
+                end_at_exit(self._thread, partial(_clear, self._lock, self._open))
                 self._thread.start()
         return ReceivedWork(board, awaited)
 
@@ -148,6 +151,11 @@ class ComparedMessages:
         call = awaited.call
         awaited.source = source
         awaited.work = self._inner.recv(list(call.outputs), source, call.tag or 0)
+
+
+def _clear(lock: threading.Lock, opened: list[ComparedReceive]) -> None:
+    with lock:
+        opened.clear()
 
 
 class MessageWork(dist.Work):

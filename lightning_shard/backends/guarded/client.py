@@ -6,7 +6,7 @@ tried in turn, for a few seconds, until one answers or the time is over.
 
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 
 from lightning_shard.backends.guarded.connection import Connection, Message
@@ -21,7 +21,13 @@ _LONGEST_TRY_SECONDS = 5.0
 
 
 def connect(
-    host: str, port: int, *, token: str, service: str, patience_seconds: float
+    host: str,
+    port: int,
+    *,
+    token: str,
+    service: str,
+    patience_seconds: float,
+    between_tries: Callable[[], object] = lambda: None,
 ) -> Connection:
     """Connect with a door, and wait for it if it is still to come.
 
@@ -31,6 +37,7 @@ def connect(
         token: The job's token.
         service: The service that is asked for.
         patience_seconds: How long to try.
+        between_tries: Called before each further try; raises if none has a chance.
 
     Returns:
         A sealed connection.
@@ -58,6 +65,7 @@ def connect(
         if monotonic() + _RETRY_SECONDS > deadline:
             raise last or TimeoutError(f"nobody answers at {host}, port {port}")
         sleep(_RETRY_SECONDS)
+        between_tries()
 
 
 def ask(connection: Connection, message: Message, seconds: float) -> Message:

@@ -2,11 +2,19 @@
 
 When a rank is lost, the others may wait for each other in C++, where no exception reaches them: not
 every group notices, and one that does may take its whole time-out.
+
+A thread that waits there must have come back before Python ends: after that, it is unwound through
+frames of C++ that allow no such thing, and the process aborts.
 """
 
+import atexit
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
+from threading import Thread
+from time import monotonic
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,6 +22,9 @@ import torch.distributed as dist
 from lightning_shard.backends._c10d import backends_of, live_backends
 
 _TAG = (1 << 31) - 1  # of a message that nobody sends
+_END_SECONDS = 5.0  # before what a thread waits for is interrupted, and after that
+
+_threads: WeakKeyDictionary[Thread, Callable[[], object]] = WeakKeyDictionary()
 
 
 @runtime_checkable
@@ -58,8 +69,32 @@ def interrupt_backend(backend: Any) -> None:
 def _interrupt_gloo(backend: Any) -> None:
     """Close Gloo's connections: it does so whenever anybody's wait runs out.
 
-    Neither `abort` nor `shutdown` of torch's Gloo wakes a waiting thread.
+    Neither `abort` nor `shutdown` of torch's Gloo wakes a waiting thread. A wait for any rank runs
+    out whoever is dead; one for a dead neighbour is refused before it begins, and closes nothing.
     """
     if backend.size() > 1:
-        peer = (backend.rank() + 1) % backend.size()
-        backend.recv([torch.zeros(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+        backend.recv_anysource([torch.zeros(1)], _TAG).wait(timedelta(milliseconds=1))
+
+
+def end_at_exit(thread: Thread, ask: Callable[[], object] = lambda: None) -> None:
+    """Have a thread that may be inside of torch end before Python does.
+
+    Args:
+        thread: The thread.
+        ask: Asks it to end, where it would not by itself.
+    """
+    _threads[thread] = ask
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Wait for the threads, and interrupt what those wait for that do not come."""
+    left = {one: ask for one, ask in _threads.items() if one.is_alive()}
+    for ask in left.values():
+        ask()
+    for is_patient in (True, False):
+        if not is_patient and any(one.is_alive() for one in left):
+            interrupt_groups()
+        deadline = monotonic() + _END_SECONDS
+        for one in left:
+            one.join(max(0.0, deadline - monotonic()))

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from multiprocessing.util import Finalize
 from typing import Protocol
@@ -32,7 +33,7 @@ class KeyValueStore(Protocol):
         """Set a key for all ranks."""
 
     def get(self, key: str, /) -> bytes:
-        """Return the key's value; wait until a rank has set it."""
+        """Return the key's value; wait until a rank has set it, or raise if one is lost."""
 
 
 def current() -> Lifeline | None:
@@ -84,6 +85,7 @@ def start(
     _thread.start()
     # Not atexit, whose functions a process that `multiprocessing` has started does not run.
     Finalize(None, stop_at_exit, exitpriority=0)
+    store.get(key)  # which may know of ranks that were lost before this lifeline was there
     _lifeline.await_all(timeout.total_seconds())
 
 
@@ -138,7 +140,14 @@ def connect(
             store.set(key, str(hub[0].getsockname()[1]))
         else:
             port = int(store.get(key))
-            hub = come_in(host, port, token=token, service=SERVICE, patience_seconds=seconds)
+            hub = come_in(
+                host,
+                port,
+                token=token,
+                service=SERVICE,
+                patience_seconds=seconds,
+                between_tries=partial(store.get, key),
+            )
     except (OSError, ValueError, dist.DistError) as error:
         raise RankFailedError(
             f"Rank {rank} of {world_size} could not set up its control connection with rank 0 on "

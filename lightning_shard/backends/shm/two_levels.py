@@ -9,7 +9,6 @@ needs as many ranks of the group on every host. Other groups, and other operatio
 from rank to rank.
 """
 
-import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,6 @@ from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, ClassVar
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -29,6 +27,7 @@ from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.calls import Call, op_name
 from lightning_shard.backends.group_handle import CallWork
+from lightning_shard.backends.liveness.interruption import end_at_exit
 from lightning_shard.backends.packing import pack, raw, room_for, unaliased, unpack, write
 from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup
 from lightning_shard.backends.shm.exchange import (
@@ -128,7 +127,7 @@ class Line:
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        atexit.register(_end, ref(self))  # a thread inside of torch must not outlive Python
+        end_at_exit(self._thread, partial(self._waiting.put, None))
 
     def put(self, work: LineWork, operation: Callable[[], None]) -> LineWork:
         """Run an operation once those before it have ended; after an error none is run any more."""
@@ -150,12 +149,6 @@ class Line:
                 except Exception as error:
                     self._failure = error
             work.end(self._failure)
-
-
-def _end(line: "ref[Line]") -> None:
-    alive = line()
-    if alive is not None:
-        alive.end()
 
 
 class MessageWork(CallWork):

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.liveness.interruption import interrupt_group
+from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_group
 from lightning_shard.backends.pending import Pending
 
 Arrival = tuple[int, Tensor]
@@ -169,6 +169,7 @@ class ThreadedMailbox(Mailbox):
             for peer in self.peers
         ]
         for thread in self._threads:
+            end_at_exit(thread)
             thread.start()
 
     def _listen(self, peer: int) -> None:
