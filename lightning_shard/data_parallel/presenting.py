@@ -119,6 +119,13 @@ class _OfOneStage:
         return local
 
 
+def of_all_ranks(spread: Spread) -> Spread | None:
+    """Return a spread for what all ranks do together; None where some have no element."""
+    if isinstance(spread, _OfOneExpert):
+        return None
+    return spread._spread if isinstance(spread, _OfOneStage) else spread
+
+
 class _OfOneExpert(_OfOneStage):
     """The spread of a parameter of an expert, which other ranks have none of."""
 

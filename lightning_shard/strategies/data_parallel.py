@@ -174,6 +174,7 @@ class DataParallelStrategy(EndingStrategy):
             engine.adoption.refuse_formats(asked)
         for average in self._averages:
             average.restore(full=True)
+        self._complete_kept(engine)
         engine.detach(restore=True)
         self._restore_dimensions(full=True)
         self._detach_optimizers()

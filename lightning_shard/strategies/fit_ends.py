@@ -28,6 +28,7 @@ from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import replicated
 from lightning_shard.data_parallel.shards_at_rest import ShardsAtRest, wake
+from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.errors import ConfigError
 from lightning_shard.layout.flat import FlatLayout
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
@@ -35,6 +36,7 @@ from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.sizes import format_bytes
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
 from lightning_shard.strategies.options import AfterFit
+from lightning_shard.trainer.kept_shards import complete_kept
 from lightning_shard.trainer.weight_averaging import AverageOfShards
 
 StatesAtRest = Literal["keep", "gather", "drop"]
@@ -177,6 +179,8 @@ class EndingStrategy(CheckpointingStrategy):
             states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
         for average in self._averages:
             average.restore(full=not self._failed)
+        if not self._failed:
+            self._complete_kept(engine)
         engine.detach(restore=not self._failed, keep=keep)
         self._restore_dimensions(full=not self._failed)
         self._detach_optimizers()
@@ -184,6 +188,16 @@ class EndingStrategy(CheckpointingStrategy):
             sharded.optimizer.state.clear()
             if state:
                 sharded.optimizer.load_state_dict(state)
+
+    def _complete_kept(self, engine: DataParallelEngine) -> None:
+        """Put full tensors where user code keeps some in shards; each rank must call."""
+        if self._holds_shards or self.dimensions:
+            of_params = {
+                storage_key(one)
+                for flat in engine.flats
+                for one in (flat.full, flat.shard, flat.master)
+            }
+            complete_kept(self.run_module.trainer, self.collectives, of_params)
 
     def _detach_optimizers(self) -> None:
         for sharded in self._sharded:
@@ -295,6 +309,7 @@ class EndingStrategy(CheckpointingStrategy):
         rest.end()
         if states == "gather":
             self._gather_states(engine)
+        self._complete_kept(engine)
         engine.detach(restore=True)
         self._restore_dimensions(full=True)
         self._engine = self._at_rest = self._around_rest = None
