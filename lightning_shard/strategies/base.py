@@ -84,6 +84,7 @@ class ShardStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         self._random_state: torch.Tensor | None = None  # of the generator, when ranks have started
         self._seed: int | None = None  # rank 0's, where others have another
         self._synced: LayerSync | None = None  # who has exchanged the model's batch norms
+        self._last_meeting: Collectives | None = None  # where all ranks end in common
         self._in_run = ExitStack()  # what is put into the trainer of a run
         self._asked_formats = AskedFormats()
         if not self.is_in_process:
@@ -342,10 +343,18 @@ class ShardStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
         The model is then full where it can be made so; each rank must call.
         """
-        collectives = self._collectives
-        self.teardown()
-        if collectives is not None:
-            collectives.barrier()  # a rank that raises ends what others still wait for
+        self._last_meeting = self._collectives
+        try:
+            self.teardown()
+            self._meet_last()
+        finally:
+            self._last_meeting = None
+
+    def _meet_last(self) -> None:
+        """Where all end in common, wait for the others: a rank that raises ends their waits."""
+        meeting, self._last_meeting = self._last_meeting, None
+        if meeting is not None:
+            meeting.barrier()
 
     @contextmanager
     @override

@@ -290,6 +290,7 @@ class ElasticStrategy(DataParallelStrategy):
         if self._run is not None:
             self._run.data_assignment.end()
         super().teardown()
+        self._meet_last()  # in groups that this rank leaves now
         self._ranks.end_run()
         if self._run is not None:
             self._run.end_fit()

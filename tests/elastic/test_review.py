@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from lightning_shard import ElasticStrategy
+from lightning_shard.errors import ConfigError
 from lightning_shard.testing import Fault, injected_faults
 from tests.elastic.runs import (
     BATCH_SIZE,
@@ -226,3 +227,21 @@ def test_an_epoch_that_was_taken_up_had_no_step_of_its_scheduler(
 ) -> None:
     _, trainer = fit([fault], module=seeded(kind), snapshot_every=1, num_ranks=3)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.25)
+
+
+class FailsAlike(Callback):
+    """Every rank refuses the same step."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            raise ConfigError("of the third step")
+
+
+@pytest.mark.parametrize("faults", [[], [Fault(1, 1, "drop", at_step=0)]], ids=["", "after a loss"])
+def test_an_error_of_all_ranks_was_followed_by_one_of_a_generation_that_was_left(
+    faults: list[Fault],
+) -> None:
+    """They left it in their teardown, after which they waited for each other in its groups."""
+    with pytest.raises(ConfigError, match="of the third step") as caught:
+        fit(faults, trainer_options={"callbacks": [FailsAlike()]})
+    assert not [note for note in caught.value.__notes__ if "has left" in note]
