@@ -21,9 +21,10 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.compared_calls import (
     Arguments,
     Called,
+    agreed_difference,
     as_it_was,
     explained,
-    first_difference,
+    in_double,
 )
 
 Cut = Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]
@@ -48,23 +49,30 @@ def try_block(
     names = [one for one, param in block.named_parameters() if param.requires_grad]
     forward = own_forward(block)
 
+    def in_full(given: Arguments) -> Any:
+        return forward(*given[0], **given[1])
+
     def in_parts(given: Arguments) -> Any:
         args, kwargs = cut(*given) or given
         return forward(*args, **kwargs)
 
-    with as_it_was(block):
-        full = Called(lambda given: forward(*given[0], **given[1]), arguments, params)
-    with as_it_was(block), explained(partial(_fails_in_parts, name, block, group)):
-        parts = Called(in_parts, arguments, params)
-    for grad in parts.of_params:  # the mean over the ranks, as the engine takes it
-        group.all_reduce(grad)
-        grad.div_(group.size)
-    found = first_difference(full, parts, names)
-    differences = [one for one in group.all_gather_object(found) if one is not None]
-    if differences:
+    def compared(double: bool) -> tuple[Called, Called]:
+        with in_double(block, double=double) as copied:
+            own = [*map(copied, params)]
+            with as_it_was(block):
+                full = Called(in_full, arguments, own, double=double)
+            with as_it_was(block), explained(partial(_fails_in_parts, name, block, group)):
+                parts = Called(in_parts, arguments, own, double=double)
+        for grad in parts.of_params:  # the mean over the ranks, as the engine takes it
+            group.all_reduce(grad)
+            grad.div_(group.size)
+        return full, parts
+
+    found = agreed_difference(group, compared, names)
+    if found is not None:
         raise ConfigError(
             f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) computes something "
-            f"else of a sequence in {group.size} parts than of the full one: {differences[0]}. "
+            f"else of a sequence in {group.size} parts than of the full one: {found}. "
             f"Expected equal results, so nothing was trained. Use strategy='zero3' with "
             f"activation_checkpointing='full', or tensor_parallel with sequence_parallel=True; "
             f"please report the block's forward."

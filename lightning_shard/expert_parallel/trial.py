@@ -25,9 +25,10 @@ from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.tensor_parallel.compared_calls import (
     Arguments,
     Called,
+    agreed_difference,
     as_it_was,
     explained,
-    first_difference,
+    in_double,
 )
 
 Forward = Callable[..., Any]
@@ -64,43 +65,58 @@ def try_mixture(
     Raises:
         ConfigError: A result or a gradient differs; raised on every rank.
     """
+    named = dict(module.named_parameters())
+    experts = {name: one for name, one in named.items() if split.groups_of(one)}
+    others = {n: one for n, one in named.items() if n not in experts and one.requires_grad}
+    here = [n for n, one in experts.items() if split.is_here(one) and one.requires_grad]
+    compared = partial(_compared, calls, module, own, arguments, split, experts, others)
     with unobserved():
-        found = _difference(calls, module, own, arguments, split)
-    differences = [one for one in split.group.all_gather_object(found) if one is not None]
-    if differences:
+        found = agreed_difference(split.group, compared, [*others, *here])
+    if found is not None:
         raise ConfigError(
             f"Rank {split.group.rank}: the mixture {calls.mixture.name!r} ({class_name(module)}) "
             f"computes something else with its {calls.mixture.num_experts} experts on "
-            f"{split.group.size} ranks than with all on one: {differences[0]}. Expected equal "
+            f"{split.group.size} ranks than with all on one: {found}. Expected equal "
             f"results, so nothing was trained. Leave expert_parallel_size out, and use "
             f"zero_stage=3 to share out parameters; please report the forward of the mixture."
         )
 
 
-def _difference(
-    calls: Calls, module: nn.Module, own: Forward, arguments: Arguments, split: ExpertSplit
-) -> str | None:
-    """Return on this rank where results or gradients differ first; None where they do not."""
-    named = dict(module.named_parameters())
-    experts = {name: one for name, one in named.items() if split.groups_of(one)}
-    others = {n: one for n, one in named.items() if n not in experts and one.requires_grad}
-    here = [n for n, one in experts.items() if split.is_here(one) and one.requires_grad]
-    full = {n: _leaf(split.full(one, split.like(one)), one) for n, one in experts.items()}
-    local = {n: standing_in(_leaf(one.data.clone(), one)) for n, one in experts.items()}
-    trained = [one for one in full.values() if one.requires_grad]
+def _compared(
+    calls: Calls,
+    module: nn.Module,
+    own: Forward,
+    arguments: Arguments,
+    split: ExpertSplit,
+    experts: Mapping[str, nn.Parameter],
+    others: Mapping[str, nn.Parameter],
+    double: bool,
+) -> tuple[Called, Called]:
+    """Return the calls with all experts, and with those of each rank."""
     whole_call, failing = calls.whole(module, own), partial(_fails_shared, calls, module, split)
-    with as_it_was(module), _in_place(module, full):
-        whole = Called(
-            lambda given: whole_call(*given[0], **given[1]), arguments, [*others.values(), *trained]
-        )
-    with as_it_was(module), _in_place(module, local), explained(failing):
-        shared = Called(
-            lambda given: calls.call(module, own, *given),
-            arguments,
-            [*others.values(), *(local[name] for name in here), calls.anchor],
-        )
-    _take_mean(whole, len(others), {n: experts[n] for n in full if full[n].requires_grad}, split)
-    return first_difference(whole, shared, [*others, *here])
+    full = {n: split.full(one, split.like(one)) for n, one in experts.items()}
+    local = {n: one.data.clone() for n, one in experts.items()}
+    trained = [n for n, one in experts.items() if one.requires_grad]
+    with in_double(module, double=double) as copied:
+        rest = [*map(copied, others.values())]
+        leaves = {n: _leaf(copied(one), experts[n]) for n, one in full.items()}
+        with as_it_was(module), _in_place(module, leaves):
+            whole = Called(
+                lambda given: whole_call(*given[0], **given[1]),
+                arguments,
+                [*rest, *(leaves[n] for n in trained)],
+                double=double,
+            )
+        leaves = {n: standing_in(_leaf(copied(one), experts[n])) for n, one in local.items()}
+        with as_it_was(module), _in_place(module, leaves), explained(failing):
+            shared = Called(
+                lambda given: calls.call(module, own, *given),
+                arguments,
+                [*rest, *(leaves[n] for n in trained if split.is_here(experts[n])), calls.anchor],
+                double=double,
+            )
+    _take_mean(whole, len(others), {n: experts[n] for n in trained}, split)
+    return whole, shared
 
 
 def _fails_shared(calls: Calls, module: nn.Module, split: ExpertSplit, error: str) -> str:

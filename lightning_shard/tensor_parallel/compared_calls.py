@@ -5,6 +5,10 @@
 
 What splits a module tries it out so before it is believed: gradients of a random direction are
 compared, too, since a loss may be right where they are not.
+
+    float32    differs by more than rounding? ──> float64    the difference is gone: it was rounding
+
+A gradient that is zero, such as that of a key's bias before a softmax, is all rounding.
 """
 
 import copy
@@ -17,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.differentiation import asking_nobody
 from lightning_shard.data_parallel.recomputation import CACHES
 from lightning_shard.data_parallel.recomputed_state import attributes_kept
@@ -27,6 +32,8 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest value
 _TOLERANCE_OF_HALVES = 5e-2
+_ROUNDING = 1e-3  # of the tolerance: how far values may be apart in doubt, of the largest of all
+_TIMES_ROUNDED = 16  # times what a format has changed, where a module computes in it all the same
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -37,6 +44,7 @@ class Called:
         call: Does the call.
         arguments: What it is called with.
         params: Tensors beside the arguments of which gradients are taken.
+        double: Whether arguments are copied as float64.
 
     Attributes:
         results: The tensors that it returns.
@@ -45,10 +53,15 @@ class Called:
     """
 
     def __init__(
-        self, call: Callable[[Arguments], Any], arguments: Arguments, params: Sequence[Tensor]
+        self,
+        call: Callable[[Arguments], Any],
+        arguments: Arguments,
+        params: Sequence[Tensor],
+        *,
+        double: bool = False,
     ) -> None:
         leaves: dict[int, Tensor] = {}
-        copies = tree_map_only(object, lambda one: _copied(one, leaves), arguments)
+        copies = tree_map_only(object, lambda one: _copied(one, leaves, double), arguments)
         sources = [one for one in leaves.values() if one.requires_grad]
         # a call may change in place what is no leaf
         usable = {id(one): one.clone() if one.requires_grad else one for one in leaves.values()}
@@ -78,13 +91,22 @@ def _gradients(outputs: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]
     return [full_tensor(one).contiguous().clone() for one in found]
 
 
-def first_difference(full: Called, parts: Called, names: Sequence[str]) -> str | None:
+def first_difference(
+    full: Called,
+    parts: Called,
+    names: Sequence[str],
+    *,
+    rounded: Called | None = None,
+    rounding: float = 0.0,
+) -> str | None:
     """Return as text where two calls differ first; None where they are equal.
 
     Args:
         full: The call that is right.
         parts: The other one.
         names: Name of each of the parameters.
+        rounded: The call that is right, in float32; None where `full` is.
+        rounding: Part of the tolerance by which what is small may differ, of the largest value.
     """
     if len(full.results) != len(parts.results):
         return f"it returns {len(parts.results)} tensors, not {len(full.results)}"
@@ -92,25 +114,92 @@ def first_difference(full: Called, parts: Called, names: Sequence[str]) -> str |
     kinds += [f"the gradient of argument {index}" for index in range(full.num_sources)]
     kinds += [f"the gradient of {name!r}" for name in names]
     expected, got = full.results + full.gradients, parts.results + parts.gradients
-    for kind, one, other in zip(kinds, expected, got, strict=False):
+    before = expected if rounded is None else rounded.results + rounded.gradients
+    largest = [_largest(full.results)] * len(full.results)
+    largest += [_largest(full.gradients)] * len(full.gradients)
+    for kind, one, other, known, most in zip(kinds, expected, got, before, largest, strict=False):
         if one.shape != other.shape:
             return f"{kind} has shape {tuple(other.shape)}, not {tuple(one.shape)}"
-        scale = one.abs().amax().item() if one.numel() else 0.0
-        difference = (one.double() - other.double()).abs().amax().item() if one.numel() else 0.0
-        tolerance = _TOLERANCE.get(one.dtype, _TOLERANCE_OF_HALVES)
-        if torch.is_autocast_enabled(one.device.type):
-            tolerance = _TOLERANCE_OF_HALVES
-        if not difference <= max(tolerance * scale, tolerance * 1e-3):
+        scale, difference, tolerance = _largest([one]), _apart(one, other), _tolerance(one)
+        lost = _TIMES_ROUNDED * _apart(one, known) if _tolerance(known) < 1e-2 else 0.0
+        if not difference <= max(tolerance * scale, tolerance * rounding * most, lost):
             return f"{kind} differs by {difference:.3g}, of at most {scale:.3g}"
     return None
 
 
-def _copied(value: Any, leaves: dict[int, Tensor]) -> Any:
+def _largest(tensors: Sequence[Tensor]) -> float:
+    return max((one.abs().amax().item() for one in tensors if one.numel()), default=0.0)
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return _largest([one.double() - other.double()])
+
+
+def _tolerance(value: Tensor) -> float:
+    if value.dtype != torch.float64 and torch.is_autocast_enabled(value.device.type):
+        return _TOLERANCE_OF_HALVES
+    return _TOLERANCE.get(value.dtype, _TOLERANCE_OF_HALVES)
+
+
+def agreed_difference(
+    group: Collectives,
+    compared: Callable[[bool], tuple[Called, Called]],
+    names: Sequence[str],
+) -> str | None:
+    """Return as text where a call in parts differs on some rank; None where it does on none.
+
+    Args:
+        group: The ranks that have the parts, each of which must call.
+        compared: Returns the call that is right and that in parts: in float64 where it is given
+            True.
+        names: Name of each of the parameters.
+    """
+    full, parts = compared(False)
+    found = first_difference(full, parts, names)
+    if any(one is not None for one in group.all_gather_object(found)):
+        try:
+            exact, parts_of_it = compared(True)
+            found = first_difference(exact, parts_of_it, names, rounded=full, rounding=_ROUNDING)
+        except Exception:  # it computes in a format of its own
+            found = first_difference(full, parts, names, rounding=10 * _ROUNDING)
+    return next((one for one in group.all_gather_object(found) if one is not None), None)
+
+
+@contextmanager
+def in_double(module: nn.Module, *, double: bool = True) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Let a module compute in float64 inside, with copies of what it holds.
+
+    Returns:
+        Returns the copy of one of its parameters.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if not (double and tensor.is_floating_point()):
+            return tensor
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().double().requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
+
+    held = [vars(one)[kind] for one in module.modules() for kind in ("_parameters", "_buffers")]
+    before = [(own, dict(own)) for own in held]
+    try:
+        for own, tensors in before:
+            own.update({n: copied(one) for n, one in tensors.items() if one is not None})
+        yield copied
+    finally:
+        for own, tensors in before:
+            own.update(tensors)
+
+
+def _copied(value: Any, leaves: dict[int, Tensor], double: bool) -> Any:
     """Return an argument that a call may change: tensors as leaves, caches copied."""
     if isinstance(value, Tensor):
         if id(value) not in leaves:
             follows = value.requires_grad and torch.is_grad_enabled()
-            leaves[id(value)] = full_tensor(value).detach().clone().requires_grad_(follows)
+            full = full_tensor(value).detach()
+            made = full.double() if double and full.is_floating_point() else full.clone()
+            leaves[id(value)] = made.requires_grad_(follows)
         return leaves[id(value)]
     if any(cls.__module__ == CACHES for cls in type(value).__mro__):
         with _Detached():

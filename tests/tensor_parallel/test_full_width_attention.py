@@ -284,6 +284,32 @@ def test_what_would_be_gathered_is_left_full(make: Callable[..., nn.Module]) -> 
     assert "computes something else in parts" in full["block.query"]
 
 
+class NormedKeys(nn.Module):
+    """Norms queries and keys of each head; the bias of the keys has a gradient of rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+        self.q_norm, self.k_norm = (nn.LayerNorm(WIDTH // HEADS) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            layer(x).unflatten(-1, (self.num_heads, -1))
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        heads = (one.transpose(1, 2) for one in (self.q_norm(query), self.k_norm(key), value))
+        attended = F.scaled_dot_product_attention(*heads)
+        return self.out_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_a_gradient_of_rounding_between_the_layers_let_an_attention_be_split_less() -> None:
+    """It was compared with itself, and the heads were then split as operations allow."""
+    found = blocks(NormedKeys())
+    assert [found[f"{one}_proj"] for one in ("q", "k", "v", "out")] == ["colwise"] * 3 + ["rowwise"]
+
+
 def test_heads_that_do_not_divide_name_the_sizes_that_work() -> None:
     with pytest.raises(ConfigError, match=r"has 3 heads, which 2 ranks .* of 1, 3"):
         automatic_plan(nn.ModuleDict({"attention": CausalSelfAttention(12, 3)}), 2)
