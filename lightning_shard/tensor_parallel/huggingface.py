@@ -19,6 +19,7 @@ from torch import nn
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.candidates import check_heads, key_style
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan, matcher_of
+from lightning_shard.tensor_parallel.split import cuts_evenly
 from lightning_shard.tensor_parallel.styles import ParameterCut, Style, style_of
 from lightning_shard.tensor_parallel.wrappers import is_linear, linear_sizes, wrapped_linear
 
@@ -51,7 +52,8 @@ def own_plans(model: nn.Module, num_ranks: int) -> Iterator[PlannedLayer]:
             continue
         prefix = f"{name}." if name else ""
         inside = (*inside, prefix)
-        for layer in _with_heads(module, match_plan(module, _styles(module, plan)), num_ranks):
+        named = match_plan(module, _styles(module, plan))
+        for layer in _that_divide(list(_with_heads(module, named, num_ranks)), num_ranks):
             yield dataclasses.replace(
                 layer, name=prefix + layer.name, pattern=prefix + layer.pattern
             )
@@ -117,6 +119,20 @@ def _experts(pattern: str, module: nn.Module, plan: Mapping[str, str]) -> Style:
                 "the model's own plan splits. Give the strategy a plan without them."
             )
     return Style(form="experts", cuts=tuple(cuts))
+
+
+def _that_divide(layers: list[PlannedLayer], num_ranks: int) -> Iterator[PlannedLayer]:
+    """Yield the layers of which ranks have equal parts; others are full, with all beside them.
+
+    A region begins and ends in one module. A head whose weight is an embedding's stays with it.
+    """
+    full = [layer for layer in layers if not cuts_evenly(layer, num_ranks)]
+    owners = {layer.name.rpartition(".")[0] for layer in full}
+    weights = {param for layer in full for param in layer.module.parameters()}
+    for layer in layers:
+        is_beside = layer.name.rpartition(".")[0] in owners
+        if not is_beside and weights.isdisjoint(layer.module.parameters()):
+            yield layer
 
 
 def _gives_features(module: nn.Module) -> bool:

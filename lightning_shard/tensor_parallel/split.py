@@ -376,6 +376,15 @@ def _inside(layer: PlannedLayer) -> Iterator[PlannedLayer]:
         yield replace(layer, name=name, module=module, style=style)
 
 
+def cuts_evenly(layer: PlannedLayer, num_ranks: int) -> bool:
+    """Whether so many ranks can have equal parts of a layer's parameters."""
+    return all(
+        one.module.get_parameter(cut.name).shape[cut.dim] % (cut.num_blocks * num_ranks) == 0
+        for one in _inside(layer)
+        for cut in _cuts(one.module, one.style)
+    )
+
+
 def _cuts(module: nn.Module, style: Style) -> tuple[ParameterCut, ...]:
     """Return how the parameters of a layer are cut."""
     if isinstance(module, nn.MultiheadAttention):

@@ -435,6 +435,31 @@ def test_a_model_s_own_plan_goes_first_and_is_completed() -> None:
     assert "inside.net.sure.2" not in plan
 
 
+class OwnWords(Words):
+    """Brings a plan along that splits its vocabulary, and its two layers."""
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        layers = {"net.sure.0": "colwise", "net.sure.2": "rowwise"}
+        return layers | {"words": "embedding_rowwise", "logits": "colwise_rep"}
+
+
+def test_a_vocabulary_of_an_own_plan_that_does_not_divide_was_refused() -> None:
+    """As `resize_token_embeddings` makes one: 33 words on two ranks."""
+    assert found(OwnWords(24))["words"] == "embedding_rowwise"
+    plan = found(OwnWords(25))
+    assert not {"words", "logits"} & set(plan)
+    assert plan["net.sure.0"] == "colwise"
+    assert reasons(OwnWords(25))["words"] == "25 rows are not divisible by 2 ranks"
+
+
+def test_two_layers_of_an_own_plan_that_do_not_divide_stay_full_together() -> None:
+    own = {"net.sure.0": "colwise", "net.sure.2": "rowwise"}
+    model = Attended(own)
+    model.net.sure = nn.Sequential(nn.Linear(WIDTH, 25), nn.ReLU(), nn.Linear(25, WIDTH))
+    assert not {"net.sure.0", "net.sure.2"} & set(found(model))
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
