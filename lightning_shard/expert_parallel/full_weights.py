@@ -136,9 +136,13 @@ class ExpertWeights:
         self._is_in_step = False
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Show full weights inside, to code outside of the experts' forwards."""
-        before, self._is_in_step = self._is_in_step, True
+    def step(self, *, in_hook: bool = False) -> Iterator[None]:
+        """Show full weights inside, to code outside of the experts' forwards.
+
+        Args:
+            in_hook: Show them as they are, to a hook that the step calls, which sees them full.
+        """
+        before, self._is_in_step = self._is_in_step, not in_hook
         try:
             yield
         finally:

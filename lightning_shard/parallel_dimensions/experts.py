@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -95,6 +96,10 @@ class ExpertDimension(ParallelDimension):
     @override
     def wrapped(self, runner: StepRunner) -> StepRunner:
         return WrappedRunner(runner, self._in_step, full_tensor)
+
+    @override
+    def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        return None if self._shared is None else partial(self._shared.weights.step, in_hook=True)
 
     @override
     def completed(self, result: Any) -> Any:

@@ -1,6 +1,7 @@
 """What runs with shared experts count, refuse and leave behind."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -206,6 +207,48 @@ def test_hooks_see_whole_experts(name: str, stage: int) -> None:
     assert len(shared.sums) == len(alone.sums) > 0
     torch.testing.assert_close(shared.norms, alone.norms, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(shared.sums, alone.sums, rtol=1e-4, atol=1e-4)
+
+
+class Multiplies(L.Callback):
+    """Computes with weights and gradients together, and with weights alone."""
+
+    def __init__(self) -> None:
+        self.products: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for param in pl_module.parameters():
+            if param.grad is not None:
+                self.products.append((param.detach() * param.grad).sum().item())
+            self.products.append(param.detach().norm().item())
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", ["listed", "mixtral"])
+def test_hooks_that_a_manual_step_calls_saw_the_weights_as_its_code_does(
+    name: str, stage: int
+) -> None:
+    """Ranks without an expert gathered its weight, which the others did not."""
+    callbacks = [Multiplies(), Multiplies()]
+    for strategy, num_ranks, seen in zip(
+        ("auto", sharing(zero_stage=stage)), (1, 4), callbacks, strict=True
+    ):
+        model = build(name)
+        model.automatic_optimization = False
+        model.training_step = MethodType(_by_hand, model)
+        options = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+        fit(model, strategy, num_ranks, callbacks=[seen], **options)
+    alone, shared = callbacks
+    assert len(alone.products) > 0
+    torch.testing.assert_close(shared.products, alone.products, rtol=1e-4, atol=1e-5)
+
+
+def _by_hand(module: Any, batch: Any, batch_idx: int) -> Tensor:
+    optimizer, loss = module.optimizers(), type(module).training_step(module, batch, batch_idx)
+    optimizer.zero_grad()
+    module.manual_backward(loss)
+    optimizer.step()
+    return loss.detach()
 
 
 @pytest.mark.parametrize(("name", "stage"), [("listed", 3), ("mixtral", 1)])
