@@ -21,7 +21,12 @@ import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.async_save.save_in_flight import FAILED, FINISHED, SaveInFlight
+from lightning_shard.checkpoint.async_save.save_in_flight import (
+    FAILED,
+    FINISHED,
+    SaveInFlight,
+    ToSave,
+)
 from lightning_shard.checkpoint.async_save.save_plans import SavePlans
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.sharded.writing import write_folder
@@ -85,13 +90,14 @@ class BackgroundSaves:
             self.finish()
             write_folder(path, state, meta, collectives)
             return
+        saved = ToSave(path, state, meta)
         may_join = step == self._step and os.fspath(path) not in self._to_remove
-        if may_join and self._in_flight is not None and self._in_flight.join(path, state, meta):
+        if may_join and self._in_flight is not None and self._in_flight.join(saved):
             return
         self.finish()
         if self._buffers is None:
             self._buffers = HostBuffers(pinned=self._device.type == "cuda")
-        self._in_flight = SaveInFlight(path, state, meta, collectives, self._buffers, self._plans)
+        self._in_flight = SaveInFlight(saved, collectives, self._buffers, self._plans)
         self._collectives, self._step, self._to_remove = collectives, step, ()
 
     def start(self) -> None:

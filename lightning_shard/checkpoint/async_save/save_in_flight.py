@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -37,6 +38,21 @@ FAILED, WORKING, FINISHED = -1, 0, 1
 _POLL_SECONDS = 0.1
 Staging: TypeAlias = Callable[[SavePlan, SavePlanner], StagedItems | None]
 """Copies what a rank writes by a plan; None where an earlier copy does not hold the same."""
+
+
+@dataclass(frozen=True)
+class ToSave:
+    """What is to be saved, and where; alike on each rank but for the elements.
+
+    Attributes:
+        path: Where the folder is to be.
+        state: As for `write_folder`.
+        meta: As for `write_folder`; it is pickled when a folder is begun.
+    """
+
+    path: Any
+    state: Mapping[str, Any]
+    meta: Mapping[str, Any] | None
 
 
 class StagedWriter(BoxWriter):
@@ -76,9 +92,7 @@ class UnfinishedFolder:
         complete       index, checksums and the folder's name: in rank 0's thread
 
     Args:
-        path: Where the folder is to be.
-        state: As for `write_folder`.
-        meta: As for `write_folder`; it is pickled here.
+        saved: What the folder is to hold.
         collectives: Group of all ranks; None where this process is alone.
         plans: The plans of the save before, which are made anew where they do not stand.
         staging: Copies what this rank writes, or compares it with an earlier copy.
@@ -93,22 +107,20 @@ class UnfinishedFolder:
 
     def __init__(
         self,
-        path: Any,
-        state: Mapping[str, Any],
-        meta: Mapping[str, Any] | None,
+        saved: ToSave,
         collectives: Collectives | None,
         plans: SavePlans,
         staging: Staging,
     ) -> None:
-        self.path = path
+        self.path = saved.path
         self.written: Any = None
         self._rank = 0 if collectives is None else collectives.rank
         with ExitStack() as stack:
             self._meta: memoryview | None = None
             made: tuple[OpenFolder | None, str] = None, ""
             if self._rank == 0:
-                made = made_folder(path, stack, partial(self._keep, meta))
-            self._begin(made, state, collectives, plans)
+                made = made_folder(saved.path, stack, partial(self._keep, saved.meta))
+            self._begin(made, saved.state, collectives, plans)
             self._metadata = plans.metadata if self._rank == 0 else None
             self.has_copy = self.writer.copy(plans.final, self._planner, staging)
             self._place = stack.pop_all()
@@ -225,9 +237,7 @@ class SaveInFlight:
     """A checkpoint that is copied, and then written; each rank must make one, with the same path.
 
     Args:
-        path: Where the folder is to be.
-        state: As for `write_folder`; it is copied here.
-        meta: As for `write_folder`; it is pickled here.
+        saved: What is copied here, and is to be written.
         collectives: Group of all ranks; None where this process is alone.
         buffers: Lends the host memory of the copy.
         plans: As for `UnfinishedFolder`.
@@ -238,9 +248,7 @@ class SaveInFlight:
 
     def __init__(
         self,
-        path: Any,
-        state: Mapping[str, Any],
-        meta: Mapping[str, Any] | None,
+        saved: ToSave,
         collectives: Collectives | None,
         buffers: HostBuffers,
         plans: SavePlans,
@@ -251,7 +259,7 @@ class SaveInFlight:
         def staging(plan: SavePlan, planner: SavePlanner) -> StagedItems:
             return StagedItems(plan.items, planner.resolve_data, buffers)
 
-        first = UnfinishedFolder(path, state, meta, self._collectives, plans, staging)
+        first = UnfinishedFolder(saved, self._collectives, plans, staging)
         assert first.writer.staged is not None
         self.staged = first.writer.staged
         self._folders, self._plans = [first], plans
@@ -271,13 +279,11 @@ class SaveInFlight:
         """Where its folders are to be."""
         return [folder.path for folder in self._folders]
 
-    def join(self, path: Any, state: Mapping[str, Any], meta: Mapping[str, Any] | None) -> bool:
+    def join(self, saved: ToSave) -> bool:
         """Have a second folder of the same elements written along; each rank must call.
 
         Args:
-            path: Where it is to be.
-            state: As for `write_folder`; it is compared with what was copied.
-            meta: As for `write_folder`, which may differ.
+            saved: What is compared with what was copied; `meta` may differ.
 
         Returns:
             Whether it will be. If not, some rank has other elements than before.
@@ -285,9 +291,9 @@ class SaveInFlight:
         Raises:
             CheckpointError: Some rank could not begin.
         """
-        if self._is_placing or os.fspath(path) in map(os.fspath, self.paths):
+        if self._is_placing or os.fspath(saved.path) in map(os.fspath, self.paths):
             return False
-        if not on_one_filesystem(path, self.paths[0]):
+        if not on_one_filesystem(saved.path, self.paths[0]):
             return False
 
         def staging(plan: SavePlan, planner: SavePlanner) -> StagedItems | None:
@@ -295,7 +301,7 @@ class SaveInFlight:
             return self.staged if same else None
 
         first = self._folders[0]
-        folder = UnfinishedFolder(path, state, meta, self._collectives, self._plans, staging)
+        folder = UnfinishedFolder(saved, self._collectives, self._plans, staging)
         if not all(self._gather(folder.has_copy)):
             folder.discard()
             return False
