@@ -8,8 +8,9 @@ of the standard library, and code that a compiler has made.
 import os
 import sys
 import sysconfig
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
@@ -23,6 +24,7 @@ _WRAPPING_PACKAGES = (
     "pytorch_lightning",
     "lightning_utilities",
     "torchmetrics",
+    "safetensors",
 )
 _WRAPPING_MODULES = ("typing_extensions", "decorator", "wrapt")
 _RUNNING_USER_CODE = ("lightning", "pytorch_lightning", __name__.partition(".")[0])
@@ -58,6 +60,7 @@ _INSTALLED = (
     *(f"{folder}dist-packages{os.sep}" for folder in _STANDARD_LIBRARY),
 )
 _is_inner: dict[str, bool] = {}  # by file name; only ever a cache
+_read: ContextVar[str] = ContextVar("read", default="")  # by user code, in this thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +70,34 @@ class CallSite:
     Attributes:
         filename: Path of the file, as its code object has it.
         line: Line in the file, from 1.
+        purpose: What the call is for, as `purpose` has it.
     """
 
     filename: str
     line: int
+    purpose: str = ""
 
     def __str__(self) -> str:
-        return f"{self.filename}:{self.line}"
+        return f"{self.filename}:{self.line}{self.purpose}"
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Let errors of collective calls inside say that they bring what user code reads of `name`."""
+    token = _read.set(name)
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
+def purpose() -> str:
+    """Return what collective calls are for now, to follow their names; "" for training itself."""
+    name = _read.get()
+    return name and (
+        f" to read {name!r}, of which ranks have parts: every rank must read it, or none; read on "
+        f"all, then write on one"
+    )
 
 
 def find_call_site() -> CallSite:
@@ -85,9 +109,9 @@ def find_call_site() -> CallSite:
         if inner is None:
             inner = _is_inner[filename] = _wraps(filename)
         if not inner:
-            return CallSite(filename, frame.f_lineno)
+            return CallSite(filename, frame.f_lineno, purpose())
         frame = frame.f_back
-    return CallSite("<no Python caller>", 0)
+    return CallSite("<no Python caller>", 0, purpose())
 
 
 def is_called_by_user(through: Collection[str] = ()) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from typing_extensions import override
 
+from lightning_shard.backends.call_site import reading
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.sharded_tensor import NotShardedError, ShardedTensor
 from lightning_shard.data_parallel.torch_private import is_composite
@@ -59,7 +60,8 @@ class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
 
     def full_tensor(self) -> Tensor:
         """Return the full tensor on every rank; each rank must call."""
-        full = self.spread.join(self.local.to(self.spread.device))
+        with reading(self.spread.name):
+            full = self.spread.join(self.local.to(self.spread.device))
         return full.view(self.shape).to(self.device)
 
     @classmethod

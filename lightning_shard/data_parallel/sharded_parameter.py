@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from lightning_shard.backends.call_site import is_called_by_user
+from lightning_shard.backends.call_site import is_called_by_user, reading
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.parameter_shard import (
     ParameterShard,
@@ -127,6 +127,11 @@ class ParameterHome:
     named: Mapping[str, nn.Parameter]
     is_of_part: bool = False
 
+    def bring_for_user(self) -> bool:
+        """Call `bring`, where user code reads the parameter."""
+        with reading(self.spread.name):
+            return self.bring()
+
 
 def settle_in(param: nn.Parameter, home: ParameterHome) -> bool:
     """Give a parameter its home; return False for one of another class, which stays as it is."""
@@ -177,7 +182,7 @@ def bring_full(param: Tensor) -> bool:
         Whether it is full; False for shards outside of a step.
     """
     if type(param) is ShardedParameter:
-        return _home_of(param).bring()
+        return _home_of(param).bring_for_user()
     bring: Callable[[], bool] | None = vars(param).get(_BRING)
     return bring is None or bring()
 
@@ -326,7 +331,7 @@ def _of_user(func: Function, params: Sequence[ShardedParameter], args: Args, kwa
         raise pickling_refused(_home_of(params[0]).spread.name, name)
     recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED
     trained = [param for param in params if recorded and param.requires_grad]
-    if trained and all(_home_of(param).bring() for param in trained):
+    if trained and all(_home_of(param).bring_for_user() for param in trained):
         return computed(func, args, kwargs)  # they are full now; what else is in shards comes too
     if trained and _is_in_place(func) and args and type(args[0]) is ShardedParameter:
         raise RuntimeError(
@@ -355,7 +360,7 @@ def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
             home = _home_of(param)
             is_of_user = home.user_code.runs and (not home.is_of_part or is_called_by_user())
             if is_of_user and param.requires_grad:
-                home.bring()
+                home.bring_for_user()
         left = [param for param in sharded if type(param) is ShardedParameter]
         if kwargs.get("materialize_grads") and left:
             return torch.autograd.grad(outputs, inputs, *args, **kwargs)

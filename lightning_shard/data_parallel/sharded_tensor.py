@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_shard.backends.call_site import reading
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_calls import SeesOperations
@@ -109,7 +110,8 @@ class ShardedTensor(SeesOperations):
 
     def full_tensor(self) -> Tensor:
         """Return the full tensor on every rank; each rank must call."""
-        return self.spread.join(self.local).view(self.shape)
+        with reading(self.spread.name):
+            return self.spread.join(self.local).view(self.shape)
 
     def own_full(self) -> Tensor:
         """Return this rank's part of the model, as parameters show it; each rank must call."""
@@ -129,7 +131,8 @@ class ShardedTensor(SeesOperations):
         """
         name = func._schema.name.partition("::")[2]
         if name in REDUCTIONS:
-            return REDUCTIONS[name](func, *args, **kwargs)
+            with reading(_first((args, kwargs)).spread.name):
+                return REDUCTIONS[name](func, *args, **kwargs)
         if name.startswith("_foreach_"):
             return _each(func, args, kwargs)
         if name in _VIEWS:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_shard.backends.call_site import reading
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
@@ -81,6 +82,7 @@ class WeightsInHooks:
         }
         self._of_model = set(engine.model.parameters())
         self._mode = _Substituting(self)
+        self._names: Mapping[nn.Parameter, str] = {}
         self._is_on = False
         self._num_entered = 0  # times that the mode is on torch's stack
         self._kept: dict[nn.Parameter, _Full] = {}
@@ -201,7 +203,8 @@ class WeightsInHooks:
             return self._kept[param]
         with self._engine.view.suspended(), torch.inference_mode(False), torch.no_grad():
             shard = param.data
-            tensor = self._engine.split.full(param, shard)
+            with reading(self._name(param)):
+                tensor = self._engine.split.full(param, shard)
             if tensor.data_ptr() == shard.data_ptr():
                 tensor = tensor.clone()
         return _Full(param, tensor)
@@ -318,10 +321,9 @@ class WeightsInHooks:
         )
 
     def _name(self, param: nn.Parameter) -> str:
-        names: Mapping[nn.Parameter, str] = {
-            one: name for name, one in self._engine.model.named_parameters()
-        }
-        return names.get(param, "of a copy")
+        if param not in self._names:
+            self._names = {one: name for name, one in self._engine.model.named_parameters()}
+        return self._names.get(param, "of a copy")
 
 
 class _Substituting(TorchFunctionMode):

@@ -21,6 +21,7 @@ from threading import Condition
 from time import monotonic
 from typing import Any
 
+from lightning_shard.backends.call_site import purpose
 from lightning_shard.backends.guarded.connection import Message
 from lightning_shard.backends.liveness.report import (
     Activity,
@@ -165,7 +166,9 @@ class Lifeline:
         """
         if self._verdict is not None:
             self.check(operation)
-        self._activity = Activity(operation, self._activity.number + 1, True, monotonic())
+        self._activity = Activity(
+            operation + purpose(), self._activity.number + 1, True, monotonic()
+        )
         self._recent.append(self._activity)
         if self._failing is not None:
             self._tell_if_past()

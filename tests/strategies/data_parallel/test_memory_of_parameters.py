@@ -19,7 +19,9 @@ from torch.utils import dlpack
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import (
+    CollectiveMismatchError,
     ConfigError,
+    DeadlockError,
     HybridParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
@@ -498,6 +500,37 @@ def test_state_dicts_are_written_by_safetensors_in_hooks(tmp_path: Path) -> None
     for file in (tmp_path / "zero3").iterdir():
         expected = load_file(tmp_path / "alone" / f"{file.name[:-1]}0")
         torch.testing.assert_close(load_file(file), expected)
+
+
+class ReadsAlone(Asks):
+    """Reads one weight on rank 0 alone."""
+
+    def __init__(self, way: Way, *, of_gradient: bool = False) -> None:
+        super().__init__({}, of_gradient=of_gradient)
+        self.way = way
+
+    def ask(self, weight: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.way(weight)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module"),
+    [
+        ("zero3", ReadsAlone(lambda w: w.norm())),
+        ("zero3", ReadsAlone(lambda w: save({"w": w}))),
+        ("zero2", ReadsAlone(lambda gradient: gradient.norm(), of_gradient=True)),
+        ("tensor", ReadsAlone(lambda w: w.norm())),
+        ("pipeline", ReadsAlone(lambda w: save({"w": w}))),
+    ],
+)
+def test_what_one_rank_reads_alone_is_named(strategy: str, module: ReadsAlone) -> None:
+    """The error named operations of ranks, and nothing that a user could look for."""
+    with pytest.raises((CollectiveMismatchError, DeadlockError)) as error:
+        fit(module, STRATEGIES[strategy]())
+    assert "to read 'net.blocks.1.layer.weight', of which ranks have parts" in str(error.value)
+    assert "every rank must read it, or none" in str(error.value)
+    assert Path(__file__).name in str(error.value)
 
 
 class Detaches(Asks):
