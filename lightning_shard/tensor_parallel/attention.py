@@ -113,7 +113,7 @@ class ParallelAttention:
             weights = _of_all_heads(place, weights, average=average_attn_weights)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        output = place.leave(F.linear(mixed.transpose(1, 2).flatten(2), self.out_proj.weight))
+        output = place.leave(self.out_proj.without_bias(mixed.transpose(1, 2).flatten(2)))
         if self.out_proj.bias is not None:
             output = output + self.out_proj.bias
         if self.training:

@@ -123,6 +123,16 @@ class _Vocab:
         return place.leave(rows.masked_fill(is_on_other_ranks.unsqueeze(-1), 0))
 
 
+class _Attention(ParallelAttention):
+    forward = _with_own_weights(ParallelAttention.forward)
+
+
+class _AttentionOutput:
+    @_with_own_weights
+    def without_bias(self: Any, mixed: Tensor) -> Tensor:
+        return F.linear(mixed, self.weight)
+
+
 class _Shared:
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
@@ -169,7 +179,8 @@ _FORMS: dict[str, type] = {
     "colwise": _Colwise,
     "rowwise": _Rowwise,
     "vocab": _Vocab,
-    "attention": ParallelAttention,
+    "attention": _Attention,
+    "attention_output": _AttentionOutput,
     "shared": _Shared,
     "experts": _Experts,
     "replica": _Replica,
@@ -189,6 +200,8 @@ def split_layer(module: nn.Module, form: str, place: LayerContext) -> None:
 def unsplit_layer(module: nn.Module) -> None:
     """Give a layer its own forward back."""
     if _PLACE in module.__dict__:
+        if isinstance(module, _Attention):
+            unsplit_layer(module.get_submodule("out_proj"))
         delattr(module, _PLACE)
         set_view(module, None)
         give_class_back(module, _FORMS.values())

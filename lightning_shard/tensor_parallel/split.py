@@ -157,22 +157,24 @@ class SplitModel(BaseSplit):
             group=self.group,
             num_heads=style.num_blocks,
             alike=self._crossings.outside,
-            view=FullView(self._look, self._seen(layer), self._part, layer.name),
+            view=self._view(module, layer.name),
         )
         if style.form == "replica" and self.group.size > 1:
             self._sum_gradients(module)
         split_layer(module, style.form, place)
+        if style.form == "attention":
+            output = module.get_submodule("out_proj")
+            view = self._view(output, f"{layer.name}.out_proj")
+            split_layer(output, "attention_output", replace(place, view=view))
 
-    def _seen(self, layer: PlannedLayer) -> dict[str, tuple[Sharding, torch.Size]]:
-        """Return by name how parameters are cut that only the layer's own forward sees in parts."""
-        if layer.style.form == "attention":
-            return {}
-        params = layer.module._parameters
-        return {
+    def _view(self, module: nn.Module, name: str) -> FullView:
+        """Make the view of a layer's parameters that only its own forward sees in parts."""
+        seen = {
             name: (self.shardings[param], self.full_shapes[param])
-            for name, param in params.items()
+            for name, param in module._parameters.items()
             if param in self.shardings
         }
+        return FullView(self._look, seen, self._part, name)
 
     def _look(self, how: tuple[Sharding, torch.Size], tensor: Tensor) -> Tensor:
         """Make a part of a weight look full while a step runs."""

@@ -119,3 +119,27 @@ def test_code_that_read_the_shape_of_a_split_weight_saw_a_part(
     style: type[Positioned], name: str
 ) -> None:
     torch.testing.assert_close(fit(style, strategies()[name]), fit(style), rtol=1e-5, atol=2e-7)
+
+
+class Attending(Positioned):
+    """Lets torch's attention look at positions of another width; a penalty asks for all weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.cross = nn.MultiheadAttention(
+            WIDTH, 2, dropout=0.0, kdim=4, vdim=4, batch_first=True, bias=False
+        )
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        seen = self.cross(self.encoder(x), x[..., :4].contiguous(), x[..., 4:].contiguous())[0]
+        assert self.cross.out_proj.weight.shape == (WIDTH, WIDTH)
+        penalty = torch.stack([param.square().sum() for param in self.parameters()]).sum()
+        return super().loss(seen, ids) + 0.01 * penalty
+
+
+def test_the_weights_of_torch_s_attention_look_full_in_a_step() -> None:
+    """A penalty over all parameters was of each rank's part: the ranks' losses differed."""
+    run = fit(Attending, TensorParallelStrategy(num_ranks=2, backend="in_process"))
+    torch.testing.assert_close(run, fit(Attending), rtol=1e-5, atol=2e-7)
