@@ -161,22 +161,38 @@ def _box(title: str, lines: list[str]) -> list[str]:
     return [f" {title}", border, *(f"| {line.center(width)} |" for line in lines), border]
 
 
+def _copies(stages: Stages, shard: int, cp: int) -> list[list[tuple[int, ...]]]:
+    """Return the ranks of each copy of the state, of those that average the same gradients."""
+    found = []
+    for stage in stages:
+        for places in zip(
+            *(zip(*_in_parts(ranks, cp), strict=True) for ranks in stage), strict=True
+        ):
+            averaging = sorted(rank for ranks in places for rank in ranks)
+            starts = range(0, len(averaging), shard * cp)
+            found.append([tuple(averaging[start : start + shard * cp]) for start in starts])
+    return found
+
+
+def _in_parts(ranks: Sequence[int], cp: int) -> list[Sequence[int]]:
+    """Return the ranks of each part of a sequence."""
+    size = len(ranks) // cp
+    return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+
+
 def _group_lines(stages: Stages, shard: int | None, cp: int, ep: int) -> list[str]:
     """Return a line for each axis of more than one rank: the groups along it, and within dp."""
     replicas = [group for stage in stages for group in zip(*stage, strict=True)]
     size = len(replicas[0])
-    shard = shard or size
-    parts = range(0, size if shard < size else 0, shard)  # nothing where there is one copy
+    copies = _copies(stages, shard, cp) if shard is not None and shard < size else []
     groups: dict[str, list[tuple[int, ...]]] = {
         "pp groups, a pipeline each:     ": [
             group for replica in zip(*stages, strict=True) for group in zip(*replica, strict=True)
         ],
         "dp groups, of equal parameters: ": replicas,
-        "  a copy of the state each:     ": [
-            group[first : first + shard] for group in replicas for first in parts
-        ],
+        "  a copy of the state each:     ": [one for same in copies for one in same],
         "  equal shards of the copies:   ": [
-            group[first::shard] for group in replicas for first in range(shard if parts else 0)
+            ranks for same in copies for ranks in zip(*same, strict=True)
         ],
         "ep groups, sharing experts:     ": [
             group[first : first + ep] for group in replicas for first in range(0, size, ep)

@@ -67,7 +67,8 @@ class HybridParallelStrategy(ModelParallelStrategy):
     @property
     @override
     def shard_size(self) -> int:
-        return shard_size(self._data_parallel_size, super().shard_size)
+        dp = self.mesh.dp  # a copy of the state is in shards on all that share its sequences
+        return shard_size(self._data_parallel_size, dp) * (super().shard_size // dp)
 
     @override
     def placement(self, ranks_per_node: int) -> NodePlacement:

@@ -256,7 +256,8 @@ class HybridParallelOptions(SplitOptions, PlanOptions, ScheduleOptions, total=Fa
             batches.
         data_parallel_size: Models that train on different batches; -1 takes the remaining ranks. A
             pair (replicate, shard) is so many copies of the state, each in shards on so many
-            neighbouring ranks; choose those of a node, and gathers stay inside it.
+            neighbouring ranks; choose those of a node, and gathers stay inside it. With a
+            context_parallel_size the ranks that share a sequence share out its copy, too.
         zero_stage: How the data-parallel ranks keep their state, 0 to 3. Stage 3 gathers each layer
             for every microbatch's forward and backward, each half of it where those are apart.
         axis_order: The axes "pp", "dp" and "tp" from the slowest to the fastest; where they

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_shard import HybridParallelStrategy
+from lightning_shard.errors import ConfigError
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,
@@ -38,6 +39,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and the strategy's 
         4,
         {"context_parallel_size": 1, "tensor_parallel_size": 2, "zero_stage": 1},
     ),
+    "copies of the state": (8, {"data_parallel_size": (2, 2), "zero_stage": 3}),
+    "a copy for each sequence": (8, {"data_parallel_size": (4, 1), "zero_stage": 2}),
+    "copies, cp-slowest": (
+        8,
+        {"data_parallel_size": (2, -1), "zero_stage": 3, "axis_order": ("cp", "pp", "dp", "tp")},
+    ),
     "cp-slowest": (4, {"tensor_parallel_size": 2, "axis_order": ("cp", "pp", "dp", "tp")}),
 }
 QUICK = {
@@ -45,6 +52,7 @@ QUICK = {
     ("gpt", "cp2-pp2"),
     ("encoder", "cp-slowest"),
     ("gpt", "one sequence a rank"),
+    ("gpt", "copies of the state"),
 }
 
 
@@ -65,3 +73,26 @@ def test_equals_a_single_device(model: str, layout: str) -> None:
     strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     run = train(build(model), strategy=strategy, devices=num_ranks)
     assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=1)))
+
+
+@pytest.mark.parametrize(
+    ("pair", "num_shards"), [((2, 2), 4), ((1, 4), 8), ((4, 1), 2), ((-1, 2), 4), ((4, -1), 2)]
+)
+def test_no_pair_of_copies_and_shards_was_accepted_beside_parts_of_sequences(
+    pair: tuple[int, int], num_shards: int
+) -> None:
+    """One check counted ranks of other samples, and the other all that average gradients."""
+    strategy = HybridParallelStrategy(
+        backend="in_process", context_parallel_size=2, data_parallel_size=pair, zero_stage=3
+    )
+    train(build("gpt"), strategy=strategy, devices=8, max_steps=1)
+    assert (strategy.mesh.dp, strategy.shard_size) == (4, num_shards)
+
+
+@pytest.mark.parametrize("pair", [(2, 4), (8, 1), (1, 8), (3, -1)])
+def test_pairs_are_of_the_ranks_of_other_samples(pair: tuple[int, int]) -> None:
+    strategy = HybridParallelStrategy(
+        backend="in_process", context_parallel_size=2, data_parallel_size=pair, zero_stage=3
+    )
+    with pytest.raises(ConfigError, match=r"4 data-parallel ranks of this run\. Pairs .*\(2, 2\)"):
+        train(build("gpt"), strategy=strategy, devices=8, max_steps=1)
