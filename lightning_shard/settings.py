@@ -14,6 +14,7 @@ Each function reads what one caller needs and says which variable is missing or 
 import os
 import socket
 import stat
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -370,6 +371,24 @@ def debug() -> bool:
             "that compare every collective call before they make it, or 0."
         )
     return value == "1"
+
+
+def grace_seconds() -> float:
+    """Read LIGHTNING_SHARD_GRACE_SECONDS: how long a SIGTERM waits for the ranks' next step.
+
+    Thirty seconds by default, which is what SLURM and torchrun wait before they kill.
+
+    Raises:
+        ConfigError: The variable is no number above 0.
+    """
+    value = given("LIGHTNING_SHARD_GRACE_SECONDS") or "30"
+    with suppress(ValueError):
+        if (seconds := float(value)) > 0:
+            return seconds
+    raise ConfigError(
+        f"The environment variable LIGHTNING_SHARD_GRACE_SECONDS is {value!r}; expected a number "
+        "above 0: the seconds after SIGTERM in which every rank comes to its next step."
+    )
 
 
 def torchrun_job() -> str | None:

@@ -100,9 +100,13 @@ def purpose() -> str:
     )
 
 
-def find_call_site() -> CallSite:
-    """Return the innermost frame that is not of torch, Lightning, a wrapper or this package."""
-    frame: FrameType | None = sys._getframe(1)
+def find_call_site(frame: FrameType | None = None) -> CallSite:
+    """Return the innermost frame that is not of torch, Lightning, a wrapper or this package.
+
+    Args:
+        frame: Where to begin; by default at the caller.
+    """
+    frame = frame or sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         inner = _is_inner.get(filename)

@@ -49,10 +49,11 @@ class Training:
         timeout: Of the strategy, in seconds.
         victim: The rank to which something happens, or EVERYBODY.
         event: What it does by itself: "raise" or "exit" in its fourth step, "end early" one step
-            before the others; "" for nothing.
+            before the others, "hang" if the last rank never ends its second; "" for nothing.
         num_workers: Of each rank's DataLoader.
         max_steps: When the run ends by itself.
         saves: Whether the ranks save a checkpoint when they stop.
+        grace: Seconds in which their next step must come after SIGTERM.
     """
 
     backend: str = "gloo"
@@ -62,6 +63,7 @@ class Training:
     num_workers: int = 0
     max_steps: int = MANY_STEPS
     saves: bool = False
+    grace: float = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +93,16 @@ class FailingModel(BoringModel):
         super().__init__()
         self.training_options = training
 
+    def on_train_start(self) -> None:
+        training = self.training_options
+        if training.event == "end early" and self.global_rank == training.victim:
+            self.trainer.fit_loop.epoch_loop.max_steps -= 1  # ranks compare what they are given
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         training = self.training_options
+        if training.event == "hang" and self.global_rank == WORLD_SIZE - 1 and self.global_step:
+            self.trainer.callbacks[0].write()  # type: ignore[attr-defined]
+            time.sleep(10_000)
         if self.global_rank == training.victim and self.global_step == 3:
             if training.event == "raise":
                 raise ValueError("on purpose")
@@ -108,25 +118,31 @@ class FailingModel(BoringModel):
 class WritesSteps(pl.Callback):
     """Writes how many steps there were."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, *, waits: bool) -> None:
+        self._file, self._waits = file, waits
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        _write(self._file, str(trainer.global_step))
+        if not self._waits:
+            self.write(str(trainer.global_step))
+
+    def write(self, steps: str = "") -> None:
+        _write(self._file, steps)
 
 
 def train_rank(folder: Path, rank: int, training: Training) -> None:
     """Be one rank: train, and write how that ends."""
     _write(folder / f"pid_{rank}", str(os.getpid()))
     torch.set_num_threads(1)
-    callbacks: list[pl.Callback] = [WritesSteps(folder / f"steps_{rank}")]
+    os.environ["LIGHTNING_SHARD_GRACE_SECONDS"] = str(training.grace)
+    hangs = training.event == "hang" and rank == WORLD_SIZE - 1
+    callbacks: list[pl.Callback] = [WritesSteps(folder / f"steps_{rank}", waits=hangs)]
     if training.saves:
         callbacks.append(OnExceptionCheckpoint(folder, "stopped"))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE,
         strategy=ZeRO2Strategy(backend=training.backend, timeout=training.timeout),
-        max_steps=training.max_steps - (rank == training.victim and training.event == "end early"),
+        max_steps=training.max_steps,
         max_epochs=-1,
         limit_val_batches=0,
         callbacks=callbacks,
@@ -184,6 +200,10 @@ def _observe(folder: Path, training: Training, sent: signal.Signals | None) -> l
             os.kill(process, sent)
         if sent != signal.SIGTERM:
             expected.remove(training.victim)
+    if training.event == "hang":
+        expected.remove(WORLD_SIZE - 1)
+        while "is ended" not in read_log(folder, WORLD_SIZE - 1):
+            time.sleep(0.1)
     _await([folder / f"end_{rank}" for rank in expected], _STARTING_SECONDS + training.timeout)
     return [_end(folder, rank, since) for rank in ranks]
 

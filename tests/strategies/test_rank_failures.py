@@ -71,6 +71,17 @@ def test_sigterm_to_everybody(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sigterm_ends_a_job_whose_next_step_does_not_come() -> None:
+    """All were to stop at a next step that never came: nothing but SIGKILL ended the job."""
+    training = Training(event="hang", victim=0, timeout=600, grace=8)
+    all_ends = ends(training, signal.SIGTERM)
+    for end in all_ends[:2]:
+        assert end.error == "RankFailedError"
+        assert "rank 2 came to no next step within 8 s after rank 0 received SIGTERM" in end.message
+        assert f"{Path('tests', 'strategies', 'rank_failures.py')}:" in end.message
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_raises_is_quoted(victim: int) -> None:
     training = Training(event="raise", victim=victim)

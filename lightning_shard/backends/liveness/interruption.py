@@ -80,7 +80,7 @@ def end_at_exit(thread: Thread, ask: Callable[[], object] = lambda: None) -> Non
     """Have a thread that may be inside of torch end before Python does.
 
     Args:
-        thread: The thread.
+        thread: Thread that calls torch, such as one that connects or receives.
         ask: Asks it to end, where it would not by itself.
     """
     _threads[thread] = ask

@@ -9,6 +9,7 @@ Asking costs an attribute read for as long as nobody has failed.
 """
 
 import contextlib
+import math
 import os
 import platform
 import sys
@@ -21,9 +22,10 @@ from threading import Condition
 from time import monotonic
 from typing import Any
 
-from lightning_shard.backends.call_site import purpose
+from lightning_shard.backends.call_site import find_call_site, purpose
 from lightning_shard.backends.guarded.connection import Message
 from lightning_shard.backends.liveness.report import (
+    NO_STEP,
     Activity,
     Table,
     Verdict,
@@ -33,6 +35,8 @@ from lightning_shard.backends.liveness.report import (
 from lightning_shard.errors import RankFailedError
 
 _LONGEST_EVENT = 500
+_LONG_SECONDS = 2.0  # after which others are told the line, too
+_ENDING_SECONDS = 10.0  # in which hooks run that hear of the failure
 KEPT = 64
 """How many beginnings and ends of operations a rank remembers."""
 
@@ -138,6 +142,7 @@ class Lifeline:
         self._hub_has_left = False
         self._has_announced_requeue = False
         self._steps = 0
+        self._ends_at = math.inf
         self._terminated: int | None = None
         self._stop_step: int | None = None
         self._failing: int | None = None  # after how many operations a peer has raised
@@ -316,6 +321,8 @@ class Lifeline:
             if self._terminated is not None:
                 self._news.wait_for(self._may_go_on)
         self.check("the next step")
+        if self.stops:
+            self._send({"kind": "stopped"})
         return self.stops or (self._hub_has_left and self.was_terminated)
 
     def _may_go_on(self) -> bool:
@@ -327,11 +334,22 @@ class Lifeline:
         """Tell the hub what this rank is doing."""
         activity = self._activity
         self.has_told_of_operations = self.has_told_of_operations or activity.number > 0
-        self._send({"kind": "beat", "doing": activity.describe(monotonic())})
+        now = monotonic()
+        seconds = now - activity.since
+        is_long = activity.number and seconds > _LONG_SECONDS
+        place = f" at {_line_of_main_thread()}" if is_long else ""
+        waits = seconds if activity.inside else 0.0
+        self._send({"kind": "beat", "doing": activity.describe(now) + place, "waits": waits})
 
     def tick(self, now: float) -> None:
-        """Beat, and give the hub up when it has said nothing for too long."""
+        """Beat, and give the hub up when it has said nothing for too long.
+
+        A process that has been told to end for want of a next step, and does not, is ended here.
+        """
         self.beat()
+        if now > self._ends_at:
+            self._print("has not ended by itself, and is ended")
+            os._exit(1)
         if now - self._hub_heard > self._silence_seconds:
             self._judge_hub(f"fell silent for {now - self._hub_heard:.1f} s")
 
@@ -352,6 +370,8 @@ class Lifeline:
             case "table":
                 with self._news:
                     self._table = {int(rank): doing for rank, doing in message["table"].items()}
+            case "waiting":
+                self._print("; ".join(message["ranks"]))
             case "hold":
                 with self._news:
                     self._terminated = message["rank"]
@@ -403,6 +423,8 @@ class Lifeline:
         with self._news:
             is_first, self._verdict = self._verdict is None, self._verdict or verdict
             self._news.notify_all()
+        if is_first and verdict.event.startswith(NO_STEP):
+            self._ends_at = monotonic() + _ENDING_SECONDS
         if is_first:
             # At once: a launcher may end this process before its main thread can raise.
             self._print(f"{verdict}.{self._where}" if self._stacks else str(verdict))
@@ -411,6 +433,10 @@ class Lifeline:
     def _print(self, news: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed
             print(f"[rank {self.rank}] {news}", file=sys.stderr, flush=True)
+
+
+def _line_of_main_thread() -> str:
+    return str(find_call_site(sys._current_frames().get(threading.main_thread().ident or 0)))
 
 
 def _describe(error: BaseException) -> str:

@@ -8,10 +8,14 @@ from lightning_shard.errors import RankFailedError
 Table = dict[int, str]
 """By rank, its last activity as the hub knows it: `{1: "was computing for 2.0 s, ..."}`."""
 
+NO_STEP = "came to no next step"
+
 _ADVICE = {
     "died": "Look for the cause in that rank's output and its host's log (out of memory?)",
     "fell silent": "Look whether its process is stopped, or its host or the network down",
     "raised": "Mend the cause, which that rank's own output shows in full",
+    NO_STEP: "Look for what it waits for, which the ranks' own lines tell; a step that may take "
+    "longer needs a larger LIGHTNING_SHARD_GRACE_SECONDS",
     "received SIGTERM": "Somebody ended the job, its scheduler for example",
 }
 
@@ -65,7 +69,7 @@ class Verdict:
     @property
     def is_timeout(self) -> bool:
         """Whether somebody was waited for in vain: why, only that rank's own stacks tell."""
-        return self.event.startswith(("fell silent", f"raised {RankFailedError.__name__}"))
+        return self.event.startswith(("fell silent", NO_STEP, f"raised {RankFailedError.__name__}"))
 
     @property
     def advice(self) -> str:

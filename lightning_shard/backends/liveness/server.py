@@ -1,5 +1,6 @@
 """The hub's connections: which rank each belongs to."""
 
+import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,13 +8,15 @@ from functools import partial
 from selectors import EVENT_READ, BaseSelector
 from time import monotonic
 
+from lightning_shard import settings
 from lightning_shard.backends.guarded.connection import Connection, Message
 from lightning_shard.backends.guarded.door import Door
-from lightning_shard.backends.liveness.report import FIRST
+from lightning_shard.backends.liveness.report import FIRST, NO_STEP
 
 SERVICE = "lifeline"
 Tell = Callable[[int, Message], None]
 
+_WAIT_SECONDS = 20.0  # after which a wait is told of for the first time
 _FRESH_SECONDS = 1.0  # in which a rank may come to its first operation and say so
 LONGEST_WAIT_SECONDS = 5.0
 """How long a rank that has raised waits for the others to raise at the same place."""
@@ -23,6 +26,8 @@ LONGEST_WAIT_SECONDS = 5.0
 class _Member:
     heard: float
     doing: str = "had not come yet"
+    waits: float = 0.0
+    has_stopped: bool = False
     has_come: bool = False
     has_left: bool = False
     was_terminated: bool = False
@@ -56,20 +61,34 @@ class Hub:
     A SIGTERM is no failure yet: the ranks agree on where to stop. Told to *hold*, each answers how
     many steps it has begun and waits before it begins the step after the next; the hub then has all
     of them *stop* where the foremost will be. So does SLURM's signal before it requeues the job;
-    ranks that stop are told whether one of them was sent it.
+    ranks that stop are told whether one of them was sent it. Where one does not come to its next
+    step in time, no saving is possible: that is a verdict on it.
+
+    Ranks that wait for long are told of while they do, at a time that doubles.
 
     Args:
         world_size: Number of ranks.
         silence_seconds: A rank that says nothing for so long is given up.
         tell: Sends a message to a rank; it is lost without an error when the rank has gone.
         now: Seconds on a clock that only goes forward; the same clock in every method.
+        grace_seconds: How long a SIGTERM waits for the ranks' next step.
     """
 
-    def __init__(self, world_size: int, silence_seconds: float, tell: Tell, now: float) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        silence_seconds: float,
+        tell: Tell,
+        now: float,
+        grace_seconds: float = 30.0,
+    ) -> None:
         self._members = {rank: _Member(heard=now) for rank in range(world_size)}
         self._silence_seconds = silence_seconds
         self._tell = tell
+        self._grace_seconds = grace_seconds
+        self._told_waits = _WAIT_SECONDS
         self._terminated: int | None = None
+        self._held_since = math.inf
         self._requeues: Message = {}  # what the ranks are told of it
         self._announced: dict[str, Message] = {}  # by kind, for those who come late
 
@@ -84,18 +103,17 @@ class Hub:
                 if all(one.has_come for one in self._members.values()):
                     self._announce({"kind": "welcome"})
             case "beat":
-                member.doing = f"was {message['doing']}"
+                member.doing, member.waits = f"was {message['doing']}", message.get("waits", 0.0)
             case "ask":
                 self._tell(rank, {"kind": "table", "table": self.table(now)})
             case "failed" | "raised" | "past":
                 self._hear_of_failure(rank, message, now)
             case "terminating":
-                self._hold(rank, requeues="requeues" in message)
-            case "hold":
-                member.steps = message["steps"]
-                self._stop_when_all_hold()
-            case "bye":
-                member.has_left = True
+                self._hold(rank, now, requeues="requeues" in message)
+            case "hold" | "stopped" | "bye":
+                member.steps = message.get("steps", member.steps)
+                member.has_stopped |= message["kind"] == "stopped"
+                member.has_left |= message["kind"] == "bye"
                 self._stop_when_all_hold()
 
     def _hear_of_failure(self, rank: int, message: Message, now: float) -> None:
@@ -149,7 +167,27 @@ class Hub:
             m.raised and now - m.raised_at > LONGEST_WAIT_SECONDS for m in self._members.values()
         ):
             self._judge_first(now)
+        if now - self._held_since > self._grace_seconds:
+            self._judge_who_does_not_stop(now)
+        self._tell_of_waits(now)
         self._tell_all({"kind": "beat"})
+
+    def _judge_who_does_not_stop(self, now: float) -> None:
+        late = [r for r, m in self._members.items() if not (m.has_stopped or m.has_left)]
+        late.sort(key=lambda one: self._members[one].waits)  # who computes is waited for
+        if late:
+            event = f"{NO_STEP} within {self._grace_seconds:g} s after rank {self._terminated}"
+            others = "; ".join(f"rank {r} {self._members[r].describe(now)}" for r in late[1:])
+            self._judge(late[0], f"{event} received SIGTERM", now, others)
+
+    def _tell_of_waits(self, now: float) -> None:
+        longest = max(
+            (one.waits for one in self._members.values() if not one.has_left), default=0.0
+        )
+        if longest > self._told_waits:
+            self._told_waits *= 2
+            ranks = [f"rank {rank} {doing}" for rank, doing in self.table(now).items()]
+            self._tell(0, {"kind": "waiting", "ranks": ranks})
 
     def forgive(self, now: float) -> None:
         """Start everybody's time anew: this process itself was not running for a while."""
@@ -164,14 +202,16 @@ class Hub:
         """Return in words what each rank was last doing, by rank."""
         return {str(rank): member.describe(now) for rank, member in self._members.items()}
 
-    def _judge(self, rank: int, event: str, now: float) -> None:
-        doing = f"it {self._members[rank].describe(now)}"
+    def _judge(self, rank: int, event: str, now: float, others: str = "") -> None:
+        doing = "; ".join(filter(None, (f"it {self._members[rank].describe(now)}", others)))
         self._announce({"kind": "verdict", "rank": rank, "event": event, "doing": doing})
 
-    def _hold(self, rank: int, *, requeues: bool) -> None:
+    def _hold(self, rank: int, now: float, *, requeues: bool) -> None:
         self._members[rank].was_terminated |= not requeues
         if requeues:
             self._requeues = {"requeues": True}
+        else:
+            self._held_since = min(self._held_since, now)
         if self._terminated is None:
             self._terminated = rank
             self._announce({"kind": "hold", "rank": rank, **self._requeues})
@@ -220,7 +260,9 @@ class HubServer:
         self._selector = selector
         self._connections: dict[Connection, int | None] = {}
         self._of_rank: dict[int, Connection] = {}
-        self.hub = Hub(world_size, silence_seconds, self._tell, monotonic())
+        self.hub = Hub(
+            world_size, silence_seconds, self._tell, monotonic(), settings.grace_seconds()
+        )
         self._door = Door(listeners, token, selector, {SERVICE: self.add})
 
     @property

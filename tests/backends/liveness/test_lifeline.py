@@ -3,11 +3,13 @@
 At a time-out each rank's last operations and stacks stand in a file that the error names.
 """
 
+import os
 import re
 import tempfile
 import threading
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from lightning_shard.backends import liveness
 from lightning_shard.backends.guarded.connection import Message
 from lightning_shard.backends.liveness.lifeline import KEPT, Lifeline
+from lightning_shard.backends.liveness.report import NO_STEP
 from lightning_shard.errors import RankFailedError
 from tests.processes import run_processes
 from tests.strategies.models import TiedLSTM
@@ -81,6 +84,30 @@ def test_a_beat_says_what_the_rank_does(rank: Rank) -> None:
     assert doing[0].endswith(" before its first operation")
     assert doing[1] == "in all_gather (its operation 1) for 0.0 s"
     assert doing[2] == "computing for 0.0 s after all_gather (its operation 1)"
+
+
+def test_a_beat_of_one_that_waits_for_long_names_the_users_line(rank: Rank) -> None:
+    rank.lifeline.entered("all_reduce")
+    rank.lifeline._activity = rank.lifeline._activity._replace(since=monotonic() - 6)
+    rank.lifeline.beat()
+    assert f"s at {__file__}:" in rank.sent[0]["doing"]
+    assert rank.sent[0]["waits"] == pytest.approx(6, abs=5)
+
+
+def test_a_rank_that_does_not_end_for_want_of_a_next_step_is_ended(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It sleeps in its own code, where no error reaches it, and stayed when the others had gone."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    rank.told(kind="verdict", rank=2, event=f"{NO_STEP} in time", doing="it was computing")
+    now = monotonic()
+    rank.lifeline.forgive(now + 60)
+    rank.lifeline.tick(now)
+    assert statuses == []
+    rank.lifeline.tick(now + 60)
+    assert statuses == [1]
+    assert "[rank 2] has not ended by itself, and is ended" in capfd.readouterr().err
 
 
 def test_a_verdict_names_the_rank_the_operation_and_what_to_do(
@@ -178,7 +205,8 @@ def test_a_rank_answers_hold_and_then_waits_before_the_step_after(rank: Rank) ->
     assert rank.lifeline.step()
     assert rank.lifeline.terminated_rank == 1
     rank.lifeline.announce_failure(RankFailedError("stopped"))
-    assert len(rank.sent) == 1  # all have stopped: no failure
+    kinds = [message["kind"] for message in rank.sent]
+    assert kinds == ["hold", "stopped"]  # all have stopped: no failure
 
 
 @pytest.mark.parametrize("release", [VERDICT, {"kind": "bye"}])

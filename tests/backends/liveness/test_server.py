@@ -189,3 +189,54 @@ def test_a_rank_many_steps_in_was_said_to_be_before_its_first_operation(room: Ro
     room.hub.heard(1, {"kind": "beat", "doing": doing}, 1.0)
     assert room.hub.table(1.5)["1"] == f"was {doing}, 0.5 s ago"
     assert "first operation" not in room.hub.table(5.0)["1"]
+
+
+def doing(room: Room, rank: int, now: float, waits: float) -> None:
+    message = {"kind": "beat", "doing": f"in all_reduce for {waits:.1f} s", "waits": waits}
+    room.hub.heard(rank, message, now)
+
+
+def test_a_next_step_that_does_not_come_in_time_ends_the_job(room: Room) -> None:
+    """Ranks that waited for each other were told to stop at the next step, and that was all."""
+    room.hub.heard(1, {"kind": "terminating"}, 1.0)
+    for now in (10.0, 20.0, 30.5):
+        doing(room, 0, now, 0.0)
+        doing(room, 2, now, now)
+        room.hub.heard(1, {"kind": "stopped"}, now)
+        room.hub.tick(now)
+    assert room.verdicts == set()
+    room.hub.tick(31.5)
+    assert room.verdicts == {(0, "came to no next step within 30 s after rank 1 received SIGTERM")}
+    [verdict] = room.said_to(2, "verdict")
+    assert "; rank 2 was in all_reduce for 30.5 s" in verdict["doing"]
+
+
+def test_who_has_stopped_may_save_for_as_long_as_it_takes(room: Room) -> None:
+    room.hub.heard(1, {"kind": "terminating"}, 1.0)
+    for now in (2.0, 9.0, 16.0, 23.0, 30.0, 37.0):
+        for rank in range(3):
+            room.hub.heard(rank, {"kind": "stopped"}, now)
+        room.hub.tick(now)
+    assert room.verdicts == set()
+
+
+def test_slurms_signal_leaves_the_time_that_it_was_asked_for(room: Room) -> None:
+    room.hub.heard(1, {"kind": "terminating", "requeues": True}, 1.0)
+    for now in (8.0, 16.0, 24.0, 32.0, 40.0):
+        for rank in range(3):
+            doing(room, rank, now, 0.0)
+        room.hub.tick(now)
+    assert room.verdicts == set()
+
+
+def test_who_waits_for_what_is_told_while_they_wait(room: Room) -> None:
+    """Of a hang nothing was said before the time-out, which is half an hour by default."""
+    for now in (5.0, 12.0, 19.0, 26.0, 33.0, 40.0, 47.0):
+        doing(room, 0, now, 0.0)
+        for rank in (1, 2):
+            doing(room, rank, now, now)
+        room.hub.tick(now)
+    first, second = (message["ranks"] for message in room.said_to(0, "waiting"))
+    assert first[1] == "rank 1 was in all_reduce for 26.0 s, 0.0 s ago"
+    assert second[2] == "rank 2 was in all_reduce for 47.0 s, 0.0 s ago"
+    assert room.said_to(1, "waiting") == []
