@@ -4,6 +4,7 @@ import copy
 import ctypes
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -24,11 +25,13 @@ from lightning_shard import (
     DeadlockError,
     HybridParallelStrategy,
     PipelineParallelStrategy,
+    RankFailedError,
     TensorParallelStrategy,
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.processes import run_processes
+from tests.strategies.parity import UPSTREAM_WARNINGS, ignore_upstream_warnings
 from tests.strategies.styles import Net
 
 pytestmark = [
@@ -126,9 +129,14 @@ def backward_from_a_copy(tensor: Tensor) -> Tensor | None:
     return leaf.grad
 
 
-@torch.jit.script
 def doubled(tensor: Tensor) -> Tensor:
     return tensor * 2
+
+
+def by_script(tensor: Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(doubled)(tensor)
 
 
 def cubes(tensor: Tensor) -> Tensor:
@@ -213,7 +221,7 @@ WAYS: dict[str, Way] = {
     "torch.func.jvp": lambda w: torch.func.jvp(cubes, (w,), (torch.ones_like(w),))[1],
     "torch.func.hessian": lambda w: torch.func.hessian(cubes)(w.detach()[0]),
     "vmap": torch.vmap(lambda row: row.exp().sum()),
-    "scripted": lambda w: doubled(w),  # of itself it is no copy
+    "scripted": by_script,
     "Parameter": lambda w: nn.Parameter(w).detach(),
     "Parameter by name": lambda w: nn.Parameter(data=w, requires_grad=False),
     "Parameter of a module": registered,
@@ -324,13 +332,13 @@ def plain(value: Any) -> Any:
     return value if value is None else np.array(value, dtype=np.float64).ravel()
 
 
-def fit(module: Asks, strategy: Any = "auto") -> Asks:
+def fit(module: Asks, strategy: Any = "auto", devices: int = 1) -> Asks:
     torch.manual_seed(7)
     for param in module.parameters():
         nn.init.normal_(param, std=0.3)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=devices,
         strategy=strategy,
         max_epochs=1,
         logger=False,
@@ -531,6 +539,22 @@ def test_what_one_rank_reads_alone_is_named(strategy: str, module: ReadsAlone) -
     assert "to read 'net.blocks.1.layer.weight', of which ranks have parts" in str(error.value)
     assert "every rank must read it, or none" in str(error.value)
     assert Path(__file__).name in str(error.value)
+
+
+def read_over_gloo() -> str:
+    """Run in each of two processes."""
+    ignore_upstream_warnings()
+    strategy = ZeRO3Strategy(backend="gloo", timeout=5.0)
+    with pytest.raises(RankFailedError) as error:
+        fit(ReadsAlone(lambda w: w.norm()), strategy, devices=2)
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_what_one_rank_reads_alone_is_named_over_gloo() -> None:
+    """The ranks waited for each other until the time-out, whose error named operations only."""
+    told: list[str] = run_processes(read_over_gloo, 2)
+    assert any("to read 'net.blocks.1.layer.weight', of which ranks have parts" in t for t in told)
 
 
 class Detaches(Asks):
