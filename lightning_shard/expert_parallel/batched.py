@@ -9,7 +9,7 @@ The module's own forward does what it does with a weight: so that its gradient i
 travels with the row. Entries that name no expert (dropped tokens) give zeros, as there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -48,7 +48,7 @@ class BatchedExperts:
         self.mixture, self._group, self._is_dry = mixture, group, is_dry
         self.load = Load()
         self.anchor = torch.zeros(0, 1, requires_grad=True)
-        self.is_own = False
+        self.is_own = self._has_rows_of_all = False
         self._num_here = mixture.num_experts // group.size
         self._likes: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # results without rows
 
@@ -118,8 +118,13 @@ class BatchedExperts:
         args, kwargs = given.with_others(others)
         before, self.is_own = self.is_own, True
         try:
-            with self._counting_own(module):
+            with self._counting_own(module), self._with_rows_of_all(module):
                 result = own(*args, **kwargs)
+        except IndexError:  # it counts on as many experts as there are, under another name
+            if self._has_rows_of_all:
+                raise
+            self._has_rows_of_all = True
+            return self._computed(module, own, given, numbers, rows, weights)
         finally:
             self.is_own = before
         if not isinstance(result, Tensor) or result.shape[:1] != rows.shape[:1]:
@@ -146,6 +151,20 @@ class BatchedExperts:
         total = self.mixture.num_experts
         names = [n for n, value in vars(module).items() if "expert" in n and value == total]
         return _set(module, dict.fromkeys(names, self._num_here))
+
+    @contextmanager
+    def _with_rows_of_all(self, module: nn.Module) -> Iterator[None]:
+        """Let weights have rows of all experts inside if need be: zeros, which no token is for."""
+        params = vars(module)["_parameters"]
+        before = dict(params)
+        num_others = self.mixture.num_experts - self._num_here
+        for name, one in before.items() if self._has_rows_of_all else ():
+            if one is not None:
+                params[name] = torch.cat([one, one.new_zeros(num_others, *one.shape[1:])])
+        try:
+            yield
+        finally:
+            params.update(before)
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Return which of a call's arguments are which.

@@ -2,9 +2,11 @@
 
 batched   a module whose every parameter has the experts as its first dimension, such as those of
           Hugging Face: weights of shape (E, out, in), biases of shape (E, out). It is called with
-          tokens, the experts of each, and their weights.
+          tokens, the experts of each, and their weights. It has a number E, or is called, like
+          experts; where nothing is, it stands beside a router.
 listed    a `ModuleList` of E equal modules beside a router, a parameter of two dimensions one of
-          which is E. The module that has both calls the experts with the tokens of each.
+          which is E. The module that has both calls the experts with the tokens of each. Where
+          others are, it is called like experts, as a `ModuleDict` always is.
 """
 
 from collections.abc import Sequence
@@ -43,18 +45,44 @@ def find_mixtures(model: nn.Module) -> list[Mixture]:
         Mixture(name=name, module=module, num_experts=num)
         for name, module in model.named_modules()
         if (num := _num_batched(module)) > 1
+        and (_is_called_experts(name, module) or _counts_experts(module, num))
     ]
-    known = {one.module for one in batched}
-    listed: list[Mixture] = []
-    modules = list(model.named_modules())
-    for name, module in reversed(modules):  # inner lists first: those with mixtures are blocks
-        if isinstance(module, nn.ModuleList) and not any(one in known for one in module.modules()):
-            parent = model.get_submodule(name.rpartition(".")[0])
-            if _are_equal(list(module)) and _has_router(parent, module):
-                num, experts = len(module), tuple(module)
-                listed.append(Mixture(name=name, module=parent, num_experts=num, experts=experts))
-                known.add(module)
-    return [*batched, *reversed(listed)]
+    listed = _listed(model, {one.module for one in batched})
+    sure = [one for one in listed if _is_called_experts(one.name, *one.experts)]
+    if batched or sure:  # the others are heads, say, as many as there are experts
+        return [*batched, *sure]
+    return listed or [
+        Mixture(name=name, module=module, num_experts=num)
+        for name, module in model.named_modules()
+        if (num := _num_batched(module)) > 1 and _has_router(_parent(model, name), module, num)
+    ]
+
+
+def _parent(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _listed(model: nn.Module, known: set[nn.Module]) -> list[Mixture]:
+    """Return what may be mixtures of lists, without those that have others."""
+    found: list[Mixture] = []
+    for name, module in reversed(list(model.named_modules())):  # inner lists first
+        may_be = isinstance(module, nn.ModuleList) or (
+            isinstance(module, nn.ModuleDict) and _is_called_experts(name, *module.children())
+        )
+        if not may_be or any(one in known for one in module.modules()):
+            continue
+        parent, experts = _parent(model, name), tuple(module.children())
+        if _are_equal(experts) and _has_router(parent, module, len(experts)):
+            num = len(experts)
+            found.append(Mixture(name=name, module=parent, num_experts=num, experts=experts))
+            known.add(module)
+    return found[::-1]
+
+
+def _is_called_experts(name: str, *modules: nn.Module) -> bool:
+    """Whether the name of modules, or of their class, says that they are experts."""
+    names = (name.rpartition(".")[-1], *(type(one).__name__ for one in modules))
+    return any("expert" in one.lower() for one in names)
 
 
 def check_mixtures(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int) -> None:
@@ -68,9 +96,9 @@ def check_mixtures(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int
     if not mixtures:
         raise ConfigError(
             f"expert_parallel_size={num_ranks} shares out the experts of mixtures, but "
-            f"{type(model).__name__} has none: no module whose parameters all have the experts "
-            f"first, called with tokens, their experts and weights, and no ModuleList of equal "
-            f"modules beside a router with as many rows. {advice}"
+            f"{type(model).__name__} has none: no module named like experts, or beside a router "
+            f"with as many rows, whose parameters all have the experts first, and no ModuleList of "
+            f"equal modules beside such a router. {advice}"
         )
     for one in mixtures:
         if one.num_experts % num_ranks:
@@ -84,7 +112,9 @@ def check_mixtures(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int
         _check_frozen(one)
     _check_ties(mixtures, model, num_ranks, advice)
     if len({one.is_batched for one in mixtures}) > 1:
-        first, other = (next(one for one in mixtures if one.is_batched is kind) for kind in (1, 0))
+        first, other = (
+            next(one for one in mixtures if one.is_batched is kind) for kind in (True, False)
+        )
         raise ConfigError(
             f"{type(model).__name__} has experts in tensors ({first.name!r}) and in lists "
             f"({other.name!r}), expected one kind. {advice}"
@@ -158,9 +188,7 @@ def _num_batched(module: nn.Module) -> int:
     ):
         return 0
     sizes = {param.shape[0] if param.ndim > 1 else 0 for param in params}
-    if len(sizes) > 1 or not _counts_experts(module, next(iter(sizes))):
-        return 0
-    return next(iter(sizes))
+    return 0 if len(sizes) > 1 else next(iter(sizes))
 
 
 def _counts_experts(module: nn.Module, number: int) -> bool:
@@ -178,11 +206,11 @@ def _are_equal(modules: Sequence[nn.Module]) -> bool:
     return bool(forms[0][1]) and all(one == forms[0] for one in forms)
 
 
-def _has_router(parent: nn.Module, experts: nn.ModuleList) -> bool:
+def _has_router(parent: nn.Module, experts: nn.Module, number: int) -> bool:
     """Whether a module that has experts has a parameter that tells them apart."""
     own = set(experts.parameters())
     return any(
-        param.ndim == 2 and len(experts) in param.shape
+        param.ndim == 2 and number in param.shape
         for param in parent.parameters()
         if param not in own
     )

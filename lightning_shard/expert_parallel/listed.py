@@ -86,9 +86,7 @@ class ListedExperts:
 
     def experts_of(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the experts of a module, or of a copy."""
-        found = module.get_submodule(self._path)
-        assert isinstance(found, nn.ModuleList)
-        return list(found)
+        return list(module.get_submodule(self._path).children())
 
     def is_full(self, module: nn.Module) -> bool:
         """Whether a module, a copy say, has all experts."""
