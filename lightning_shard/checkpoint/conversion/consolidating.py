@@ -27,6 +27,7 @@ from lightning_shard.checkpoint.files.torch_archive import Record, records_of, w
 from lightning_shard.checkpoint.files.untouched import untouched
 from lightning_shard.errors import ConfigError
 
+_OF_HUGGING_FACE = ("model.safetensors", "model-*-of-*.safetensors", INDEX_OF_SAFETENSORS)
 Format = Literal["ckpt", "pt", "safetensors", "huggingface"]
 MAX_SHARD_BYTES = 5 * 10**9  # as `save_pretrained` has it
 _SUFFIXES: dict[str, Format] = {
@@ -132,7 +133,7 @@ class HuggingFaceFolder:
         ]
         if len(shards) == 1:
             names = ["model.safetensors"]
-        with new_folder(path, replaces=True) as folder:
+        with new_folder(path, own=_OF_HUGGING_FACE) as folder:
             for name, shard in zip(names, shards, strict=True):
                 filesystem, inner = remote_place(inside(folder.path, name))
                 with filesystem.open(inner, "wb") as file:

@@ -14,7 +14,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -28,7 +28,12 @@ from lightning_shard.checkpoint.files.places import (
     local_path,
     remote_place,
 )
-from lightning_shard.checkpoint.files.remote_folders import holds_others, new_edition, remove_remote
+from lightning_shard.checkpoint.files.remote_folders import (
+    holds_others,
+    new_edition,
+    remove_own,
+    remove_remote,
+)
 from lightning_shard.errors import CheckpointError
 
 _OF_CHECKPOINTS = (INDEX_FILE, "meta.pt", "*.distcp")
@@ -188,7 +193,7 @@ def new_file(path: Any) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def new_folder(path: Any, *, replaces: bool = False) -> Iterator[OpenFolder]:
+def new_folder(path: Any, *, own: Sequence[str] = ()) -> Iterator[OpenFolder]:
     """Write a folder that is there when the block ends, whole, and not at all if it raises.
 
     One rank enters this, and tells the others the folder; all have written when it leaves. Its
@@ -197,9 +202,9 @@ def new_folder(path: Any, *, replaces: bool = False) -> Iterator[OpenFolder]:
 
     Args:
         path: Local, or any path of fsspec's. Folders above it are made. A checkpoint, file or
-            folder, of this name is replaced.
-        replaces: Whether what is replaced on an object store goes first, for a folder without an
-            index.
+            folder, of this name is replaced, and other files in such a folder are kept.
+        own: Patterns of the files of a folder without an index of checkpoints, which is replaced,
+            too. On an object store they go first.
 
     Yields:
         The folder to write into. On an object store it is `path` itself, and a new edition of it
@@ -211,28 +216,33 @@ def new_folder(path: Any, *, replaces: bool = False) -> Iterator[OpenFolder]:
     with explaining_failures(path):
         place = local_path(path)
         if place is None:
-            if holds_others(path):
+            if holds_others(path, own):
                 raise _is_another(path, "a folder of checkpoints")
-            if replaces:
-                remove_remote(path)
+            if own:
+                remove_own(path, own)
             with new_edition(path) as folder:
                 yield folder
             return
         _make_room(place)
-        if place.is_dir() and not is_checkpoint_folder(place) and any(place.iterdir()):
+        own = (*_OF_CHECKPOINTS, *own)
+        if place.is_dir() and not _holds(place, own) and any(place.iterdir()):
             raise _is_another(place, "a folder of checkpoints")
         part = part_of(place)
         part.mkdir()
         with _removed_unless_done(part):
             yield OpenFolder(str(part))
-            _keep_others(place, part)
+            _keep_others(place, part, own)
             _sync_all(part)
             put_in_place(part, place)
 
 
 def is_checkpoint_folder(path: Path) -> bool:
     """Whether a folder holds a sharded checkpoint, complete or not."""
-    return any(next(path.glob(pattern), None) is not None for pattern in _OF_CHECKPOINTS)
+    return _holds(path, _OF_CHECKPOINTS)
+
+
+def _holds(folder: Path, patterns: Sequence[str]) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
 @contextmanager
@@ -267,13 +277,12 @@ def _make_room(place: Path) -> None:
     remove_leftovers(place.parent)
 
 
-def _keep_others(place: Path, part: Path) -> None:
+def _keep_others(place: Path, part: Path, own: Sequence[str]) -> None:
     """Give a folder's next checkpoint the files in it that are of none: somebody's notes."""
     if place.is_symlink() or not place.is_dir():
         return
-    own = (*_OF_CHECKPOINTS, *_OTHERS_OF_CHECKPOINTS)
     for path in place.iterdir():
-        if any(map(path.match, own)):
+        if any(map(path.match, (*own, *_OTHERS_OF_CHECKPOINTS))):
             continue
         with suppress(FileNotFoundError):  # somebody has just removed it
             if path.is_dir() and not path.is_symlink():

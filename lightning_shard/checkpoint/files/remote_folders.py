@@ -12,8 +12,9 @@ none. What a killed writer has left goes with the next save beside it.
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,34 @@ def new_edition(path: Any) -> Iterator[OpenFolder]:
             filesystem.rm_file(saving)
 
 
-def holds_others(path: Any) -> bool:
-    """Whether a remote folder holds files, and none of a checkpoint."""
+def holds_others(path: Any, own: Sequence[str] = ()) -> bool:
+    """Whether a remote folder holds files, and none of a checkpoint or of these patterns."""
+    names = _names(path)
+    return bool(names) and not any(_is_own(name, own) for name in names)
+
+
+def remove_own(path: Any, own: Sequence[str]) -> None:
+    """Remove the files of checkpoints and of these patterns from a remote folder, or a file.
+
+    Raises:
+        OSError: The filesystem's reason.
+    """
+    with as_system_errors():
+        filesystem, inner = fresh_place(path)
+        if filesystem.isfile(inner):
+            filesystem.rm_file(inner)
+        for name in _names(path):
+            if _is_own(name, own):
+                filesystem.rm_file(posixpath.join(inner, name))
+
+
+def _names(path: Any) -> list[str]:
     filesystem, inner = fresh_place(path)
-    names = names_in(filesystem, inner) if filesystem.isdir(inner) else []
-    return bool(names) and not any(map(_OF_CHECKPOINTS.fullmatch, names))
+    return names_in(filesystem, inner) if filesystem.isdir(inner) else []
+
+
+def _is_own(name: str, own: Sequence[str]) -> bool:
+    return bool(_OF_CHECKPOINTS.fullmatch(name)) or any(fnmatch(name, one) for one in own)
 
 
 def remove_remote(path: Any) -> None:

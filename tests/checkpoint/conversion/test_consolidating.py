@@ -256,6 +256,24 @@ def test_remote_paths(saved: dict[str, Path], tmp_path: Path) -> None:
         assert_same(weights_of(tmp_path / "back.pt"), expected)
 
 
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_weights_in_hugging_face_layout_take_the_place_of_earlier_ones(
+    saved: dict[str, Path], tmp_path: Path, *, is_remote: bool
+) -> None:
+    """A folder that `consolidate` itself had written was refused for holding other files."""
+    import fsspec
+
+    folder = "memory://again/hf" if is_remote else str(tmp_path / "hf")
+    filesystem, inner = fsspec.core.url_to_fs(folder)
+    consolidate(saved["full"], folder, Consolidation(max_shard_bytes=500))
+    filesystem.pipe(f"{inner}/config.json", b"{}")
+    consolidate(saved["sharded"], folder)  # into one file, so that none of several may be left
+    names = {Path(name).name for name in filesystem.ls(inner, detail=False)}
+    assert names == {"model.safetensors", "config.json"}
+    consolidate(folder, tmp_path / "back.pt")
+    assert_same(weights_of(tmp_path / "back.pt"), weights_of(saved["full"]))
+
+
 def test_a_model_whose_index_never_came_was_taken_for_one_of_fewer_tensors(
     saved: dict[str, Path], tmp_path: Path
 ) -> None:
