@@ -76,6 +76,8 @@ def optimizer_shapes(optimizer: Optimizer, engine: DataParallelEngine) -> dict[s
             else value
             for key, value in entries.items()
         }
+        if index in range(len(params))
+        else entries
         for index, entries in packed["state"].items()
     }
     return packed

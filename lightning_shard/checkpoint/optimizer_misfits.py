@@ -45,6 +45,9 @@ def optimizer_misfits(
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if not groups:  # it stands for none at all, and takes anything
         return []
+    loads_itself = type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    if loads_itself and "state" not in saved:  # a form of its own
+        return []
     lacking = [key for key in ("state", "param_groups") if key not in saved]
     if lacking:
         return [f"the checkpoint's state of {kind} has no {lacking}"]
@@ -55,7 +58,7 @@ def optimizer_misfits(
             f"the checkpoint's state of {kind} has groups of {lengths} parameters, expected "
             f"{expected}"
         ]
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+    if loads_itself:
         return []
     found: list[str] = []
     known: set[Any] = set()

@@ -25,6 +25,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.data_parallel.model_split import ranks_of
+from lightning_shard.data_parallel.optimizer_entries import of_itself
 from lightning_shard.errors import CheckpointError
 
 
@@ -57,7 +58,7 @@ def local_state_dict(
     Raises:
         CheckpointError: The state's groups are not those of the optimizer.
     """
-    if not optimizer.param_groups:
+    if not optimizer.param_groups or "state" not in full:  # a form of its own, for full state
         return dict(full)
     _check_groups(full, optimizer)
     numbers = [number for group in full["param_groups"] for number in group["params"]]
@@ -118,6 +119,7 @@ class FullOptimizerState:
         self.shapes: dict[tuple[int, str], tuple[Sequence[int], torch.dtype]] = {}
         self._engine, self._params = engine, params_of(optimizer)
         self._packed: dict[str, Any] = {}
+        self._own = of_itself(optimizer)
         self._common: dict[int, dict[str, Any]] = {}
         self._slices: dict[int, dict[str, torch.dtype]] = {}
         self._owned: dict[int, dict[str, _Owned]] = {}
@@ -125,9 +127,11 @@ class FullOptimizerState:
             return
         engine.adopt_assigned()  # a parameter that was replaced is in its place again
         self._packed = _packed(optimizer)
-        if not optimizer.param_groups:  # what stands for none at all
-            return
-        agreed = _agree_on_keys(self._packed["state"], self._params, engine)
+        if not optimizer.param_groups or "state" not in self._packed:
+            return  # it stands for none at all, or has a form of its own and is not cut
+        numbers = range(len(self._params))
+        entries = {key: one for key, one in self._packed["state"].items() if key in numbers}
+        agreed = _agree_on_keys(entries, self._params, engine)
         self._slices, self._common, self._owned = agreed
         if engine.is_first:
             self.shapes = {
@@ -220,9 +224,10 @@ class FullOptimizerState:
 
     def with_tensors(self, tensors: Mapping[tuple[int, str], Tensor]) -> dict[str, Any]:
         """Return the `state_dict` of a single device with these tensors in it; empty elsewhere."""
-        if not self._engine.is_first or not self._params:
+        if not self._engine.is_first or not self._params or "state" not in self._packed:
             return self._packed if self._engine.is_first else {}
-        state = {
+        state = {key: host_copy(value) for key, value in self._own.items()}
+        state |= {
             index: {
                 **self._common.get(index, {}),
                 **{key: tensors[index, key] for key in self._slices.get(index, ())},

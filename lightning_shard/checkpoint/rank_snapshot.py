@@ -25,6 +25,7 @@ from lightning_shard.checkpoint.optimizer_state import params_of
 from lightning_shard.checkpoint.state_entries import Entries, ShardMark, describe
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.optimizer_entries import of_itself
 from lightning_shard.errors import CheckpointError
 
 PARAMETERS = -1  # in the place of an optimizer's number
@@ -82,6 +83,7 @@ class SnapshotMetadata:
         states: By optimizer and parameter, the entries that the optimizer keeps.
         groups: By optimizer and group, the options of the group.
         extra: Bytes of the caller.
+        own: By optimizer, what it keeps of itself.
     """
 
     generation: int
@@ -94,6 +96,7 @@ class SnapshotMetadata:
     states: tuple[list[Entries | None], ...]
     groups: tuple[list[dict[str, Any]], ...]
     extra: bytes
+    own: tuple[dict[Any, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -178,6 +181,7 @@ def take(
         states=states,
         groups=tuple(_options(optimizer) for optimizer in optimizers),
         extra=extra,
+        own=tuple(map(of_itself, optimizers)),
     )
     packed = seal(pickle.dumps(metadata, protocol=pickle.HIGHEST_PROTOCOL))
     if buffers is None:

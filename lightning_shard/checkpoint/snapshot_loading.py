@@ -24,6 +24,7 @@ from lightning_shard.checkpoint.rank_snapshot import (
 from lightning_shard.checkpoint.state_entries import ShardMark, merge, rebuild
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.optimizer_entries import of_itself
 from lightning_shard.errors import CheckpointError
 
 
@@ -73,8 +74,8 @@ def _check_place(saved: SnapshotMetadata, engine: DataParallelEngine) -> None:
 def forget_state(optimizers: Sequence[Optimizer]) -> None:
     """Let go of the state of optimizers, which is rebuilt."""
     for optimizer in optimizers:
-        for param in params_of(optimizer):
-            optimizer.state.pop(param, None)
+        for key in (*params_of(optimizer), *of_itself(optimizer)):
+            optimizer.state.pop(key, None)
 
 
 def check_fits(
@@ -133,6 +134,8 @@ def _rebuild(
     shards: Mapping[TensorKey, list[Tensor]],
 ) -> None:
     """Give an optimizer its state and the options of its groups."""
+    if all_metadata[0].own:  # not in what an earlier version has recorded
+        optimizer.state.update(deepcopy(all_metadata[0].own[number]))
     merged = merge([metadata.states[number] for metadata in all_metadata])
     for param, entries in zip(params_of(optimizer), merged, strict=True):
         flat, index = engine.owner(param)

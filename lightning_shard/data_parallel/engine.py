@@ -85,6 +85,7 @@ class DataParallelEngine:
             takes over values, which a hook that sees full weights may have begun.
         around_backward: Makes the context in which each backward, with its recomputed forwards,
             runs.
+        around_methods: Makes the context in which methods of an optimizer run that go by its state.
 
     Raises:
         ConfigError: The ranks' models differ.
@@ -148,6 +149,7 @@ class DataParallelEngine:
         self.adoption.sources = self.user_code.sources
         self.seeing_shards: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.around_methods: Callable[[Any], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
         keep_freed_memory(self.device)
 

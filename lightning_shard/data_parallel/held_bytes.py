@@ -6,11 +6,13 @@ which the same code would be a device's.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.optimizer_entries import of_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldByt
     """
     on_host = {param for flat in engine.flats if flat.host is not None for param in flat.params}
     state: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether it is offloaded
-    for param, entries in ((p, e) for one in optimizers for p, e in one.state.items()):
+    for param, entries in chain.from_iterable(map(of_parameters, optimizers)):
         tensors = [value for value in entries.values() if isinstance(value, Tensor)]
         state[param in on_host] += tensors
     offloaded = [flat.host.tensor for flat in engine.flats if flat.host is not None]
@@ -111,7 +113,7 @@ def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> H
         params += numel * flat.master_dtype.itemsize if flat.full.dtype != flat.master_dtype else 0
         gradients += numel * flat.full.element_size() if flat.is_trained else 0
     states: dict[bool, int] = {True: 0, False: 0}  # by whether parts are gathered
-    for stepped, entries in ((p, e) for one in optimizers for p, e in one.state.items()):
+    for stepped, entries in chain.from_iterable(map(of_parameters, optimizers)):
         tensors = [value for value in entries.values() if isinstance(value, Tensor)]
         for value in tensors if stepped in growth else ():
             full = round(value.nbytes * (growth[stepped] if value.ndim else 1))

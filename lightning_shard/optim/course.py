@@ -135,7 +135,7 @@ class Runs:
 
         self.optimizers: list[Optimizer] = []
         self._step: Callable[..., Any] = type(optimizer).step
-        self._parts = parts
+        self._parts, self._weight = parts, weight
         self._in_each(weight, make)
         self._held = self._snapshots()
 
@@ -163,6 +163,14 @@ class Runs:
             self._step(run, *([] if loss is None else [closure]))
 
         self._in_each(grad, take)
+        return self._taken()
+
+    def call(self, name: str) -> tuple["Step", "Step"]:
+        """Call a method of the whole's optimizer and of the parts'; see `step`."""
+        self._in_each(self._weight, lambda number, _: getattr(self.optimizers[number], name)())
+        return self._taken()
+
+    def _taken(self) -> tuple["Step", "Step"]:
         before, self._held = self._held, self._snapshots()
         whole, parts = (Step(*one) for one in zip(before, self._held, strict=True))
         return whole, parts

@@ -26,6 +26,7 @@ from lightning_shard.checkpoint.optimizer_state import (
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import has_parts
+from lightning_shard.data_parallel.optimizer_entries import of_parameters
 from lightning_shard.data_parallel.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, parameter_behind
@@ -45,13 +46,10 @@ class EditedState:
         self._seen: list[int] = []
         self._num_params, self._waiting = -1, list[nn.Parameter]()  # those that lie elsewhere
         self._let_find()
-        # what is put in after the last step is saved
-        self._handle = optimizer.register_state_dict_pre_hook(lambda _: self.take_in())
 
     def detach(self) -> None:
         """Watch the optimizer's state no longer."""
         self.take_in()
-        self._handle.remove()
         if isinstance(self._optimizer.state, _FoundState):
             self._optimizer.state = defaultdict(dict, self._optimizer.state)
 
@@ -72,8 +70,9 @@ class EditedState:
         entries = self._optimizer.state.values()
         try:
             return [*map(id, chain.from_iterable(map(dict.values, entries)))]
-        except TypeError:  # an optimizer that keeps something else there
-            return []
+        except TypeError:  # an optimizer that keeps something of itself there
+            known = [entries for _, entries in of_parameters(self._optimizer)]
+            return [id(one) for entries in known for one in entries.values()]
 
     def _let_read(self) -> None:
         """Let hooks read state of every parameter that has been updated on any rank."""

@@ -172,7 +172,7 @@ def _try_values(
     if "lr" in settings:  # a warm-up may begin at zero, where every optimizer does the same
         settings["lr"] = _LR
     raised: list[str] = []
-    losses = (None, same_loss) if _takes_closure(optimizer) else (None,)
+    losses = (None, same_loss) if takes_closure(optimizer) else (None,)
     for loss in losses:
         try:
             are_equal = _are_alike(Runs(optimizer, settings, parts, values[0]), values, loss)
@@ -244,7 +244,7 @@ def _falling_loss(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _takes_closure(optimizer: Optimizer) -> bool:
+def takes_closure(optimizer: Optimizer) -> bool:
     """Whether the first argument of a step is a closure; whoever requires one means that."""
     _, *others = inspect.signature(type(optimizer).step).parameters.values()
     return bool(others) and (others[0].name == "closure" or others[0].default is others[0].empty)

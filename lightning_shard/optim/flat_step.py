@@ -65,12 +65,9 @@ class FlatStep:
         self._pieces: list[Piece] = []
         self._stepping: list[Piece] = []
         self._own_lists: list[list[nn.Parameter]] = []  # by group, while these have pieces
-        # a step may be interrupted, and what there is may be saved then
-        self._handle = optimizer.register_state_dict_pre_hook(lambda _: self.put_back())
 
     def detach(self) -> None:
         """Give the optimizer its parameters back."""
-        self._handle.remove()
         self.put_back()
 
     @torch.no_grad()

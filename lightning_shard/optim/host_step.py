@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.optimizer_entries import of_parameters
 from lightning_shard.data_parallel.options import EngineOptions, Offload
 from lightning_shard.errors import ConfigError
 
@@ -62,7 +63,7 @@ class StepOnHost:
         """Prepare a step, once parameters show shards."""
         if self._engine.copier is None:
             return
-        for param, entries in self._optimizer.state.items():
+        for param, entries in of_parameters(self._optimizer):
             for key, value in entries.items():
                 if isinstance(value, Tensor) and value.ndim and value.device != param.device:
                     entries[key] = value.to(param.device)

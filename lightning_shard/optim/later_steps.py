@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.optimizer_entries import of_parameters
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.course import Parts, PartsError, Runs, are_steps_alike, same_loss
 from lightning_shard.optim.elementwise import DIFFERENCE, in_shards, is_of_torch, one_by_one
@@ -148,7 +149,7 @@ class _Trial:
             (state[param] for param in self._group["params"] if param in state), {}
         )
         for key, value in known.items():
-            states = [entries for run in runs for entries in run.state.values()]
+            states = [entries for run in runs for _, entries in of_parameters(run)]
             if _is_count(value):
                 self._set(states, key, value)
 

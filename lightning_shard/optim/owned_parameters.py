@@ -80,7 +80,6 @@ class OwnedParameters:
         self._listed: list[list[nn.Parameter]] = []
         self._shown: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         # a step may raise, and what there is may be saved then
-        self._handle = optimizer.register_state_dict_pre_hook(lambda _: self.put_back())
 
     @property
     def gathered_bytes(self) -> int:
@@ -89,7 +88,6 @@ class OwnedParameters:
 
     def detach(self) -> None:
         """Give the optimizer back with all of its parameters."""
-        self._handle.remove()
         self.put_back()
 
     def take(self) -> None:

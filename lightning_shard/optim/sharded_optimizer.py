@@ -28,6 +28,7 @@ rank leaves nobody to exchange with: after those nothing is sent until the model
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -48,6 +49,7 @@ from lightning_shard.optim.flat_step import FlatStep
 from lightning_shard.optim.frozen_adam import FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
 from lightning_shard.optim.later_steps import LaterSteps
+from lightning_shard.optim.own_methods import OwnMethods
 from lightning_shard.optim.owned_parameters import OwnedParameters, why_not_as_they_lie
 from lightning_shard.optim.replaced_parameters import ReplacedParameters
 
@@ -72,6 +74,7 @@ class ShardedOptimizer:
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._replaced = ReplacedParameters(optimizer, engine)
         _check_parts(optimizer, engine)
+        _check_form(optimizer, engine)
         _check_same_parameters(optimizer, engine)
         self._later = LaterSteps(optimizer, engine)
         self.optimizer = optimizer
@@ -86,11 +89,14 @@ class ShardedOptimizer:
         shard_state(optimizer, engine)
         self._edited_state = EditedState(optimizer, engine)
         self._flat = FlatStep(optimizer, engine)
+        self._own_methods = OwnMethods(optimizer, self._in_view_of_state)
         self._failing = FailingSteps(optimizer, self._end_failed, self._end_later)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        with suppress(AttributeError):  # a wrapper of another package calls no constructor of torch
+            self._handles.append(optimizer.register_state_dict_pre_hook(self._before_saving))
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -120,10 +126,17 @@ class ShardedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._failing.detach()
+        self._own_methods.detach()
         self._flat.detach()
         self._edited_state.detach()
         self._replaced.detach()
         self._owned.detach()
+
+    def _before_saving(self, _: Optimizer) -> None:
+        """Take in what was put in after the last step, which may have been interrupted."""
+        self._owned.put_back()
+        self._edited_state.take_in()
+        self._flat.put_back()
 
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -135,8 +148,9 @@ class ShardedOptimizer:
         if not self._num_steps:
             self._later.try_next(with_closure=closure is not None)
         self._num_steps += 1
-        if closure is None:
+        if closure is None or self._own_methods.begins_early:
             self._enter()
+        if closure is None:
             return args, kwargs
         wrapped = self._wrap(closure)
         if len(args) > 1:
@@ -178,6 +192,25 @@ class ShardedOptimizer:
         self._flat.put_back()
         if self._in_view:
             self.engine.view.on_interrupted = self._end_failed
+
+    def _in_view_of_state(self, method: Callable[[], Any]) -> Any:
+        """Call a method of the optimizer that goes by its state; each rank must call."""
+        if self._in_view or self._num_steps:
+            return method()
+        if not self.engine.view.differs and not self.engine.split.groups:
+            with self.engine.around_methods(self.optimizer):
+                return method()
+        with self.engine.seeing_shards():
+            self._edited_state.take_in()
+            self.engine.view.enter()
+            self._in_view = True
+            self.engine.begin_update(self.params)
+            self._on_host.take()
+            self._owned.take()
+            try:
+                return method()
+            finally:
+                self._leave()
 
     def _enter(self) -> None:
         if self._in_view:
@@ -241,6 +274,18 @@ def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:
             f"{type(optimizer).__name__} does not update each {unit} by itself, but {cut}, "
             f"which would make its updates wrong ({reason}). Use strategy='shard_ddp', or an "
             f"element-wise optimizer such as AdamW.{works}"
+        )
+
+
+def _check_form(optimizer: Optimizer, engine: DataParallelEngine) -> None:
+    """Raise if an optimizer saves its state in a form of its own, and ranks have parts of it."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    if (engine.options.stage > 0 or engine.split.groups) and "state" not in optimizer.state_dict():
+        raise ConfigError(
+            f"{type(optimizer).__name__}.state_dict() has a form of its own, and ranks have parts "
+            f"of the state, which nobody could join; expected the entries 'state' and "
+            f"'param_groups', as torch's optimizers give them. Use strategy='shard_ddp'."
         )
 
 

@@ -5,7 +5,7 @@ Prodigy), who divides by norms of a parameter (LAMB, LARS) or keeps rows and col
 CAME), and who goes element by element (Lion, MADGRAD, SPAM, Sophia, schedule-free, Lookahead).
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,9 +183,29 @@ class ScheduleFree(Plain):
 
     more = {"train_mode": False, "sum": 0.0}  # noqa: RUF012
 
+    @torch.no_grad()
     def train(self) -> None:
         for group in self.param_groups:
+            for param in group["params"]:
+                if not group["train_mode"] and "z" in self.state[param]:
+                    param.lerp_(self.state[param]["z"], 0.1)
             group["train_mode"] = True
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Show averaged weights, for a validation."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if group["train_mode"] and "z" in self.state[param]:
+                    param.lerp_(self.state[param]["z"], 1 - 1 / 0.9)
+            group["train_mode"] = False
+
+    @torch.no_grad()
+    def normalize(self, norm: float = 1.0) -> None:
+        """Scale weights and state by a norm that no shard has."""
+        for param in self.param_groups[0]["params"]:
+            for tensor in (param, *self.state[param].values()):
+                tensor.mul_(norm / param.norm())
 
     def begin(self, group: dict[str, Any]) -> None:
         if not group["train_mode"]:
@@ -199,6 +219,39 @@ class ScheduleFree(Plain):
         moved = param.lerp(z, part) - 0.1 * group["lr"] * param.grad
         z.sub_(param.grad, alpha=group["lr"])
         return (param - moved) / group["lr"]
+
+
+class EarlySteps(ScheduleFree):
+    """Has the closure see weights between the two that it keeps."""
+
+    more = {"train_mode": True, "sum": 0.0}  # noqa: RUF012
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.lerp_(self.state[param].setdefault("z", param.clone()), 0.1)
+        return super().step(closure)
+
+
+class OfOwnForm(Optimizer):
+    """Wraps an optimizer, calls no constructor of torch, and saves in a form of its own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.state = optimizer, defaultdict(dict)
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self._patch_step_function()  # type: ignore[no-untyped-call]
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict["inner"])
 
 
 class Lookahead(Optimizer):

@@ -26,6 +26,7 @@ def named_state(
     if "param_groups" not in state or is_named(state):  # the groups come from one rank
         return dict(state)
     named: dict[int, str] = {}
+    numbers = range(sum(len(group["params"]) for group in state["param_groups"]))
     for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
         named |= {
             number: names[param]
@@ -33,7 +34,11 @@ def named_state(
             if param in names
         }
     return {
-        "state": {named[number]: one for number, one in state["state"].items() if number in named},
+        "state": {
+            named.get(key, key): one
+            for key, one in state["state"].items()
+            if key in named or key not in numbers
+        },
         "param_groups": [
             {**group, "params": [named[number] for number in group["params"] if number in named]}
             for group in state["param_groups"]

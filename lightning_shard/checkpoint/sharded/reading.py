@@ -110,7 +110,10 @@ def local_optimizer_state(
     folders = []
     entries: dict[Any, Any] = {}
     for number, saved in state["state"].items():
-        if not isinstance(number, int) or not is_kept(params[number], engine):
+        if number not in range(len(params)):  # what the optimizer keeps of itself
+            entries[number] = saved
+            continue
+        if not is_kept(params[number], engine):
             continue
         own = entries[number] = dict(saved)
         for key, stored in saved.items():

@@ -21,7 +21,8 @@ Source: stale synchronous parallel, Ho et al., NeurIPS 2013; staleness-aware lea
 et al., arXiv:1511.05950.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine, ShardOptimizerView, Update
 from lightning_shard.data_parallel.async_sgd.mailbox import Mailbox
 from lightning_shard.data_parallel.async_sgd.wire import Kind, Message, Wire, is_last
+from lightning_shard.data_parallel.full_values import bring_together
 from lightning_shard.errors import ConfigError
 
 StalenessRule = Literal["inverse"]
@@ -219,6 +221,7 @@ class AsyncSGD:
         self._may_step = False
         self._has_stepped = False  # since steps were counted last
         engine.part(self._view)
+        engine.around_methods = self._around_methods
 
     # --- the steps ------------------------------------------------------------------------------
 
@@ -353,6 +356,21 @@ class AsyncSGD:
             self._take_over()
             self._mailbox = None
         self._engine.share_buffers()
+
+    @contextmanager
+    def _around_methods(self, _: Optimizer) -> Iterator[None]:
+        """Let parameters show the shards that this rank has state of; each rank must call."""
+        if not self._engine.is_alone:
+            yield
+            return
+        self.agree()
+        flats = self._view.flats = [one.flat for one in self._engine.gradients if one.is_trained]
+        self._view.show_nothing_new()
+        try:
+            yield
+        finally:
+            self._view.leave()
+            bring_together(flats)
 
     def finish(self) -> None:
         """End asynchronous training: ranks agree, and average gradients again."""

@@ -74,6 +74,11 @@ class ShardOptimizerView(OptimizerView):
         self._update = update
         self._optimizer.step()
 
+    def show_nothing_new(self) -> None:
+        """Enter without a gradient, until `leave`."""
+        self._update = Update([None for _ in self.params], 1.0)
+        self.enter()
+
     @property
     def params(self) -> list[nn.Parameter]:
         """Every parameter that the updates change."""

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.compression import Compressor, Exchange, Tally
@@ -35,6 +36,7 @@ from lightning_shard.data_parallel.content import content
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.local_sgd.engine import LocalEngine
+from lightning_shard.data_parallel.local_sgd.optimizer_state import averaged_state
 from lightning_shard.data_parallel.local_sgd.packing import mean_over_ranks, pack, unpack
 from lightning_shard.data_parallel.local_sgd.rules import SyncRule
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
@@ -204,6 +206,11 @@ class LocalParameters:
         for flat in self._flats:
             flat.take_in_edits()
 
+    def set_back(self, values: Mapping[str, Tensor]) -> None:
+        """Set parameters to these values that have come back to them but for rounding."""
+        self.settle()
+        self.set({n: one for n, one in values.items() if _is_close(self.views[n], one)})
+
     @torch.no_grad()
     def set(self, values: Mapping[str, Tensor], *, keep: float = 0.0) -> None:
         """Overwrite parameters, here and in the module.
@@ -229,6 +236,10 @@ class LocalParameters:
         """Average values over the ranks; each rank must call with the same names."""
         means = mean_over_ranks(list(values.values()), self._collectives)
         return dict(zip(values, means, strict=True))
+
+
+def _is_close(value: Tensor, other: Tensor) -> bool:
+    return torch.allclose(value, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
 
 
 def _names(flat: FlatParameters) -> list[str]:
@@ -277,6 +288,8 @@ class LocalSGD:
         self._flights: list[PendingSync] = []
         self._kept: dict[str, Tensor] | None = None  # own values, while the module has others
         self._kept_buffers: list[Tensor] = []  # the same of buffers that have been averaged
+        self._shown: dict[str, Tensor] = {}  # what the module held when a method moved it
+        engine.around_methods = self._around_methods
 
     def watch(self, *, has_stepped: bool) -> None:
         """Note what user code has set, or that from now on it is user code that sets something.
@@ -411,13 +424,24 @@ class LocalSGD:
         with self._averaged_buffers():
             try:
                 yield
+                self._own.set_back(self._shown)
                 edits = self._own.set_since(known)
             finally:
-                self._kept = None
+                self._kept, self._shown = None, {}
                 self._own.set(kept | edits)
         self._go_on_from(edits)
         for flight in self._flights if edits else ():
             flight.landing = [name for name in flight.landing if name not in edits]
+
+    @contextmanager
+    def _around_methods(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let an optimizer have the ranks' mean state for a method that runs on the consensus."""
+        if self._kept is None:
+            yield
+            return
+        self._shown = self._shown or self._own.copies(self._own.views)
+        with averaged_state(optimizer, self._collectives):
+            yield
 
     @contextmanager
     def _averaged_buffers(self) -> Iterator[None]:

@@ -22,16 +22,21 @@ def averaged_state(optimizer: Optimizer, collectives: Collectives) -> Iterator[N
     others. Counters stay each rank's own.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    before = {param: optimizer.state[param] for param in params if param in optimizer.state}
-    for (index, key), mean in _means(params, optimizer, collectives).items():
-        param = params[index]
-        optimizer.state[param] = {**optimizer.state.get(param, {}), key: mean}
+    state, nothing = optimizer.state, [param for param in params if param not in optimizer.state]
+    means = _means(params, optimizer, collectives)
+    own = {(index, key): state.get(params[index], {}).get(key) for index, key in means}
+    for (index, key), mean in means.items():
+        state.setdefault(params[index], {})[key] = mean
     try:
         yield
     finally:
-        for param in params:
-            optimizer.state.pop(param, None)
-        optimizer.state.update(before)
+        for (index, key), mean in means.items():
+            entries, value = state[params[index]], own[index, key]
+            if entries.get(key) is mean:  # else a method of the optimizer has put something there
+                entries.pop(key) if value is None else entries.update({key: value})
+        for param in nothing:
+            if not state.get(param, True):
+                del state[param]
 
 
 def state_by_name(
@@ -60,7 +65,9 @@ def with_state_by_name(
         optimizer: The optimizer, whose parameters are in the same order.
         names: Names of the parameters.
     """
-    groups = packed.get("param_groups", ())  # none where there is no optimizer
+    if "state" not in packed:  # there is no optimizer, or it has a form of its own
+        return dict(packed)
+    groups = packed["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {
@@ -68,7 +75,8 @@ def with_state_by_name(
         for number, param in zip(numbers, params, strict=True)
         if names.get(param) in own
     }
-    return {**packed, "state": state}
+    others = {key: one for key, one in packed["state"].items() if key not in numbers}
+    return {**packed, "state": {**others, **state}}
 
 
 def _means(

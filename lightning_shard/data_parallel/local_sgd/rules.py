@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.data_parallel.local_sgd.packing import wide
+from lightning_shard.data_parallel.optimizer_entries import of_itself, of_parameters
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
 Sent = Literal["values", "changes"]
@@ -109,7 +110,8 @@ class OuterOptimization(SyncRule):
             for name, tensor in self.common.items()
             if tensor in self._optimizer.state
         }
-        return {"optimizer": type(self._optimizer).__name__, "state": state}
+        kind, own = type(self._optimizer).__name__, of_itself(self._optimizer)
+        return {"optimizer": kind, "state": state, "own": own}
 
     @override
     def load(self, state: Mapping[str, Any]) -> None:
@@ -120,11 +122,12 @@ class OuterOptimization(SyncRule):
         names: Sequence[str] = list(self.common)
         order = {name: index for index, name in enumerate(names)}
         entries = {order[name]: one for name, one in state["state"].items() if name in order}
-        self._optimizer.load_state_dict({**packed, "state": entries})
+        own = state.get("own", {})
+        self._optimizer.load_state_dict({**packed, "state": {**own, **entries}})
 
     @override
     def tensors(self) -> list[Tensor]:
-        states = self._optimizer.state.values()
+        states = [state for _, state in of_parameters(self._optimizer)]
         held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return [*self.common.values(), *held]
 
