@@ -44,6 +44,8 @@ from lightning_shard.data_parallel.usage import UnshardRecord
 from lightning_shard.errors import ConfigError
 
 _Home = tuple[FlatParameters, int]
+_GENERATES = "_has_unfinished_sequences"
+_IN_STEP = "_is_fsdp_managed_module"  # tells transformers' `generate` to go on until all ranks end
 
 
 class ShardCopies:
@@ -280,7 +282,12 @@ class Unsharder:
             unit.passages.on_entry = partial(self._before_backward, unit)
             unit.passages.on_exit = partial(self._after_backward, unit)
         self._left_graphs: dict[nn.Module, LeftGraphs] = {}  # by block
+        self._generating: list[nn.Module] = []
         self._install(model)
+        if not all(unit.stays for unit in units):
+            self._generating = [one for one in model.modules() if hasattr(one, _GENERATES)]
+        for module in self._generating:
+            vars(module)[_IN_STEP] = True
 
     def _install(self, model: nn.Module) -> None:
         inside: set[nn.Module] = set()
@@ -397,6 +404,7 @@ class Unsharder:
     def remove(self) -> None:
         """Take the hooks off the model."""
         self._is_removed = True
+        self._generate_apart()
         while self._handles:
             self._handles.pop().remove()
 
@@ -441,6 +449,11 @@ class Unsharder:
             unit.widen(for_good=False)  # which ranks could not do later
             unit.ensure_full()
         self._holds = self._has_stepped = True
+        self._generate_apart()
+
+    def _generate_apart(self) -> None:
+        while self._generating:
+            vars(self._generating.pop()).pop(_IN_STEP, None)
 
     @contextmanager
     def at_hand(self, params: Collection[nn.Parameter]) -> Iterator[None]:
