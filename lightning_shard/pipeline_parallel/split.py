@@ -70,14 +70,18 @@ class PipelineSplit(BaseSplit):
         return tuple(sorted({self._stage_ranks[stage] for stage in stages}))
 
     def _groups_of_ties(self) -> dict[tuple[int, ...], Collectives]:
-        """Make a group of every set of ranks that share a parameter."""
-        made = {}
+        """Make a group of every set of ranks that share a parameter.
+
+        A rank outside of a set makes one of itself: c10d names a group by its ranks and by how many
+        this rank has, and ranks with other numbers would not meet.
+        """
+        made, own = {}, self.group.rank
         for ranks in sorted({ranks for ranks in self._ranks.values() if len(ranks) > 1}):
-            if self.group.rank in ranks:
-                known = [dist.get_process_group_ranks(self.group.group)[rank] for rank in ranks]
-                made[ranks] = type(self.group)(
-                    dist.new_group(known, use_local_synchronization=True)
-                )
+            members = ranks if own in ranks else (own,)
+            known = [dist.get_process_group_ranks(self.group.group)[rank] for rank in members]
+            group = dist.new_group(known, use_local_synchronization=True)
+            if own in ranks:
+                made[ranks] = type(self.group)(group)
         return made
 
     def stage_params(self, stage: int) -> list[nn.Parameter]:
