@@ -93,11 +93,6 @@ class FailingModel(BoringModel):
         super().__init__()
         self.training_options = training
 
-    def on_train_start(self) -> None:
-        training = self.training_options
-        if training.event == "end early" and self.global_rank == training.victim:
-            self.trainer.fit_loop.epoch_loop.max_steps -= 1  # ranks compare what they are given
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         training = self.training_options
         if training.event == "hang" and self.global_rank == WORLD_SIZE - 1 and self.global_step:
@@ -108,6 +103,9 @@ class FailingModel(BoringModel):
                 raise ValueError("on purpose")
             if training.event == "exit":
                 sys.exit(0)
+        is_before_last = self.global_step == training.max_steps - 2
+        if training.event == "end early" and self.global_rank == training.victim and is_before_last:
+            self.trainer.fit_loop.epoch_loop.max_steps -= 1  # after which ranks compare no more
         return super().training_step(batch, batch_idx)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
@@ -202,7 +200,7 @@ def _observe(folder: Path, training: Training, sent: signal.Signals | None) -> l
             expected.remove(training.victim)
     if training.event == "hang":
         expected.remove(WORLD_SIZE - 1)
-        while "is ended" not in read_log(folder, WORLD_SIZE - 1):
+        while "and is ended" not in read_log(folder, WORLD_SIZE - 1):
             time.sleep(0.1)
     _await([folder / f"end_{rank}" for rank in expected], _STARTING_SECONDS + training.timeout)
     return [_end(folder, rank, since) for rank in ranks]

@@ -82,6 +82,14 @@ def test_sigterm_ends_a_job_whose_next_step_does_not_come() -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_in_its_own_code_does_not_outlive_the_job() -> None:
+    """It slept on when rank 0 had died and its launcher with it."""
+    all_ends = ends(Training(event="hang", victim=0, timeout=600, grace=3), signal.SIGKILL)
+    assert "rank 0 died" in all_ends[1].message
+    assert "[rank 2] has not heard of it, and is ended" in all_ends[2].output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_raises_is_quoted(victim: int) -> None:
     training = Training(event="raise", victim=victim)

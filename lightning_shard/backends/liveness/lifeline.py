@@ -22,6 +22,7 @@ from threading import Condition
 from time import monotonic
 from typing import Any
 
+from lightning_shard import settings
 from lightning_shard.backends.call_site import find_call_site, purpose
 from lightning_shard.backends.guarded.connection import Message
 from lightning_shard.backends.liveness.report import (
@@ -36,7 +37,7 @@ from lightning_shard.errors import RankFailedError
 
 _LONGEST_EVENT = 500
 _LONG_SECONDS = 2.0  # after which others are told the line, too
-_ENDING_SECONDS = 10.0  # in which hooks run that hear of the failure
+_ENDING_SECONDS = 10.0  # in which the main thread hears of a verdict after SIGTERM
 KEPT = 64
 """How many beginnings and ends of operations a rank remembers."""
 
@@ -142,7 +143,8 @@ class Lifeline:
         self._hub_has_left = False
         self._has_announced_requeue = False
         self._steps = 0
-        self._ends_at = math.inf
+        self._meets_anew = met_anew  # where a loss is no end
+        self._ends_at = math.inf  # unless the main thread hears of the verdict
         self._terminated: int | None = None
         self._stop_step: int | None = None
         self._failing: int | None = None  # after how many operations a peer has raised
@@ -192,6 +194,7 @@ class Lifeline:
         """
         verdict = self._verdict
         if verdict is not None:
+            self._ends_at = math.inf
             raise RankFailedError(self._message(operation, verdict))
 
     def explain(self, operation: str, wait_seconds: float = 1.0) -> RankFailedError:
@@ -210,6 +213,7 @@ class Lifeline:
         with self._news:
             self._news.wait_for(lambda: self._verdict or self._hub_has_left, wait_seconds)
             if self._verdict is not None:
+                self._ends_at = math.inf
                 return RankFailedError(self._message(operation, self._verdict))
             if self._hub_has_left:
                 self._table.setdefault(0, "has left in order")
@@ -259,6 +263,7 @@ class Lifeline:
     def announce_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one fails, with this error; does nothing after a verdict."""
         text = _describe(error)
+        self._ends_at = math.inf
         with self._news:
             if self._verdict is not None or self.stops or self._all_raised:
                 return
@@ -344,11 +349,12 @@ class Lifeline:
     def tick(self, now: float) -> None:
         """Beat, and give the hub up when it has said nothing for too long.
 
-        A process that has been told to end for want of a next step, and does not, is ended here.
+        A process whose main thread does not hear of a verdict, since it computes or sleeps for
+        long, is ended here: it would outlive the job.
         """
         self.beat()
         if now > self._ends_at:
-            self._print("has not ended by itself, and is ended")
+            self._print("has not heard of it, and is ended")
             os._exit(1)
         if now - self._hub_heard > self._silence_seconds:
             self._judge_hub(f"fell silent for {now - self._hub_heard:.1f} s")
@@ -423,8 +429,10 @@ class Lifeline:
         with self._news:
             is_first, self._verdict = self._verdict is None, self._verdict or verdict
             self._news.notify_all()
-        if is_first and verdict.event.startswith(NO_STEP):
-            self._ends_at = monotonic() + _ENDING_SECONDS
+        if is_first and not self._meets_anew:
+            is_late = verdict.event.startswith(NO_STEP)
+            seconds = _ENDING_SECONDS if is_late else settings.grace_seconds()
+            self._ends_at = monotonic() + seconds
         if is_first:
             # At once: a launcher may end this process before its main thread can raise.
             self._print(f"{verdict}.{self._where}" if self._stacks else str(verdict))

@@ -94,20 +94,25 @@ def test_a_beat_of_one_that_waits_for_long_names_the_users_line(rank: Rank) -> N
     assert rank.sent[0]["waits"] == pytest.approx(6, abs=5)
 
 
-def test_a_rank_that_does_not_end_for_want_of_a_next_step_is_ended(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("event", [f"{NO_STEP} in time", "died"])
+def test_a_rank_that_does_not_hear_of_a_verdict_is_ended(
+    event: str, rank: Rank, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It sleeps in its own code, where no error reaches it, and stayed when the others had gone."""
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)
-    rank.told(kind="verdict", rank=2, event=f"{NO_STEP} in time", doing="it was computing")
+    rank.told(kind="verdict", rank=0, event=event, doing="it was computing")
     now = monotonic()
     rank.lifeline.forgive(now + 60)
     rank.lifeline.tick(now)
     assert statuses == []
     rank.lifeline.tick(now + 60)
     assert statuses == [1]
-    assert "[rank 2] has not ended by itself, and is ended" in capfd.readouterr().err
+    assert "[rank 2] has not heard of it, and is ended" in capfd.readouterr().err
+    with pytest.raises(RankFailedError):
+        rank.lifeline.check("all_reduce")
+    rank.lifeline.tick(now + 60)
+    assert statuses == [1]
 
 
 def test_a_verdict_names_the_rank_the_operation_and_what_to_do(
