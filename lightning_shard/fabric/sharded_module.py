@@ -46,6 +46,7 @@ class HeldModule:
 
     Attributes:
         module: The user's module.
+        wrapper: Returns what Fabric calls in its place; None once nobody refers to that.
         activations: What is kept of forwards for their backwards.
         sharded: The optimizers that are attached.
         loads_plainly: Whether only torch's own code takes parameters out of a `state_dict`.
@@ -61,6 +62,7 @@ class HeldModule:
         rank: int,
     ) -> None:
         self.module = module
+        self.wrapper: Callable[[], ShardedModule | None] = lambda: None
         self._names = {param: name for name, param in module.named_parameters()}
         _hold(module, rank)  # before ranks meet: another thread may be given the same module
         self.sharded: list[ShardedOptimizer] = []

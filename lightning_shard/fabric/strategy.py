@@ -1,10 +1,12 @@
 """Replicated data parallel and ZeRO stages 1 to 3 under Fabric: the engine's second adapter."""
 
+import gc
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Unpack
+from weakref import ref
 
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.parallel import ParallelStrategy
@@ -132,6 +134,7 @@ class FabricStrategy(RankedStrategy):
     def _set_up(self, module: nn.Module, optimizers: Collection[Optimizer]) -> ShardedModule:
         if optimizers:
             check_same_optimizers(list(optimizers), module, self.collectives)
+        self._give_back_unused()
         held = HeldModule(
             module,
             optimizers,
@@ -141,7 +144,20 @@ class FabricStrategy(RankedStrategy):
         )
         warn_of_cpu_ranks(self._options, self.root_device)
         self._held.append(held)
-        return ShardedModule(held)
+        wrapped = ShardedModule(held)
+        held.wrapper = ref(wrapped)
+        return wrapped
+
+    def _give_back_unused(self) -> None:
+        """Give modules back whose wrappers are gone on all ranks, each of which must call."""
+        if not self._held:
+            return
+        gc.collect()  # ranks need not have noticed alike what nobody refers to any more
+        gone = {number for number, one in enumerate(self._held) if one.wrapper() is None}
+        gone = set.intersection(*self.collectives.all_gather_object(gone))
+        for number in sorted(gone):
+            self._held[number].release(restore=True)
+        self._held = [one for number, one in enumerate(self._held) if number not in gone]
 
     def _make_engine(
         self, module: nn.Module, owned: Collection[nn.Parameter]

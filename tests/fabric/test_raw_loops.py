@@ -358,7 +358,7 @@ def test_an_optimizer_of_two_modules_is_refused() -> None:
 def test_a_module_that_shares_parameters_with_another_is_refused() -> None:
     def loop(fabric: Fabric) -> None:
         net = Net()
-        fabric.setup_module(net.head)
+        _head = fabric.setup_module(net.head)
         fabric.setup_module(net)
 
     with pytest.raises(ConfigError, match="in shards already"):
