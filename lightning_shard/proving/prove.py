@@ -115,6 +115,10 @@ def _made_small(
 
 
 def _check_counts(**counts: int | None) -> None:
+    if counts["num_ranks"] == 1:
+        raise ConfigError(
+            "prove got num_ranks=1, expected 2 or more: one rank is one device itself."
+        )
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"prove got {name}={value}, expected 1 or more.")

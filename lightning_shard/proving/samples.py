@@ -20,10 +20,9 @@ def wrong_data(subject: Subject, ranks: Run) -> tuple[Difference, Cause] | None:
     if found is None:
         return None
     first, other, number = found
-    is_padding = number == len(batches[0]) - 1 and number > 0
-    alike = samples_of(batches[first][number]) == samples_of(batches[other][number])
-    if (is_padding and not alike) or _has_repeats(subject, ranks):
+    if _is_a_loaders(subject, ranks):
         return None
+    alike = samples_of(batches[first][number]) == samples_of(batches[other][number])
     ours, theirs = (torch.tensor(float(one)) for one in (first, other))
     records = ranks.by_data_rank[other]
     place = Place(number // subject.accumulate, 0, "data", "batch", "samples")
@@ -43,8 +42,14 @@ def wrong_data(subject: Subject, ranks: Run) -> tuple[Difference, Cause] | None:
     )
 
 
-def _has_repeats(subject: Subject, ranks: Run) -> bool:
-    """Whether one device's own loader gives a sample twice in as many batches."""
+def _is_a_loaders(subject: Subject, ranks: Run) -> bool:
+    """Whether a loader repeats so: one device's own, or a sampler that gives ranks as many each.
+
+    A sampler repeats fewer samples than there are ranks, at the end of all that there are.
+    """
     number = subject.num_steps * len(ranks.batches)
-    alone = replace(subject, num_steps=number).on_one_device(None)
-    return num_repeats(alone.records[0].batches) > 0
+    alone = replace(subject, num_steps=number).on_one_device(None).records[0].batches
+    given = [one for of_rank in ranks.batches for batch in of_rank for one in samples_of(batch)]
+    all_samples = {one for batch in alone for one in samples_of(batch)}
+    is_padding = len(given) - len(ranks.batches) < len(set(given))
+    return num_repeats(alone) > 0 or (is_padding and set(given) == all_samples)

@@ -9,6 +9,7 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_shard import ConfigError, DDPStrategy, LocalSGDStrategy, ZeRO3Strategy, prove
@@ -130,6 +131,20 @@ def test_an_error_of_the_module_is_in_the_verdict() -> None:
 def test_numbers_that_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected 1 or more"):
         prove(Net(), loader(), **options)
+
+
+def test_one_rank_is_not_proved_equal_to_itself() -> None:
+    """It was EQUAL, which says nothing of two."""
+    with pytest.raises(ConfigError, match="num_ranks=1, expected 2 or more"):
+        prove(Net(), loader(), num_ranks=1)
+
+
+@pytest.mark.parametrize(("num_samples", "num_ranks"), [(1, 2), (5, 8)])
+def test_what_a_sampler_repeats_at_the_end_is_no_mistake(num_samples: int, num_ranks: int) -> None:
+    """Ranks were said to be given the same samples by the sampler that is advised."""
+    samples = Subset(loader().dataset, range(num_samples))
+    verdict = prove(Net(), DataLoader(samples), num_ranks=num_ranks, num_steps=1)
+    assert verdict.is_equal, verdict
 
 
 def test_options_that_are_not_of_training_are_refused() -> None:
