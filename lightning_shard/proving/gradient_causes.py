@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.proving.laboratory import Laboratory
+from lightning_shard.proving.loss_causes import AVERAGES, MEAN_ADVICE
 from lightning_shard.proving.records import Place, Record, Sink
 from lightning_shard.proving.verdict import Cause
 
@@ -94,9 +95,17 @@ def _no_mean(lab: Laboratory) -> Cause | None:
     expected = lab.first.expected.double()
     if len(found) < 2 or lab.same(torch.stack(found).mean(0), expected):
         return None
+    if lab.same(torch.stack(found).sum(0), expected):
+        return Cause(
+            name="sum",
+            because="the gradient is a sum over samples: " + AVERAGES,
+            evidence=f"on one device alone the gradient of {place.name!r} of the whole batch is "
+            "the sum of those of its parts",
+            advice=MEAN_ADVICE,
+        )
     return Cause(
         name="batch dependent",
-        because="the loss is a mean over samples, and its gradient is not: what backward gives a "
+        because="the gradient is no mean over samples: what backward gives a "
         "sample depends on the other samples of its batch (a loss divided by its own value, a "
         "gradient that a hook or a function normalises or clips), and each rank has its own batch",
         evidence=f"on one device alone the gradient of {place.name!r} of the whole batch is not "

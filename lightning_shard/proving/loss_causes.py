@@ -19,7 +19,11 @@ from lightning_shard.proving.laboratory import Laboratory
 from lightning_shard.proving.records import Record
 from lightning_shard.proving.verdict import Cause
 
-_AVERAGES = "the strategies average gradients over ranks, which is right for a mean over samples"
+AVERAGES = "the strategies average gradients over ranks, which is right for a mean over samples"
+MEAN_ADVICE = (
+    "take the mean (reduction='mean'), or multiply the learning rate by the number of ranks and "
+    "know why"
+)
 
 
 def cause_in_loss(lab: Laboratory) -> Cause | None:
@@ -75,17 +79,16 @@ def _no_mean(lab: Laboratory, own: list[Tensor], whole: Tensor) -> Cause:
     if not lab.same(twice, alone, scale) and lab.same(thrice - twice, growth, scale):
         return Cause(
             name="sum",
-            because="the loss is a sum over samples, or has a part that is: " + _AVERAGES,
+            because="the loss is a sum over samples, or has a part that is: " + AVERAGES,
             evidence=f"{seen}; with each sample twice it grows from {float(alone):.6g} to "
             f"{float(twice):.6g}, and by as much with each sample three times",
-            advice="take the mean (reduction='mean'), or multiply the learning rate by the number "
-            "of ranks and know why",
+            advice=MEAN_ADVICE,
         )
     if lab.same(twice, alone, scale) and _is_weighted(lab, one, two, own):
         return Cause(
             name="unequal counts",
             because="the loss is an average in which ranks count differently (ignored targets, "
-            "padding, weights of classes): a mean of means is not the mean of all. " + _AVERAGES,
+            "padding, weights of classes): a mean of means is not the mean of all. " + AVERAGES,
             evidence=f"{seen}; with each sample twice it stays, and the weights of the parts that "
             "this needs foretell the loss with one part twice",
             advice="divide the sum by the mean count of all ranks: "

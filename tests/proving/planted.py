@@ -63,6 +63,20 @@ class SumOfErrors(Net):
         return F.mse_loss(self(batch[0]), batch[1], reduction="sum")
 
 
+class SumByHand(SumOfErrors):
+    """Returns no loss; its gradient was called one of which each sample depends on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 class BatchNormed(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -341,6 +355,7 @@ OWN_SAMPLER = {"use_distributed_sampler": False}
 LAST = 2
 PLANTED = {
     "sum": Planted(module=SumOfErrors, kind="loss", name="loss", cause="sum"),
+    "sum by hand": Planted(module=SumByHand, kind="gradient", name="head.bias", cause="sum"),
     "batch norm": Planted(module=BatchNormed, kind="output", name="norm", cause="batch norm"),
     "dropout": Planted(module=Dropping, kind="output", name="drop", cause="dropout"),
     "functional dropout": Planted(
