@@ -411,14 +411,6 @@ MORE_PLANTED = {
     "perplexity": Planted(
         module=Perplexity, kind="metric", name="perplexity", cause="averaged log", step=LAST
     ),
-    "plateau": Planted(
-        module=Plateau,
-        kind="optimizer state",
-        name=RATE,
-        cause="learning rate",
-        step=LAST,
-        rank=1,
-    ),
     "seeds by rank": _output(
         lambda: SeedsByRank(nn.Dropout(0.3)), "norm", "rank dependent", rank=1
     ),

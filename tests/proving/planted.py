@@ -432,12 +432,6 @@ PLANTED = {
     "clips by its own loss": Planted(
         module=ClipsByOwnLoss, kind="gradient", name="head.bias", cause="clipping"
     ),
-    "rate of its own loss": Planted(
-        module=RateOfOwnLoss,
-        kind="optimizer state",
-        name="the learning rate of group 0 of optimizer 0",
-        cause="learning rate",
-    ),
     "nudges weights": Planted(
         module=NudgesWeights, kind="weight", name="head.bias", cause="module hook"
     ),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, prove
+from tests.proving.more_planted import Plateau
 from tests.proving.planted import WIDTH, BatchNormed, IgnoresClasses, Net, loader
 from tests.strategies.models import MODELS, PIPELINE_MODELS, SPLIT_MODELS
 
@@ -146,6 +147,7 @@ GOOD: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any], dict[s
     "mean over all ranks": (MeanOfAll, loader, {}),
     "averaged weights": (Averaged, loader, {}),
     "synchronised batch norm": (BatchNormed, loader, {"sync_batchnorm": True}),
+    "rates by a loss that is not synchronised": (Plateau, loader, {}),
     "stream": (Net, lambda: DataLoader(Stream(), batch_size=None), {}),
     "accumulation": (Net, loader, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01}),
 }

@@ -9,7 +9,7 @@ from lightning_shard import prove
 from lightning_shard.proving.changes import without_dropout
 from lightning_shard.proving.verdict import Verdict
 from tests.proving.more_planted import MORE_PLANTED, InitialisesOnRank0, Perplexity, SumsGradients
-from tests.proving.planted import PLANTED, Planted, TiedByMemory, loader
+from tests.proving.planted import PLANTED, Planted, RateOfOwnLoss, TiedByMemory, loader
 
 ALL = PLANTED | MORE_PLANTED
 
@@ -51,6 +51,12 @@ def test_weights_that_one_rank_initialises_are_refused_and_told() -> None:
     verdict = prove(InitialisesOnRank0(), loader())
     assert verdict.outcome == "refused"
     assert "different values of 'head.weight'" in str(verdict)
+
+
+def test_rates_of_each_ranks_own_loss_are_refused_and_told() -> None:
+    verdict = prove(RateOfOwnLoss(), loader())
+    assert verdict.outcome == "refused"
+    assert "lr of group 0 of AdamW" in str(verdict)
 
 
 def test_a_synchronised_log_was_called_unsynchronised() -> None:
