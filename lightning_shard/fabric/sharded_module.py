@@ -9,16 +9,18 @@ before such an optimizer was, the engine is made anew.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
+from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.kept_activations import KeptActivations
 from lightning_shard.data_parallel.options import EngineOptions
@@ -172,12 +174,14 @@ class ShardedModule(nn.Module):
 
     Args:
         held: The module with its engine.
+        differentiation: Knows who differentiates through the module.
     """
 
-    def __init__(self, held: HeldModule) -> None:
+    def __init__(self, held: HeldModule, differentiation: "Differentiation") -> None:
         super().__init__()
         self.module = held.module
         self.held = held
+        self._differentiation = differentiation
         self._is_inside = False
 
     @untraced_alone
@@ -189,15 +193,54 @@ class ShardedModule(nn.Module):
         self._is_inside = True
         try:
             with Untraced(engine.step()), Untraced(self.held.activations.forward(args, kwargs)):
-                return self.module(*args, **kwargs)
+                outputs = self.module(*args, **kwargs)
         finally:
             self._is_inside = False
+        apply_to_collection(outputs, Tensor, self._watch)
+        return outputs
+
+    def _watch(self, output: Tensor) -> Tensor:
+        if output.requires_grad:
+            output.register_hook(self._differentiation.check)  # type: ignore[no-untyped-call]
+        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ConfigError(
             f"A {type(self.module).__name__} that Fabric has set up is copied, but its engine and "
             f"its ranks' groups cannot be; expected the module itself. Copy model.module."
         )
+
+
+class Differentiation:
+    """Knows whether Fabric differentiates, or the user by inputs: what a plain backward does not.
+
+    A plain backward is refused, as Lightning refuses it, but for gradients by inputs, too.
+    """
+
+    def __init__(self) -> None:
+        self._num_running = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, let gradients pass through modules."""
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+
+    def differentiate(self, inputs: Sequence[Any], run: Run, *, accumulates: bool) -> Gradients:
+        """Return the gradients of some inputs, as this rank has them."""
+        with self.running():
+            return run(inputs)
+
+    def check(self, _: Tensor) -> None:
+        """Raise RuntimeError for a gradient of a plain backward."""
+        if not self._num_running:
+            raise RuntimeError(
+                "The strategy averages gradients and requires you to call `fabric.backward(loss)` "
+                "instead of `loss.backward()`."
+            )
 
 
 def _hold(module: nn.Module, rank: int) -> None:

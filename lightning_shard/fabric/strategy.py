@@ -4,7 +4,7 @@ import gc
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, ClassVar, Unpack
 from weakref import ref
 
@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.bucket_choice import BucketChoice, Links, choose
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
@@ -26,7 +27,13 @@ from lightning_shard.fabric.loading import Loading
 from lightning_shard.fabric.options import FabricOptions, FabricRanksOptions
 from lightning_shard.fabric.precision import checked_plugin, share_scaler
 from lightning_shard.fabric.ranks import RankedStrategy
-from lightning_shard.fabric.sharded_module import HeldModule, ShardedModule, UsedEngines, engines_of
+from lightning_shard.fabric.sharded_module import (
+    Differentiation,
+    HeldModule,
+    ShardedModule,
+    UsedEngines,
+    engines_of,
+)
 from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
 from lightning_shard.optim.host_step import warn_of_cpu_ranks
 from lightning_shard.precision.policy import dtype_policy
@@ -52,21 +59,24 @@ class FabricStrategy(RankedStrategy):
         self._reduce_dtype = data.reduce_dtype
         self._options = data.engine_options(self.stage)
         self._held: list[HeldModule] = []
+        self._differentiation, self._in_launch = Differentiation(), ExitStack()
         super().__init__(**part(FabricRanksOptions, options))
         self._backward_sync_control = BackwardSync()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or rank."""
-        return {**super().__getstate__(), "_held": []}
+        return {**super().__getstate__(), "_held": [], "_in_launch": ExitStack()}
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._in_launch.enter_context(asking(self._differentiation))
         share_scaler(self.precision, self._all_views, [self.collectives], self.root_device)
 
     @override
     def leave(self) -> None:
         self._held = []
+        self._in_launch.close()
         super().leave()
 
     @override
@@ -83,6 +93,7 @@ class FabricStrategy(RankedStrategy):
         held, self._held = self._held, []
         for one in held:
             one.release(restore=restore)
+        self._in_launch.close()
         self._collectives = None
 
     # --- modules and optimizers -------------------------------------------------------------------
@@ -144,7 +155,7 @@ class FabricStrategy(RankedStrategy):
         )
         warn_of_cpu_ranks(self._options, self.root_device)
         self._held.append(held)
-        wrapped = ShardedModule(held)
+        wrapped = ShardedModule(held, self._differentiation)
         held.wrapper = ref(wrapped)
         return wrapped
 
@@ -223,6 +234,7 @@ class FabricStrategy(RankedStrategy):
         engines = list(engines_of(self._held))
         used = UsedEngines(engines, self.collectives if engines else None)
         with ExitStack() as stack:
+            stack.enter_context(self._differentiation.running())
             for number, engine in enumerate(engines):
                 stack.enter_context(engine.backward(partial(used.has, number)))
             super().backward(tensor, module, *args, **kwargs)
@@ -324,6 +336,11 @@ class FabricStrategy(RankedStrategy):
         """Clamp every element of the gradients; each rank must call."""
         engine, params = self._to_clip(optimizer)
         clip_grad_value(params, float(clip_val), engine)
+
+
+# Lightning refuses all that is not `fabric.backward` where it finds another method than its own;
+# `Differentiation` refuses less.
+update_wrapper(FabricStrategy.backward, ParallelStrategy.backward, assigned=())
 
 
 class BackwardSync(BackwardSyncControl):

@@ -336,14 +336,41 @@ def test_a_norm_that_is_not_finite_is_an_error() -> None:
     assert not on_ranks("zero2", loop).isfinite()
 
 
-def test_a_backward_without_fabric_is_refused() -> None:
+@pytest.mark.few_cases(1)
+@each_stage
+@pytest.mark.parametrize("way", ["grad", "backward", "of parameters"])
+def test_gradients_by_inputs_pass_through_a_module_that_was_set_up(stage: str, way: str) -> None:
+    """They were refused as a backward that is not Fabric's, so that no penalty could be trained."""
+
+    def step(fabric: Fabric, model: Any, optimizer: Any, number: int) -> Any:
+        optimizer.zero_grad()
+        x = batch_of(fabric, number).requires_grad_()
+        out = model(x).square()
+        if way == "of parameters":
+            out.mean().backward(inputs=[*model.parameters()])
+        elif way == "backward":
+            out.sum().backward(inputs=[x], retain_graph=True)
+            fabric.backward((out * x.grad.square().sum(1, keepdim=True)).mean())
+        else:
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            fabric.backward(out.mean() + slope.square().sum(1).mean())
+        optimizer.step()
+        return None
+
+    compare(stage, step)
+
+
+@pytest.mark.few_cases(1)
+@each_stage
+def test_a_backward_without_fabric_is_refused(stage: str) -> None:
     def loop(fabric: Fabric) -> None:
         module = Net()
         model, _ = fabric.setup(module, adam(module))
+        torch.autograd.grad(model(batch_of(fabric)).mean(), [*model.parameters()])
         model(batch_of(fabric)).mean().backward()
 
     with pytest.raises(RuntimeError, match=r"fabric\.backward"):
-        on_ranks("zero3", loop)
+        on_ranks(stage, loop)
 
 
 def test_an_optimizer_of_two_modules_is_refused() -> None:
