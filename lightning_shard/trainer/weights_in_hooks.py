@@ -42,6 +42,7 @@ _LAYERS = f"{_PACKAGE}.tensor_parallel."
 _LOADING = f"{_PACKAGE}.checkpoint.conversion.loading."  # on behalf of the hook
 _PASSED_THROUGH = (
     *("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", _LOADING, __name__),
+    f"{_PACKAGE}.trainer.experiments",
     f"{_PACKAGE}.data_parallel.unseen_calls",
 )
 
