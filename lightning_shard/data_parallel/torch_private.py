@@ -1,5 +1,8 @@
 """All private names of torch that engine, optimizers, pipelines, split layers and the dry run use.
 
+Two are of transformers, whose `generate` goes on until all ranks end where a module is said to be
+managed by FSDP.
+
 `tests/data_parallel/test_torch_private.py` fails when upstream changes them.
 """
 
@@ -30,6 +33,8 @@ __all__ = [
     "ACCESS_TO_BACKWARD_HOOKS",
     "COMPILED_MODULE",
     "FAKE_TENSOR_LOGGER",
+    "GENERATES",
+    "GENERATES_TOGETHER",
     "INITIALISERS",
     "OF_ORIGINAL",
     "TRANSFORM_ENTRANCES",
@@ -80,6 +85,8 @@ __all__ = [
 ]
 
 COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
+GENERATES = "_has_unfinished_sequences"
+GENERATES_TOGETHER = "_is_fsdp_managed_module"
 FAKE_TENSOR_LOGGER = fake_tensor.__name__
 OF_ORIGINAL = "_orig"  # ends the name of a parameter that `spectral_norm` and `prune` compute from
 _OF_A_LIST = 2  # references: the list's, and that of the function which counts

@@ -37,15 +37,18 @@ from lightning_shard.data_parallel.sharded_parameter import (
     present,
     take_set,
 )
-from lightning_shard.data_parallel.torch_private import in_backward, untraced
+from lightning_shard.data_parallel.torch_private import (
+    GENERATES,
+    GENERATES_TOGETHER,
+    in_backward,
+    untraced,
+)
 from lightning_shard.data_parallel.transforms import OF_SHARDS, refuse_transforms
 from lightning_shard.data_parallel.unit import Unit
 from lightning_shard.data_parallel.usage import UnshardRecord
 from lightning_shard.errors import ConfigError
 
 _Home = tuple[FlatParameters, int]
-_GENERATES = "_has_unfinished_sequences"
-_IN_STEP = "_is_fsdp_managed_module"  # tells transformers' `generate` to go on until all ranks end
 
 
 class ShardCopies:
@@ -285,9 +288,9 @@ class Unsharder:
         self._generating: list[nn.Module] = []
         self._install(model)
         if not all(unit.stays for unit in units):
-            self._generating = [one for one in model.modules() if hasattr(one, _GENERATES)]
+            self._generating = [one for one in model.modules() if hasattr(one, GENERATES)]
         for module in self._generating:
-            vars(module)[_IN_STEP] = True
+            vars(module)[GENERATES_TOGETHER] = True
 
     def _install(self, model: nn.Module) -> None:
         inside: set[nn.Module] = set()
@@ -453,7 +456,7 @@ class Unsharder:
 
     def _generate_apart(self) -> None:
         while self._generating:
-            vars(self._generating.pop()).pop(_IN_STEP, None)
+            vars(self._generating.pop()).pop(GENERATES_TOGETHER, None)
 
     @contextmanager
     def at_hand(self, params: Collection[nn.Parameter]) -> Iterator[None]:

@@ -32,7 +32,7 @@ from lightning_shard.optim.elementwise import (
     why_not_elementwise,
 )
 
-_RUNNER = "_run_own_method"  # on an optimizer
+_RUNNER = "_lightning_shard_own_method"  # on an optimizer
 _SHAPE, _NUM_STEPS = (6, 4), 2
 
 

@@ -279,8 +279,8 @@ def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:
 
 def _check_form(optimizer: Optimizer, engine: DataParallelEngine) -> None:
     """Raise if an optimizer saves its state in a form of its own, and ranks have parts of it."""
-    if type(optimizer).state_dict is Optimizer.state_dict:
-        return
+    if type(optimizer).state_dict is Optimizer.state_dict or not optimizer.param_groups:
+        return  # Lightning's stand-in for no optimizer has no groups
     if (engine.options.stage > 0 or engine.split.groups) and "state" not in optimizer.state_dict():
         raise ConfigError(
             f"{type(optimizer).__name__}.state_dict() has a form of its own, and ranks have parts "

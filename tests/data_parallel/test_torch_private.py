@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_shard.data_parallel.torch_private import (
     ACCESS_TO_BACKWARD_HOOKS,
     COMPILED_MODULE,
+    GENERATES,
+    GENERATES_TOGETHER,
     INITIALISERS,
     FakeTensorMode,
     are_held_alone,
@@ -305,3 +307,13 @@ def test_hooks_of_a_module_are_in_its_dictionaries() -> None:
         module.register_full_backward_pre_hook(lambda *_: None),
     ]
     assert [len(hooks) for hooks in hooks_of(module)] == [1] * len(handles)
+
+
+def test_generates_together() -> None:
+    from transformers.generation import GenerationMixin
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    assert hasattr(GenerationMixin, GENERATES)
+    module = nn.Linear(1, 1)
+    vars(module)[GENERATES_TOGETHER] = True
+    assert is_fsdp_managed_module(module)

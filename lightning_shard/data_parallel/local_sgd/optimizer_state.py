@@ -22,21 +22,30 @@ def averaged_state(optimizer: Optimizer, collectives: Collectives) -> Iterator[N
     others. Counters stay each rank's own.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    state, nothing = optimizer.state, [param for param in params if param not in optimizer.state]
-    means = _means(params, optimizer, collectives)
-    own = {(index, key): state.get(params[index], {}).get(key) for index, key in means}
-    for (index, key), mean in means.items():
-        state.setdefault(params[index], {})[key] = mean
+    own, shown = dict(optimizer.state), dict[nn.Parameter, dict[str, Any]]()
+    for (index, key), mean in _means(params, optimizer, collectives).items():
+        param = params[index]
+        shown.setdefault(param, dict(own.get(param, {})))[key] = mean
+    # dictionaries of their own: what is saved of them inside may be written after
+    optimizer.state.update({param: dict(entries) for param, entries in shown.items()})
     try:
         yield
     finally:
-        for (index, key), mean in means.items():
-            entries, value = state[params[index]], own[index, key]
-            if entries.get(key) is mean:  # else a method of the optimizer has put something there
-                entries.pop(key) if value is None else entries.update({key: value})
-        for param in nothing:
-            if not state.get(param, True):
-                del state[param]
+        for param, entries in shown.items():
+            _take_back(optimizer, param, entries, own.get(param))
+
+
+def _take_back(
+    optimizer: Optimizer, param: nn.Parameter, shown: dict[str, Any], own: dict[str, Any] | None
+) -> None:
+    """Give a parameter its rank's own state, but what a method of the optimizer has put there."""
+    found = optimizer.state.get(param, {})
+    put = {key: value for key, value in found.items() if shown.get(key) is not value}
+    if own is None and not put:
+        optimizer.state.pop(param, None)
+    else:
+        optimizer.state[param] = {} if own is None else own
+        optimizer.state[param].update(put)
 
 
 def state_by_name(
