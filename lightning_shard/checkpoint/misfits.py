@@ -39,16 +39,19 @@ def shape_misfit(what: str, got: Sequence[int], expected: Sequence[int]) -> str 
     return f"{what} has shape {tuple(got)}, expected {tuple(expected)}"
 
 
-def misfit_error(owner: str, misfits: Sequence[str], advice: str) -> CheckpointError:
+def misfit_error(
+    owner: str, misfits: Sequence[str], advice: str, loaded: str = "nothing of it was"
+) -> CheckpointError:
     """Make the error of a checkpoint that does not fit.
 
     Args:
         owner: Name of the object that the checkpoint was to be loaded into.
         misfits: Messages of what does not fit, each without a full stop.
         advice: Sentences that tell the user what to do.
+        loaded: Says what was loaded of it all the same.
     """
     told = "; ".join(misfits[:_MOST_TOLD])
     more = f"; and {len(misfits) - _MOST_TOLD} more" if len(misfits) > _MOST_TOLD else ""
     return CheckpointError(
-        f"The checkpoint does not fit {owner}, and nothing of it was loaded: {told}{more}. {advice}"
+        f"The checkpoint does not fit {owner}, and {loaded} loaded: {told}{more}. {advice}"
     )

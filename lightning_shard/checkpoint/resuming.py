@@ -4,6 +4,8 @@
     setup                    the optimizers are made: their state is checked, and the state of
                              compression, local SGD and the loss scaler; if it does not fit, the
                              old weights are restored
+    on_fit_start             hooks may give the optimizers other groups (BaseFinetuning gives
+                             those of the run that was saved): what has changed is checked again
     then                     shards are cut, and everything is loaded
 
 Weights come first since hooks of the module may change it by what they find in a checkpoint.
@@ -93,9 +95,15 @@ class Resuming:
         self._checkpoint = checkpoint
         self._before: ModuleSnapshot | None = before
         self._lent = lent
+        self._checked: list[list[int]] | None = None  # the groups of parameters that fit
 
     def check(
-        self, misfits: Callable[[Mapping[str, Any]], list[str]], collectives: Collectives
+        self,
+        misfits: Callable[[Mapping[str, Any]], list[str]],
+        collectives: Collectives,
+        optimizers: Sequence[Optimizer],
+        *,
+        may_change: bool,
     ) -> None:
         """Restore the module and raise if the checkpoint does not fit on some rank.
 
@@ -104,9 +112,16 @@ class Resuming:
         Args:
             misfits: Returns the misfits of a checkpoint on this rank, as messages.
             collectives: Group of all ranks, each of which must call.
+            optimizers: All optimizers of the model.
+            may_change: Whether they may still be given other groups, which would fit.
         """
+        found = misfits(self._checkpoint)
+        if not found:
+            self._checked = _groups(optimizers)
+        elif may_change:
+            found = misfits({**self._checkpoint, "optimizer_states": None})
         try:
-            agree_on_misfit(collectives, error_of(misfits(self._checkpoint)))
+            agree_on_misfit(collectives, error_of(found))
         except CheckpointError:
             assert self._before is not None
             self._before.restore_values()
@@ -117,10 +132,18 @@ class Resuming:
         if self._lent is not None:
             self._lent.forget_own()
 
+    def has_checked(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether the optimizers' groups are those that were found to fit."""
+        return self._checked == _groups(optimizers)
 
-def error_of(misfits: Sequence[str]) -> CheckpointError | None:
+
+def _groups(optimizers: Sequence[Optimizer]) -> list[list[int]]:
+    return [[id(param) for param in g["params"]] for one in optimizers for g in one.param_groups]
+
+
+def error_of(misfits: Sequence[str], *loaded: str) -> CheckpointError | None:
     """Return the error with these misfits; None if there are none."""
-    return misfit_error("this run", misfits, _ADVICE) if misfits else None
+    return misfit_error("this run", misfits, _ADVICE, *loaded) if misfits else None
 
 
 def run_misfits(

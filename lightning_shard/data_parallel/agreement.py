@@ -181,21 +181,14 @@ def _signature(name: str, tensor: Tensor, full_shape: torch.Size | None = None) 
     return f"{shape} {tensor.dtype} requires_grad={tensor.requires_grad}"
 
 
-def check_trainable(module: nn.Module, num_parts: int = 1) -> None:
-    """Raise ConfigError if a module that is to be trained has nothing to train, or wrongly so.
-
-    Args:
-        module: The module, before a fit.
-        num_parts: Into how many parts the ranks divide each batch.
-    """
+def check_trainable(module: nn.Module) -> None:
+    """Raise ConfigError if a module has nothing to train once its first training step begins."""
     if not any(param.requires_grad for param in module.parameters()):
         raise ConfigError(
             f"{type(module).__name__} has no parameter that requires a gradient, expected at least "
             f"one to train. Unfreeze some, or call trainer.validate, test or predict instead of "
             f"fit."
         )
-    if num_parts > 1:
-        refuse_embeddings_of_batches(module, f"{num_parts} ranks have parts of it")
 
 
 def refuse_embeddings_of_batches(module: nn.Module, why: str) -> None:

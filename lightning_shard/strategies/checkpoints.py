@@ -458,8 +458,9 @@ class CheckpointingStrategy(ShardStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        if self._resuming is None:
-            agree_on_misfit(self._collectives, error_of(self._misfits(checkpoint)))
+        if self._resuming is None or not self._resuming.has_checked(self.optimizers):
+            error = error_of(self._misfits(checkpoint), "only its weights were")
+            agree_on_misfit(self._collectives, error)
         self._resuming = None
         self._kept.load(self, checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -468,11 +469,15 @@ class CheckpointingStrategy(ShardStrategy):
                 optimizer.load_state_dict(local)
 
     def _misfits(self, checkpoint: Mapping[str, Any]) -> list[str]:
-        states, misfits = checked_names(self, checkpoint["optimizer_states"])
+        states, optimizers = checkpoint["optimizer_states"], self.optimizers
+        if states is None:  # they are checked later
+            states, optimizers, misfits = [], [], list[str]()
+        else:
+            states, misfits = checked_names(self, states)
         return misfits or run_misfits(
             {**checkpoint, "optimizer_states": states},
             self.run_module,
-            self.optimizers,
+            optimizers,
             kept=section_of(checkpoint),
             scaler=getattr(self.precision_plugin, "scaler", None),
             scaler_state=checkpoint.get(MixedPrecision.__qualname__),

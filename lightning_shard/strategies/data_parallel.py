@@ -19,7 +19,11 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_shard.backends.traffic import Traffic
-from lightning_shard.data_parallel.agreement import check_same_optimizers, check_trainable
+from lightning_shard.data_parallel.agreement import (
+    check_same_optimizers,
+    check_trainable,
+    refuse_embeddings_of_batches,
+)
 from lightning_shard.data_parallel.bucket_choice import BucketChoice
 from lightning_shard.data_parallel.compression import Compressor, Tally
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -59,7 +63,12 @@ from lightning_shard.trainer.callbacks import prepare_callbacks
 from lightning_shard.trainer.dry_run import dry_run
 from lightning_shard.trainer.experiments import shared_experiments
 from lightning_shard.trainer.full_counts import counted_full
-from lightning_shard.trainer.hook_advice import hooks_inside, may_edit_gradients, usual_clipping
+from lightning_shard.trainer.hook_advice import (
+    hooks_inside,
+    may_change_groups,
+    may_edit_gradients,
+    usual_clipping,
+)
 from lightning_shard.trainer.model_graphs import draw_graphs
 from lightning_shard.trainer.predictions import PredictedBatches
 from lightning_shard.trainer.same_settings import schedules
@@ -117,9 +126,12 @@ class DataParallelStrategy(EndingStrategy):
         self._prepare_model(run)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if fitting:
+            self._has_begun = False
             self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
             self._buckets.begin_fit()
-            check_trainable(self.run_module, self.data_collectives.size)
+            if (num_parts := self.data_collectives.size) > 1:
+                why = f"{num_parts} ranks have parts of it"
+                refuse_embeddings_of_batches(self.run_module, why)
             prepare_callbacks(
                 callbacks,
                 trainer,
@@ -131,7 +143,9 @@ class DataParallelStrategy(EndingStrategy):
                 draw_graphs(trainer, self.run_module, self.root_device)
             self.setup_optimizers(trainer)  # while parameters have their full shapes
             if self._resuming is not None:
-                self._resuming.check(self._misfits, self.collectives)
+                may_change = may_change_groups(self.run_module, callbacks)
+                ranks, made = self.collectives, self.optimizers
+                self._resuming.check(self._misfits, ranks, made, may_change=may_change)
         num_parameters = count_parameters(self.run_model)
         with self._memory.told("setup"):
             self._start_engine()
@@ -396,6 +410,9 @@ class DataParallelStrategy(EndingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._has_begun and self.run_module.automatic_optimization:
+            check_trainable(self.run_module)
+        self._has_begun = True
         with self._step_bytes.counting():
             return self._run_step("training", super().training_step, args, kwargs)
 
@@ -441,7 +458,7 @@ class DataParallelStrategy(EndingStrategy):
             lengths,
             self.collectives,
             self.root_device,
-            may_be_empty=module is not None and not module.trainer.training,
+            is_training=module is None or bool(module.trainer.training),
         )
 
     @property

@@ -352,9 +352,7 @@ class ModelParallelStrategy(DataParallelStrategy):
             for axis in self._sample_axes[1:]:  # what they have of the model is needed by all
                 group = self.along(axis)
                 lengths = lengths_on_ranks(dataloader, group)
-                dataloader = agree_on_batches(
-                    dataloader, lengths, group, self.root_device, may_be_empty=True
-                )
+                dataloader = agree_on_batches(dataloader, lengths, group, self.root_device)
         seed_workers(dataloader, self.data_collectives.rank)  # alike on the ranks of one model
         return super().process_dataloader(dataloader)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
@@ -33,7 +34,7 @@ def agree_on_batches(
     collectives: Collectives,
     device: torch.device,
     *,
-    may_be_empty: bool = False,
+    is_training: bool = False,
 ) -> Any:
     """Compare a loader's length over the ranks; wrap a loader without a length.
 
@@ -42,22 +43,16 @@ def agree_on_batches(
         answers: Lengths on the ranks, as `lengths_on_ranks` returns them.
         collectives: Group of the ranks that must take the same steps.
         device: Where the messages about streams lie.
-        may_be_empty: Whether all ranks may be without a batch: Lightning skips such an
-            evaluation.
+        is_training: Whether a stream without a batch is warned of; Lightning warns of lengths of 0.
 
     Raises:
-        ConfigError: The lengths differ, or no rank has a batch; raised on every rank.
+        ConfigError: The lengths differ; raised on every rank.
     """
     lengths = [length for length in answers if length is not None]
-    if lengths and max(lengths) == 0 and not may_be_empty:
-        raise ConfigError(
-            f"Rank {collectives.rank}: the data loader has no batch on any rank, expected at least "
-            f"one. Is the dataset empty, or smaller than a batch with drop_last=True?"
-        )
     if len(lengths) < len(answers):
         if collectives.size == 1:
             return loader
-        return AgreedBatches(loader, collectives, device, may_be_empty=may_be_empty)
+        return AgreedBatches(loader, collectives, device, is_training=is_training)
     if len(set(lengths)) > 1:
         shortest = lengths.index(min(lengths))
         raise ConfigError(
@@ -104,7 +99,7 @@ class AgreedBatches:
         loader: Any iterable of batches.
         collectives: Group of the ranks that must take the same steps.
         device: Where the one-element message lies.
-        may_be_empty: Whether a stream without a batch on any rank is no error.
+        is_training: Whether a stream without a batch on any rank is warned of.
     """
 
     def __init__(
@@ -113,12 +108,12 @@ class AgreedBatches:
         collectives: Collectives,
         device: torch.device,
         *,
-        may_be_empty: bool = False,
+        is_training: bool = False,
     ) -> None:
         self._loader = loader
         self._collectives = collectives
         self._device = device
-        self._may_be_empty = may_be_empty
+        self._is_training = is_training
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loader" not in self.__dict__:
@@ -131,10 +126,10 @@ class AgreedBatches:
             self._agree(index, has_batch=True)
             yield batch
         self._agree(index=None, has_batch=False)
-        if index < 0 and not self._may_be_empty:
-            raise ConfigError(
-                f"Rank {self._collectives.rank}: the stream of data yielded no batch on any rank, "
-                f"expected at least one. Is it exhausted, or its source empty?"
+        if index < 0 and self._is_training:
+            rank_zero_warn(
+                "The stream of data yielded no batch on any rank, so that this epoch trains "
+                "nothing. Is it exhausted, or its source empty?"
             )
 
     def _agree(self, index: int | None, *, has_batch: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, LambdaCallback
 from lightning.pytorch.core.hooks import CheckpointHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -74,12 +74,21 @@ def usual_clipping(module: "pl.LightningModule") -> tuple[float | None, float | 
 
 def may_set_weights(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
     """Whether user code overrides a hook between two steps; Lightning's own set no weights."""
-    users = [
+    return _overrides(_BETWEEN_STEPS, module, _of_users(callbacks))
+
+
+def may_change_groups(module: "pl.LightningModule", callbacks: Sequence[Callback]) -> bool:
+    """Whether a hook may give optimizers other groups before their saved state comes back."""
+    tuning = [one for one in callbacks if isinstance(one, BaseFinetuning)]
+    return _overrides(("on_fit_start",), module, [*tuning, *_of_users(callbacks)])
+
+
+def _of_users(callbacks: Sequence[Callback]) -> list[Callback]:
+    return [
         one
         for one in callbacks
         if type(one).__module__.split(".")[0] not in _PACKAGES or isinstance(one, LambdaCallback)
     ]
-    return _overrides(_BETWEEN_STEPS, module, users)
 
 
 def _overrides(

@@ -178,17 +178,21 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path, stage_2: bo
         make_trainer("zero2", max_epochs=2).fit(Deep(), ckpt_path=path)
 
 
-def test_an_empty_dataset_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no batch on any rank"):
-        make_trainer("zero1").fit(Deep(), DataLoader(RandomDataset(32, 0)))
+@pytest.mark.parametrize("strategy", ["zero1", "pipeline_parallel", "local_sgd", "elastic"])
+def test_an_empty_dataset_is_skipped_with_a_warning(strategy: str) -> None:
+    """It was refused, where one device skips the training with the same warning."""
+    with pytest.warns(UserWarning, match=r"Total length of `\w+` across ranks is zero"):
+        make_trainer(strategy).fit(Deep(), DataLoader(RandomDataset(32, 0)))
 
 
-def test_an_empty_stream_is_refused() -> None:
+def test_an_empty_stream_is_skipped_with_a_warning() -> None:
+    """It was refused, where one device goes on to the next epoch."""
+
     class Nothing(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
             return iter(())
 
-    with pytest.raises(ConfigError, match="yielded no batch on any rank"):
+    with pytest.warns(UserWarning, match="yielded no batch on any rank"):
         make_trainer("zero1", limit_train_batches=None).fit(Deep(), DataLoader(Nothing()))
 
 

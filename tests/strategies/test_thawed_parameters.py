@@ -1,15 +1,20 @@
 """Parameters that are frozen or thawed between steps train as on a single device."""
 
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback
+from torch import Tensor
 
+from lightning_shard import ZeRO2Strategy
+from lightning_shard.errors import CheckpointError
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.schemes import SCHEMES, OfRanks
-from tests.strategies.stacks import fit
+from tests.strategies.stacks import fit, trainer_of
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
@@ -46,6 +51,18 @@ class ThawsAndAdds(Thaws):
             self.trainer.optimizers[0].add_param_group({"params": thawed, "lr": 0.05})
 
 
+class ThawsAll(Thaws):
+    """Everything is frozen until the first epoch begins, and most of it in that one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.head.requires_grad_(True)
+
+
 class Freezes(OfRanks):
     """A block that is frozen in every other step, between its batches."""
 
@@ -75,7 +92,7 @@ class Finetuned(OfRanks):
         return [Finetuning()]
 
 
-STYLES = [Thaws, ThawsAndAdds, Freezes, FreezesAfterBackward, Finetuned]
+STYLES = [Thaws, ThawsAndAdds, ThawsAll, Freezes, FreezesAfterBackward, Finetuned]
 alone: Any = cache(fit)
 
 
@@ -85,6 +102,111 @@ alone: Any = cache(fit)
 def test_parameters_frozen_or_thawed_in_mid_run_part_from_a_single_devices(
     style: type[OfRanks], scheme: str
 ) -> None:
+    """One that is all frozen at the start was refused before it could be thawed."""
     num_ranks, make = SCHEMES[scheme]
     got = fit(style, make(), devices=num_ranks)
     torch.testing.assert_close(got.weights, alone(style).weights, rtol=1e-5, atol=2e-6)
+
+
+class AddsInStages(BaseFinetuning):
+    """Takes one layer after the other into the optimizer."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.blocks)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if 1 <= epoch <= 2:
+            block = pl_module.blocks[2 * epoch - 2 : 2 * epoch]
+            self.unfreeze_and_add_param_group(block, optimizer, lr=0.05 / epoch)
+
+
+class AddsWhenItBegins(Callback):
+    """Has groups of its own, which it gives to the optimizer before the state comes back."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        params = list(pl_module.blocks.requires_grad_(True).parameters())
+        trainer.optimizers[0].add_param_group({"params": params, "lr": 0.05})
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.blocks.requires_grad_(False)
+
+
+class Tuned(OfRanks):
+    tunes: ClassVar[type[Callback]]
+
+    def configure_optimizers(self) -> Any:
+        params = [param for param in self.parameters() if param.requires_grad]
+        return torch.optim.Adam(params, lr=0.01)
+
+    def callbacks(self) -> list[Callback]:
+        return [self.tunes()]
+
+
+class TunedBackbone(Tuned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.blocks
+
+    def callbacks(self) -> list[Callback]:
+        return [BackboneFinetuning(unfreeze_backbone_at_epoch=1)]
+
+
+class TunedInStages(Tuned):
+    tunes = AddsInStages
+
+
+class TunedAtStart(Tuned):
+    tunes = AddsWhenItBegins
+
+
+@cache
+def resumed(style: type[Tuned], scheme: str, kept: str = "full") -> dict[str, Tensor]:
+    """Return the weights after four epochs, of which the last two were resumed."""
+    num_ranks, make = SCHEMES.get(scheme, (1, lambda **_: "auto"))
+    if kept == "sharded":
+        make = partial(ZeRO2Strategy, backend="in_process", checkpoint_format=kept)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "two_epochs.ckpt"
+        fit(style, make(), devices=num_ranks).trainer.save_checkpoint(path)
+        torch.manual_seed(0)
+        model = style()
+        trainer = trainer_of(make(), max_epochs=4, devices=num_ranks, callbacks=model.callbacks())
+        trainer.fit(model, ckpt_path=path, weights_only=False)
+    return dict(model.state_dict())
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("style", [TunedBackbone, TunedInStages, TunedAtStart])
+def test_a_run_whose_hooks_add_groups_resumes_as_on_a_single_device(
+    style: type[Tuned], scheme: str
+) -> None:
+    """The groups were compared before `on_fit_start`, which brings back those of the saved run."""
+    got = resumed(style, scheme)
+    torch.testing.assert_close(got, resumed(style, "alone"), rtol=1e-5, atol=2e-6)
+
+
+def test_a_run_whose_hooks_add_groups_resumes_from_a_folder() -> None:
+    """The names in the groups were compared before `on_fit_start`, too."""
+    got = resumed(TunedInStages, "zero2", "sharded")
+    torch.testing.assert_close(got, resumed(TunedInStages, "zero2"))
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
+def test_groups_that_no_hook_brings_back_are_refused_once_the_hooks_have_run(
+    tmp_path: Path,
+) -> None:
+    """What a hook may still change is put off, and says that weights were loaded."""
+
+    class AddsNothing(Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            pass
+
+    make = SCHEMES["zero3"][1]
+    fit(TunedInStages, make(), devices=2).trainer.save_checkpoint(tmp_path / "tuned.ckpt")
+    trainer = trainer_of(make(), max_epochs=4, devices=2, callbacks=[AddsNothing()])
+    with pytest.raises(
+        CheckpointError,
+        match=r"only its weights were loaded: .* \[4, 8\] parameters, expected \[20\]",
+    ):
+        trainer.fit(OfRanks(), ckpt_path=tmp_path / "tuned.ckpt", weights_only=False)

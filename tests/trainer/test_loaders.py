@@ -173,11 +173,6 @@ def test_a_validation_without_batches_was_refused_under(strategy: str) -> None:
     assert len(model.seen) >= 4
 
 
-def test_training_without_batches_is_still_refused() -> None:
-    with pytest.raises(ConfigError, match="no batch on any rank"):
-        trainer_of("zero2").fit(Counting(), [])
-
-
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "zero3", "local_sgd"])
 @pytest.mark.parametrize("batches", [OwnBatches(), DerivedBatches([4] * 7)])
 def test_a_batch_sampler_of_ones_own_was_refused(strategy: str, batches: Any) -> None:
