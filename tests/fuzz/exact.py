@@ -92,7 +92,7 @@ def _(draft: Draft, random: Random) -> None:
     )
 
 
-@feature("exact decay", gives=[EXACT], needs=["exact"])
+@feature("exact decay", gives=[EXACT, "decays by batch"], needs=["exact"])
 def _(draft: Draft, random: Random) -> None:
     factor = random.choice(["1 - 2.0**-14", "1 + 2.0**-13"])
     draft.hook(

@@ -102,6 +102,7 @@ LOSSES = (
     "by attributes",
     "copies",
     "counting buffer",
+    "decays by batch",
     "edits gradients",
     "edits weights",
     "logs",
