@@ -61,25 +61,25 @@ class Sharing:
     """Looks like an experiment, and gives its methods full tensors; each rank must call."""
 
     def __init__(self, experiment: Any) -> None:
-        vars(self)["_experiment"] = experiment
+        vars(self)["_lightning_shard_experiment"] = experiment
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self._experiment)
+        return type(self._lightning_shard_experiment)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(vars(self)["_experiment"], name)
+        found = getattr(vars(self)["_lightning_shard_experiment"], name)
         is_method = callable(found) and not isinstance(found, (type, nn.Module))
         return _given_full(found) if is_method else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._experiment, name, value)
+        setattr(self._lightning_shard_experiment, name, value)
 
     def __getitem__(self, key: Any) -> Any:
-        return Sharing(self._experiment[key])
+        return Sharing(self._lightning_shard_experiment[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._experiment[key] = _in_full(value)
+        self._lightning_shard_experiment[key] = _in_full(value)
 
 
 def _given_full(method: Callable[..., Any]) -> Callable[..., Any]:
