@@ -123,8 +123,7 @@ class DataParallelEngine:
         self._homes = placed((flat, flat) for flat in self.flats)
         self._buffer_numbers = {id(param): one for param, (one, _) in self._positions.items()}
         self._unsharder = self._made_unsharder()
-        having = [(flat, reducing_of(flat, reducing, self.split).dp) for flat in self.flats]
-        self._weights = EqualWeights(having, reducing.dp, self.device)
+        self._weights = self._made_weights(reducing)
         self.edits = HandEdits(self.gradients, self.device, self.collectives)
         self.clipping = EarlyClipping(self.gradients, reducing.dp)
         self.reducer = self._made_reducer(reducing)
@@ -152,6 +151,10 @@ class DataParallelEngine:
         self.around_methods: Callable[[Any], AbstractContextManager[None]] = nullcontext
         self.hook_trainable()
         keep_freed_memory(self.device)
+
+    def _made_weights(self, reducing: DataGroups) -> EqualWeights:
+        having = [(flat, reducing_of(flat, reducing, self.split).dp) for flat in self.flats]
+        return EqualWeights(having, reducing.dp, self.device)
 
     def _made_unsharder(self) -> Unsharder | None:
         if self.options.stage != 3:
