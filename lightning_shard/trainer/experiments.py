@@ -28,6 +28,7 @@ class _OfThread(threading.local):
     runs = False
 
 
+_OWN = "_lightning_shard_experiment"  # what a `Sharing` looks like
 _of_thread = _OfThread()
 
 
@@ -61,25 +62,25 @@ class Sharing:
     """Looks like an experiment, and gives its methods full tensors; each rank must call."""
 
     def __init__(self, experiment: Any) -> None:
-        vars(self)["_lightning_shard_experiment"] = experiment
+        vars(self)[_OWN] = experiment
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self._lightning_shard_experiment)
+        return type(vars(self)[_OWN])
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(vars(self)["_lightning_shard_experiment"], name)
+        found = getattr(vars(self)[_OWN], name)
         is_method = callable(found) and not isinstance(found, (type, nn.Module))
         return _given_full(found) if is_method else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._lightning_shard_experiment, name, value)
+        setattr(vars(self)[_OWN], name, value)
 
     def __getitem__(self, key: Any) -> Any:
-        return Sharing(self._lightning_shard_experiment[key])
+        return Sharing(vars(self)[_OWN][key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._lightning_shard_experiment[key] = _in_full(value)
+        vars(self)[_OWN][key] = _in_full(value)
 
 
 def _given_full(method: Callable[..., Any]) -> Callable[..., Any]:
