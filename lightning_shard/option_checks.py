@@ -172,7 +172,8 @@ def _fitted_list(value: Any, hints: Sequence[Any]) -> Any:
 def _described(hint: Any) -> str:
     origin = get_origin(hint) or hint
     if origin in (Union, UnionType):
-        return " or ".join(_described(part) for part in get_args(hint))
+        said = sorted(map(_described, get_args(hint)), key=lambda one: one.startswith("a list"))
+        return " or ".join(said)
     if origin is Literal:
         return " or ".join(map(repr, get_args(hint)))
     if origin in _LISTS:

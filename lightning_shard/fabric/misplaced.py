@@ -37,11 +37,12 @@ def _refuse(strategy: Any, package: str) -> None:
         home, ours = kind.__module__, package.partition(".")[0] + "."
         is_ours = home.startswith(ours) and (".strategies." in home or ".fabric." in home)
         if is_ours and not home.startswith(f"{package}."):
-            name = kind.__name__
+            name, offered = kind.__name__, import_module(package)
+            advice = f"Import {name} from there, or pass its name" if hasattr(offered, name) else ""
             raise ConfigError(
                 f"Fabric got a strategy of the class {home}.{name}, which is built on another "
-                f"runner; expected one of {package}. Import {name} from there, or pass its name "
-                f"(strategy='zero3')."
+                f"runner; expected one of {package}. "
+                f"{advice or 'Pass the name of one that is there'} (strategy='zero3')."
             )
         if is_ours:
             return

@@ -9,7 +9,7 @@ What is here is a full checkpoint, brought together from the ranks' shards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar, Unpack
 from unittest.mock import patch
@@ -132,8 +132,15 @@ class CheckpointingStrategy(ShardStrategy):
 
     def _is_fitting(self) -> bool:
         """Whether a fit runs."""
-        module = self.lightning_module
-        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        trainer = self._own_trainer
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _own_trainer(self) -> "pl.Trainer | None":
+        """The module's trainer; None before it has one."""
+        with suppress(RuntimeError):  # as Lightning says then
+            return None if self.lightning_module is None else self.lightning_module.trainer
+        return None
 
     @override
     def save_checkpoint(
@@ -362,10 +369,12 @@ class CheckpointingStrategy(ShardStrategy):
 
     def _others_see_loaded(self) -> bool:
         """Whether somebody but us looks at what is loaded."""
-        module = self.lightning_module
-        if module is None or self._engine is not None or not loads_plainly(module):
+        module, trainer = self.lightning_module, self._own_trainer
+        runs = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        if module is None or trainer is None or not runs or self._engine is not None:
             return True
-        return may_see_loaded(module, module.trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        return not loads_plainly(module) or may_see_loaded(module, callbacks)
 
     def _load_any(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         if is_folder(checkpoint_path):
@@ -460,8 +469,12 @@ class CheckpointingStrategy(ShardStrategy):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         if self._resuming is None or not self._resuming.has_checked(self.optimizers):
             error = error_of(self._misfits(checkpoint), "only its weights were")
-            agree_on_misfit(self._collectives, error)
+            agree_on_misfit(self.present_collectives, error)
         self._resuming = None
+        if self._engine is None:  # after teardown everything is full again
+            self._check_full()
+            super().load_optimizer_state_dict(checkpoint)
+            return
         self._kept.load(self, checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             local = local_state(self, state, optimizer)

@@ -434,7 +434,8 @@ class DataParallelStrategy(EndingStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        self._follow_formats()  # those of on_fit_start
+        if self._engine is not None:
+            self._follow_formats()  # those of on_fit_start
         super().load_optimizer_state_dict(checkpoint)
 
     @contextmanager

@@ -67,6 +67,10 @@ def test_precisions_that_do_not_work_on_shards_are_refused() -> None:
 def test_strategies_of_another_runner_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected one of lightning_shard\.fabric"):
         Fabric(strategy=lightning_shard.ZeRO3Strategy(), accelerator="cpu")
+    with pytest.raises(
+        ConfigError, match="Pass the name of one that is there"
+    ):  # nothing to import
+        Fabric(strategy=lightning_shard.PipelineParallelStrategy(), accelerator="cpu")
     with pytest.raises(ConfigError, match=r"lightning_shard\.on_pytorch_lightning\.fabric"):
         lightning_fabric.Fabric(strategy=ours.ZeRO3Strategy(), accelerator="cpu")
     with pytest.raises(ConfigError, match=r"expected lightning_shard\.ZeRO3Strategy"):

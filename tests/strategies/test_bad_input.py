@@ -92,6 +92,10 @@ def fit_fails(model: L.LightningModule, strategy: str = "zero2", **options: Any)
         (lambda: ZeRO3Strategy(units="Block"), ["units", "'Block'", "['Block']"]),
         (lambda: ZeRO3Strategy(units=[]), ["units", "[]"]),
         (lambda: ZeRO3Strategy(activation_checkpointing="ful"), ["'full'", "'selective'", "'ful'"]),
+        (
+            lambda: ZeRO3Strategy(activation_checkpointing=True),  # type: ignore[arg-type]
+            ["'selective' or None or a list, each entry a string, got True"],
+        ),
         (lambda: ZeRO3Strategy(activation_checkpointing=[]), ["activation_check", "['Block']"]),
         (lambda: ZeRO3Strategy(reduce_dtype="float8"), ["reduce_dtype", "float8", "bfloat16"]),
         (lambda: ZeRO3Strategy(timeout=0), ["timeout", "positive", "0"]),

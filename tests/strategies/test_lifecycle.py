@@ -250,3 +250,21 @@ def test_weights_edited_after_the_last_step_were_not_saved(
     state = torch.load(path)["state_dict"]
     for values in (state, model.state_dict()):
         assert all(bool((value == 0.25).all()) for value in values.values())
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero3"])
+def test_a_checkpoint_is_restored_into_a_fit_that_has_ended(tmp_path: Path, strategy: str) -> None:
+    """It asked for the engine, which a run has only; a module may have no trainer yet, too."""
+    model = Deep()
+    trainer = make_trainer(strategy)
+    trainer.fit(model)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    trainer._checkpoint_connector.restore(tmp_path / "end.ckpt", weights_only=False)
+    torch.testing.assert_close(dict(model.state_dict()), expected)
+    other, fresh = Deep(), make_trainer(strategy)
+    fresh.strategy.connect(other)
+    fresh._checkpoint_connector.resume_start(tmp_path / "end.ckpt", weights_only=False)
