@@ -58,7 +58,8 @@ def test_diloco_sends_a_fiftieth(fragments: int) -> None:
     dense, sparse = sent_bytes("shard_ddp_in_process", 2), sent_bytes(diloco, 50)
     assert 45 <= dense / sparse <= 51
     numel = sum(param.numel() for param in GPT().parameters())
-    assert sparse * 50 == pytest.approx(2 * ring_share(numel, 2) * 4, abs=64)
+    spare = 64 * fragments  # a few numbers each time that ranks meet
+    assert sparse * 50 == pytest.approx(2 * ring_share(numel, 2) * 4, abs=spare)
 
 
 @pytest.mark.slow
