@@ -200,8 +200,7 @@ def _observe(folder: Path, training: Training, sent: signal.Signals | None) -> l
             expected.remove(training.victim)
     if training.event == "hang":
         expected.remove(WORLD_SIZE - 1)
-        while "and is ended" not in read_log(folder, WORLD_SIZE - 1):
-            time.sleep(0.1)
+        _await_words("and is ended", folder, WORLD_SIZE - 1)
     _await([folder / f"end_{rank}" for rank in expected], _STARTING_SECONDS + training.timeout)
     return [_end(folder, rank, since) for rank in ranks]
 
@@ -211,6 +210,13 @@ def _await(files: list[Path], seconds: float) -> bool:
     while not (come := all(file.exists() for file in files)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return come
+
+
+def _await_words(words: str, folder: Path, rank: int) -> None:
+    deadline = time.monotonic() + _STARTING_SECONDS
+    while words not in (log := read_log(folder, rank)):
+        assert time.monotonic() < deadline, log
+        time.sleep(0.1)
 
 
 def _end(folder: Path, rank: int, since: float) -> End:
