@@ -13,8 +13,13 @@ Which samples a step holds depends on the step alone, how they are assigned on t
 So ranks may come and go between two steps, and the mean over the step stays what it was. Where all
 shares are equal, they are those of torch's DistributedSampler with batches of this size.
 
-An epoch's last step may have fewer of the user's batches than are accumulated. Lightning divides
-it by as many as a whole step has, and so its mean counts for that share of a whole step.
+An epoch's last step may have fewer of the user's batches than are accumulated, and its last batch
+fewer samples. Lightning divides it by as many batches as a whole step has, and each batch is a mean
+of its own. So the last one has shares of its own:
+
+    8 + 4 samples, at most 4 at once    microbatch 0          microbatch 1
+      2 ranks                           0 1 2 3 4 5 6 7       8 9 10 11
+      4 ranks                           0 1 2 3 4 5 6 7 on ranks 0 and 1, 8 9 10 11 on ranks 2 and 3
 """
 
 from dataclasses import dataclass
@@ -23,20 +28,51 @@ from lightning_shard.errors import LayoutError
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Batches of a step that count alike, dealt to a run of shares; sizes differ by one at most.
+
+    Attributes:
+        first_sample: The place of its first sample in the step.
+        num_samples: R, its samples.
+        first_share: Its first share, numbered microbatch by microbatch and in these by rank.
+        num_shares: Its shares.
+        num_batches: K, the user's batches in it.
+    """
+
+    first_sample: int
+    num_samples: int
+    first_share: int
+    num_shares: int
+    num_batches: int
+
+    def begin(self, share: int) -> int:
+        """Return the place in the step where the samples of a share, dealt in a row, begin."""
+        even, surplus = divmod(self.num_samples, self.num_shares)
+        before = share - self.first_share
+        return self.first_sample + even * before + min(surplus, before)
+
+    def size(self, share: int) -> int:
+        """Return the number of samples of a share."""
+        return self.begin(share + 1) - self.begin(share)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepShares:
     """One optimizer step's samples, assigned to ranks and microbatches.
 
-    Each rank has the same number of microbatches, since stages 2 and 3 meet in each backward. Sizes
-    differ by one at most. With fewer samples than ranks, or with one sample at once, some
-    microbatches have none: they borrow one, which counts for nothing.
+    Each rank has the same number of microbatches, since stages 2 and 3 meet in each backward. With
+    fewer samples than ranks, or with one sample at once, some microbatches have none: they borrow
+    one, which counts for nothing.
 
     Attributes:
-        num_samples: R, the samples of the step, at least 1.
+        num_samples: The samples of the step, at least 1.
         num_ranks: W, the number of ranks.
         rank_batch: The most samples at once on a rank.
         accumulation: A, by which the loop divides each loss; the microbatches of a whole step.
-        num_batches: K, the user's batches in this step.
+        num_batches: The user's batches in this step.
         whole_batches: B, the user's batches in a whole step.
+        last_batch: The samples of its last batch where that is smaller than those before it.
+            These are all alike if it is 0, or where ranks take no whole parts of a batch at once.
     """
 
     num_samples: int
@@ -45,42 +81,83 @@ class StepShares:
     accumulation: int
     num_batches: int = 1
     whole_batches: int = 1
+    last_batch: int = 0
 
     @property
     def num_microbatches(self) -> int:
         """The microbatches of this step: as few as can be, at most `accumulation`."""
-        return num_parts(self.num_samples, self.num_ranks * self.rank_batch)
+        shares = num_parts(self._first_samples, self.rank_batch)
+        if self._is_cut:
+            shares += num_parts(self.last_batch, self.rank_batch)
+        return num_parts(shares, self.num_ranks)
 
     def size(self, microbatch: int, rank: int) -> int:
         """Return the samples of a microbatch that count, 0 where its only one is borrowed."""
         share = microbatch * self.num_ranks + rank
-        even, surplus = divmod(self.num_samples, self.num_microbatches * self.num_ranks)
-        return even + (share < surplus)
+        return self._run_of(share).size(share)
 
     def places(self, microbatch: int, rank: int) -> range:
         """Return the places in the step, from 0, of a microbatch's samples; never empty."""
         if self.size(microbatch, rank) == 0:
             borrowed = rank % self.num_samples
             return range(borrowed, borrowed + 1)
-        first = self._begin(microbatch)
-        return range(first + rank, self._begin(microbatch + 1), self.num_ranks)
+        row = microbatch * self.num_ranks
+        run = self._run_of(row + rank)
+        first = max(row, run.first_share)
+        end = min(row + self.num_ranks, run.first_share + run.num_shares)
+        return range(run.begin(first) + row + rank - first, run.begin(end), end - first)
 
     def weight(self, microbatch: int, rank: int) -> float:
         """Return the factor by which a rank multiplies the mean loss of a microbatch.
 
         Returns:
-            n * W * A / R * K / B for n samples that count: after a division by A and a mean over
-            the ranks the sum over the microbatches is the mean over the step's samples, times
-            K / B. Exactly 1 where all are alike.
+            n * W * A / R * K / B for n samples that count, of R in K batches that count alike:
+            after a division by A and a mean over the ranks the sum over the microbatches is the
+            mean over the samples of each batch, summed over the batches and divided by B. Exactly
+            1 where all are alike.
         """
+        run = self._run_of(microbatch * self.num_ranks + rank)
         counted = self.size(microbatch, rank) * self.num_ranks * self.accumulation
-        return counted * self.num_batches / (self.num_samples * self.whole_batches)
+        return counted * run.num_batches / (run.num_samples * self.whole_batches)
 
-    def _begin(self, microbatch: int) -> int:
-        """Where the samples of a microbatch begin, those of all ranks."""
-        even, surplus = divmod(self.num_samples, self.num_microbatches * self.num_ranks)
-        shares = microbatch * self.num_ranks
-        return even * shares + min(surplus, shares)
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the last batch has shares of its own, which have to be there."""
+        parts = (self.num_samples - self.last_batch, self.last_batch)
+        needed = sum(num_parts(part, self.rank_batch) for part in parts)
+        return bool(self.last_batch) and needed <= self.accumulation * self.num_ranks
+
+    @property
+    def _first_samples(self) -> int:
+        """The samples before a last batch that counts otherwise."""
+        return self.num_samples - self.last_batch if self._is_cut else self.num_samples
+
+    def _run_of(self, share: int) -> _Run:
+        """Return the run of a share: the whole step, or what lies before, or in, its last batch.
+
+        The last batch begins with a microbatch where that leaves it shares enough.
+        """
+        before, total = self._first_samples, self.num_microbatches * self.num_ranks
+        if not self._is_cut:
+            return _Run(
+                first_sample=0,
+                num_samples=before,
+                first_share=0,
+                num_shares=total,
+                num_batches=self.num_batches,
+            )
+        cut = num_parts(before, self.rank_batch)
+        whole = num_parts(cut, self.num_ranks) * self.num_ranks
+        if whole + num_parts(self.last_batch, self.rank_batch) <= total:
+            cut = whole
+        is_last = share >= cut
+        return _Run(
+            first_sample=before if is_last else 0,
+            num_samples=self.last_batch if is_last else before,
+            first_share=cut if is_last else 0,
+            num_shares=total - cut if is_last else cut,
+            num_batches=1 if is_last else self.num_batches - 1,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +233,16 @@ class EpochShares:
         Raises:
             LayoutError: It is not left in this epoch.
         """
-        begin, end = self.begin(step), self.begin(step + 1)
+        num_samples = self.begin(step + 1) - self.begin(step)
+        batch, odd = divmod(self.step_samples, self.step_batches)
         return StepShares(
-            num_samples=end - begin,
+            num_samples=num_samples,
             num_ranks=self.num_ranks,
             rank_batch=self.rank_batch,
             accumulation=self.accumulation,
-            num_batches=num_parts((end - begin) * self.step_batches, self.step_samples),
+            num_batches=num_parts(num_samples * self.step_batches, self.step_samples),
             whole_batches=self.step_batches,
+            last_batch=0 if odd or num_samples < batch else num_samples % batch,
         )
 
 

@@ -125,6 +125,40 @@ def test_a_shorter_last_step_counted_as_much_as_one_one(num_samples: int) -> Non
             assert weights / assigned.accumulation / num_ranks == pytest.approx(share)
 
 
+@pytest.mark.parametrize("num_samples", [8, 12, 19, 20, 23, 24])
+def test_a_smaller_last_batch_counts_as_much_as_the_others_of_its_step(num_samples: int) -> None:
+    """Each batch that is accumulated is a mean; the samples of a smaller one counted less."""
+    losses = torch.randn(num_samples, dtype=torch.float64)
+    expected = sum(part.mean() for part in losses.split(8)) / 3
+    for num_ranks, rank_batch in itertools.product(range(1, 9), [1, 2, 4, 8]):
+        shares = EpochShares(
+            num_samples=num_samples,
+            step_samples=24,
+            num_ranks=num_ranks,
+            rank_batch=rank_batch,
+            step_batches=3,
+        )
+        step = shares.step(0)
+        means = [
+            losses[list(step.places(*cell))].mean() * step.weight(*cell) for cell in cells(step)
+        ]
+        assert step.num_microbatches <= step.accumulation
+        assert all(len(step.places(*cell)) <= rank_batch for cell in cells(step))
+        torch.testing.assert_close(sum(means) / step.accumulation / num_ranks, expected)
+
+
+def test_the_last_batch_begins_with_a_microbatch_where_it_can() -> None:
+    """Then each rank's loss is that of a batch, as one device has it."""
+    options = {"num_samples": 12, "step_samples": 16, "rank_batch": 4, "step_batches": 2}
+    assert table(EpochShares(num_ranks=2, **options).step(0)) == [
+        [[0, 2, 4, 6], [1, 3, 5, 7]],
+        [[8, 10], [9, 11]],
+    ]
+    assert table(EpochShares(num_ranks=4, **options).step(0)) == [
+        [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10], [9, 11]]
+    ]
+
+
 def epoch_sets(
     num_samples: int, step_samples: int, rank_batch: int, sizes_by_step: list[int]
 ) -> list[list[int]]:

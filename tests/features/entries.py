@@ -37,7 +37,7 @@ add(GROUP, "test", partial(_entry, "test"))
 @feature(GROUP, "predict")
 def predict(here: Here) -> Report:
     outputs = here.trainer().predict(Network(), datamodule=Loaders(here))
-    return {"first": outputs[0][0], "batches": len(outputs)}
+    return {"all": torch.cat(outputs)}
 
 
 @feature(GROUP, "fit, validate, test and predict with one Trainer")
@@ -46,8 +46,8 @@ def all_entries(here: Here) -> Report:
     trainer.fit(module, datamodule=data)
     validated = trainer.validate(module, datamodule=data, verbose=False)
     tested = trainer.test(module, datamodule=data, verbose=False)
-    first = trainer.predict(module, datamodule=data)[0][0]
-    return {"validated": validated, "tested": tested, "first": first, "weights": weights(module)}
+    all_ = torch.cat(trainer.predict(module, datamodule=data))
+    return {"validated": validated, "tested": tested, "all": all_, "weights": weights(module)}
 
 
 @feature(GROUP, "two fits of one module")

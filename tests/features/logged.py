@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 
-from tests.features.columns import PIPELINES, Here
+from tests.features.columns import Here
 from tests.features.declared import add, feature
 from tests.features.network import Loaders, Network, Report, fitted, loader
 
@@ -67,7 +67,8 @@ class _Sum(Network):
     """Sums over an epoch, and over the ranks."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("sum", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        samples = float(len(batch[0]))
+        self.log("sum", samples, on_step=False, on_epoch=True, reduce_fx="sum")
         return super().training_step(batch, batch_idx)
 
 
@@ -129,8 +130,7 @@ def _module(make: Any, here: Here) -> Report:
 
 for _title, _class in MODULES.items():
     add(GROUP, _title, partial(_module, _class))
-# A pipeline adds what each microbatch logs.
-add(GROUP, "log(reduce_fx='sum')", partial(_module, _Sum), own=PIPELINES)
+add(GROUP, "log(reduce_fx='sum')", partial(_module, _Sum))
 add(GROUP, "outputs of a validation", partial(_module, _Functional))
 
 
