@@ -4,11 +4,17 @@ our launcher, srun, by hand    the server listens at MASTER_ADDR:MASTER_PORT
 torchrun                       its agent's store is there, open to all: rank 0 says in it where
                                its server listens, which each rank has prove that it is
 elastic                        a rendezvous server beside the ranks; see `lightning_shard.elastic`
+
+The server is a thread of rank 0 that keeps the store.
 """
 
 import json
 import os
+import socket
+import threading
+from collections.abc import Sequence
 from datetime import timedelta
+from selectors import DefaultSelector
 from time import monotonic
 from typing import NamedTuple
 
@@ -18,12 +24,59 @@ from torch.distributed.rendezvous import rendezvous
 from lightning_shard import settings
 from lightning_shard.backends._c10d import Store, TCPStore
 from lightning_shard.backends.guarded.addresses import address_towards, listen, loopback_of
-from lightning_shard.backends.guarded.server import JobServer
-from lightning_shard.backends.guarded.store import store_at
+from lightning_shard.backends.guarded.door import Door
+from lightning_shard.backends.guarded.key_values import KeyValueService
+from lightning_shard.backends.guarded.store import SERVICE, store_at
 from lightning_shard.backends.guarded.token import JobAddress, find_token, remember
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.backends.roll_call import MissingRanksError, fresh_store
 from lightning_shard.errors import ConfigError
+
+_TICK_SECONDS = 1.0
+_UNSENT_SECONDS = 0.01
+
+
+class JobServer(threading.Thread):
+    """Serves a job's keys and values until the process ends.
+
+    Args:
+        listeners: The sockets to which ranks connect.
+        token: The job's token.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket], token: str) -> None:
+        super().__init__(name="lightning-shard-job", daemon=True)
+        self.port = int(listeners[0].getsockname()[1])
+        self._selector = DefaultSelector()
+        self._service = KeyValueService(self._selector)
+        self._door = Door(listeners, token, self._selector, {SERVICE: self._service.admit})
+        self._ends = False
+        self._process = os.getpid()
+
+    def run(self) -> None:
+        """Serve until `end`."""
+        last_tick = monotonic()
+        while not self._ends:
+            seconds = _UNSENT_SECONDS if self._service.has_unsent else _TICK_SECONDS
+            for key, _ in self._selector.select(seconds):
+                key.data()
+            self._service.flush()
+            if (now := monotonic()) - last_tick >= _TICK_SECONDS:
+                self._door.tick(now)
+                last_tick = now
+        self._selector.close()
+        self.forget()
+
+    def end(self) -> None:
+        """Close the door and every connection."""
+        self._ends = True
+        self.join()
+
+    def forget(self) -> None:
+        """Close the sockets; in a forked child those of the parent."""
+        self._door.close()
+        self._service.close()
+
 
 _OPEN_KEY = "lightning_shard/open_store"
 _SERVER_KEY = "lightning_shard/server"

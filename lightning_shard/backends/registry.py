@@ -1,19 +1,40 @@
-"""The registry of the communication backends, by name."""
+"""The registry of the communication backends, by name, and NCCL: torch's own for CUDA devices."""
 
 import sys
 from difflib import get_close_matches
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.debug_wrapper import debug_name
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.in_process import InProcessBackend
 from lightning_shard.backends.mpi import MPIBackend
-from lightning_shard.backends.nccl import NCCLBackend
 from lightning_shard.backends.shm import ShmBackend
 from lightning_shard.errors import ConfigError
+
+
+class NCCLBackend(Backend):
+    """CUDA tensors over NVLink, PCIe or the network."""
+
+    name: ClassVar[str] = "nccl"
+    device_types: ClassVar[tuple[str, ...]] = ("cuda",)
+    matches_tags: ClassVar[bool] = False
+
+    @override
+    def unavailable_reason(self) -> str | None:
+        if not (dist.is_available() and dist.is_nccl_available()):
+            return "this torch was built without NCCL. Install a CUDA wheel from pytorch.org."
+        if not torch.cuda.is_available():
+            return (
+                "no CUDA device is visible. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or train on "
+                "CPUs with backend='gloo'."
+            )
+        return None
+
 
 _BACKENDS: dict[str, Backend] = {
     backend.name: backend

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard.backends.nccl import NCCLBackend
-from lightning_shard.backends.registry import auto_backend, backend_names, get_backend
+from lightning_shard.backends.registry import NCCLBackend, auto_backend, backend_names, get_backend
 from lightning_shard.backends.shm import ShmBackend
 from lightning_shard.errors import BackendUnavailableError, ConfigError
 

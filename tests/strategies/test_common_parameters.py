@@ -180,7 +180,7 @@ def fit(script: type[Model], strategy: str, backend: str) -> tuple[list[float], 
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    with patch("lightning_shard.backends.shm.collectives.share", noted):
+    with patch("lightning_shard.backends.shm.backend.share", noted):
         trainer.fit(model, DataLoader(data, batch_size=4), DataLoader(data, batch_size=12))
     weights = [param.detach().clone() for param in model.parameters()]
     return model.losses, weights, bool(shared) and None not in shared

@@ -1,28 +1,313 @@
-"""MPI: ranks started by mpirun or a cluster's own launcher."""
+"""MPI: ranks started by mpirun or a cluster's own launcher.
 
-from collections.abc import Iterator
+Each rank has a process group over MPI, with communicators, message lanes and time-outs.
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from urllib.parse import parse_qsl, urlparse
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.rendezvous import register_rendezvous_handler
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d, liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
+from lightning_shard.backends.call_site import CallSite, find_call_site
+from lightning_shard.backends.calls import Call
 from lightning_shard.backends.debug_wrapper import debug_name, exchange_collectives, register_debug
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.guarded.store import JobStore, store_at
 from lightning_shard.backends.guarded.token import JobAddress, remember
+from lightning_shard.backends.in_flight import FlightWork, OperationWatch
 from lightning_shard.backends.meeting_place import serve
 from lightning_shard.backends.mpi import runtime
-from lightning_shard.backends.mpi.flight import progress
-from lightning_shard.backends.mpi.process_group import BACKEND_NAME, MPIGroup
+from lightning_shard.backends.mpi.departures import COLLECTIVE, MADE, Need
+from lightning_shard.backends.mpi.flight import Flight, progress
+from lightning_shard.backends.mpi.operations import OPERATIONS, GroupOfRanks, Steps
+from lightning_shard.backends.mpi.runtime import is_cuda_aware, mpi
 from lightning_shard.backends.object_transfers import guard_torch
-from lightning_shard.errors import ConfigError
+from lightning_shard.backends.packing import raw, write
+from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup
+from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
+from lightning_shard.backends.streams import drain_streams
+from lightning_shard.errors import CollectiveMismatchError, ConfigError, RankFailedError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+BACKEND_NAME = "mpi4py"  # c10d keeps the name "mpi" for its own, even where torch lacks it
+_POLL_SECONDS = 0.0005
+_RECV_ANY = f"recv {ANY_SOURCE}"
+# A wait spins, then yields the core, then sleeps: answers come in microseconds when the peers run
+# on cores of their own, and leave the core to them when they do not.
+_SPINS, _YIELDS = 50, 500
+_SLEEP_SECONDS = 0.0001
+
+
+def must_stage(tensors: Sequence[Tensor]) -> bool:
+    """Whether these tensors lie where MPI cannot reach; the first time, rank 0 warns."""
+    if all(tensor.device.type == "cpu" for tensor in tensors) or is_cuda_aware():
+        return False
+    _warn_once()
+    return True
+
+
+def staged(
+    operation: Callable[[GroupOfRanks, Call], Steps], group: GroupOfRanks, call: Call
+) -> Steps:
+    """Carry `call` out on copies in host memory, and copy the results back."""
+    with torch.inference_mode():
+        host = replace(
+            call,
+            inputs=[raw(tensor).cpu() for tensor in call.inputs],
+            outputs=[raw(tensor).cpu() for tensor in call.outputs],
+        )
+    yield from operation(group, host)
+    written = call.outputs or call.inputs
+    for target, source in zip(written, host.outputs or host.inputs, strict=True):
+        write(target, source)
+
+
+@cache
+def _warn_once() -> None:
+    if mpi().COMM_WORLD.rank == 0:
+        warnings.warn(
+            "This MPI library does not take GPU memory: tensors travel through copies on the host. "
+            "Use an MPI built with CUDA, or backend='nccl'.",
+            stacklevel=2,
+        )
+
+
+class MPIWork(FlightWork):
+    """One rank's handle of one operation over MPI."""
+
+    _flight: Flight
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the results are there.
+
+        Args:
+            timeout: A time-out shorter than the group's; None, or c10d's zero, for the group's.
+
+        Raises:
+            RankFailedError: A peer has died, or has not come within the group's time-out.
+            TimeoutError: The shorter `timeout` is over; the operation goes on.
+        """
+        end = time.monotonic() + timeout.total_seconds() if timeout else None
+        polls = 0
+        while not self._flight.poll():
+            _pause(polls)
+            polls += 1
+            if polls > _YIELDS or polls % 100 == 0:
+                self._flight.check()
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"{self._call} at {self._call.site} took longer than {timeout}.")
+        if self._flight.error is not None:
+            raise self._flight.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, with its results or an error."""
+        if not self._flight.poll():
+            self._flight.check()
+        return self._flight.done
+
+
+def _pause(polls: int) -> None:
+    if polls > _YIELDS:
+        time.sleep(_SLEEP_SECONDS)
+    elif polls > _SPINS:
+        os.sched_yield()
+
+
+class MPIGroup(PythonGroup):
+    """One rank's handle of one group.
+
+    Args:
+        name: Name of the group in c10d, the same on each of its ranks.
+        global_ranks: Ranks of the group's members in COMM_WORLD, in order of their group rank.
+        rank: This rank's number in the group.
+        timeout: Time after which a peer that has not come is an error.
+        store: The group's own store, at which its ranks meet to make the group.
+
+    Raises:
+        RankFailedError: A rank has failed, has left, or does not come to make the group.
+
+    Attributes:
+        comm: MPI communicator for collectives and the user's messages.
+        inner: MPI communicator for messages between the steps of an operation.
+    """
+
+    backend_name: ClassVar[str] = BACKEND_NAME
+
+    def __init__(
+        self,
+        name: str,
+        global_ranks: tuple[int, ...],
+        rank: int,
+        timeout: timedelta,
+        store: Store,
+    ) -> None:
+        super().__init__(name, global_ranks, rank)
+        self._timeout = timeout
+        self._numbers = count()
+        self._largest_tag = runtime.largest_tag()
+        self._tally = runtime.departures.tally(name)
+        self._await_members(store)
+        tag = sum(name.encode()) % self._largest_tag  # tells groups apart that are made at once
+        self.comm: Intracomm = runtime.communicator(global_ranks, tag)
+        self.inner: Intracomm = runtime.communicator(global_ranks, tag)
+
+    def _await_members(self, store: Store) -> None:
+        """Wait until every rank of the group has come to make it.
+
+        Making a communicator waits inside MPI, where this rank's operations in flight stand still,
+        and for which a peer may be waiting before it comes.
+        """
+        self._tally[MADE] += 1
+        need = Need(
+            group=self._name, ranks=self.global_ranks, parts=[MADE], number=self._tally[MADE]
+        )
+        watch = _OperationWatch(self, "new_group", find_call_site(), need, self._timeout)
+        board = PrefixStore(f"made/{store.add(f'made/{self._group_rank}', 1)}", store)
+        board.set(str(self._group_rank), "")
+        keys = [str(rank) for rank in range(self.size())]
+        while not board.check(keys):
+            if (error := watch.why_it_stops()) is not None:
+                raise error
+            time.sleep(_POLL_SECONDS)
+
+    def next_number(self) -> int:
+        """Return a tag for the inner messages of one more collective, the same on every rank."""
+        return (2 * next(self._numbers)) % (self._largest_tag - 1)
+
+    def lane(self, tag: int) -> "tuple[Intracomm, int]":
+        """Return the communicator and MPI's tag for messages under c10d's tag.
+
+        Raises:
+            ConfigError: This MPI library has no tag so large.
+        """
+        if tag >= FIRST_RESERVED_TAG:  # odd ones, beside the even ones of `next_number`
+            return self.inner, (2 * tag + 1) % (self._largest_tag - 1)
+        if tag > self._largest_tag:
+            raise ConfigError(
+                f"Rank {self.rank()} of {self.group_desc}: got the tag {tag}, expected one up to "
+                f"{self._largest_tag}, the largest of this MPI library."
+            )
+        return self.comm, tag
+
+    @override
+    def _start(self, call: Call) -> MPIWork:
+        with runtime.lock:  # operations are counted in the order in which they begin
+            own, need = self._need(call)
+            watch = _OperationWatch(self, call, call.site, need, self._timeout)
+            if (failure := watch.peer_failure()) is not None:
+                raise failure
+            try:
+                flight = Flight(self._steps(call), watch)
+            except runtime.mpi().Exception as error:
+                raise watch.explain(error) from error
+            self._tally[own] += 1
+        if not flight.poll():
+            progress.add(flight)
+        return MPIWork(flight, call)
+
+    def _need(self, call: Call) -> tuple[str, Need]:
+        """Return the tally's key that counts a call, and what the call needs of the other ranks."""
+        here, own = self._group_rank, f"{call.op} {call.root}"
+        ranks: tuple[int, ...] = ()  # who sends to a receive from any source, nobody knows
+        if call.op == "send":
+            parts, ranks = [f"recv {here}", _RECV_ANY], (self.global_ranks[call.root],)
+        elif call.op == "recv":
+            parts = [f"send {here}"]
+            if call.root != ANY_SOURCE:
+                ranks = (self.global_ranks[call.root],)
+        else:
+            own, parts, ranks = COLLECTIVE, [COLLECTIVE], self.global_ranks
+        number = self._tally[own] + 1
+        return own, Need(group=self._name, ranks=ranks, parts=parts, number=number)
+
+    def _steps(self, call: Call) -> Steps:
+        tensors = call.inputs or call.outputs
+        operation = OPERATIONS[call.op]
+        yield from staged(operation, self, call) if must_stage(tensors) else operation(self, call)
+        drain_streams(tensors)  # who waits may read the results on any stream
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time after which a peer that has not come is an error."""
+        self._timeout = timeout
+
+    def shutdown(self) -> None:
+        """Give the communicators back; the group is not used afterwards."""
+        for comm in (self.comm, self.inner):
+            runtime.free(comm)
+
+
+class _OperationWatch(OperationWatch):
+    """Watches one operation of this rank for the flight, and makes its errors.
+
+    Args:
+        group: The group whose operation it is.
+        operation: This rank's call, or the operation's name.
+        site: File and line where the user called.
+        need: The part of other ranks without which the operation can never end.
+        timeout: Time after which the operation is given up.
+    """
+
+    def __init__(
+        self, group: MPIGroup, operation: Call | str, site: CallSite, need: Need, timeout: timedelta
+    ) -> None:
+        super().__init__(group, operation, site)
+        self._need = need
+        self._end = time.monotonic() + timeout.total_seconds()
+
+    def why_it_stops(self) -> Exception | None:
+        """Return the error when a rank has failed or left, or the time-out is over; else None."""
+        if (failure := self.peer_failure()) is not None:
+            return failure
+        if (left := runtime.who_never_comes(self._need)) is not None:
+            return RankFailedError(
+                f"{self.place} can never go on with {self}: rank {left} has ended without it. "
+                "Look for a rank that returned early or called sys.exit."
+            )
+        if time.monotonic() < self._end:
+            return None
+        if (lifeline := liveness.current()) is not None:
+            return lifeline.explain(str(self))
+        return RankFailedError(
+            f"{self.place} has waited for the group's time-out in {self}, and not every rank has "
+            "come. Look for the first error among the other ranks' output."
+        )
+
+    def explain(self, error: Exception) -> Exception:
+        """Return our error for one of MPI's; other errors stay as they are."""
+        module = runtime.mpi()
+        if not isinstance(error, module.Exception):
+            return error
+        if error.Get_error_class() == module.ERR_TRUNCATE:
+            made: Exception = CollectiveMismatchError(
+                f"Rank {self._group.rank()}: a peer gave more elements to {self} than expected "
+                "here. Every rank must make the same calls with the same shapes; debug=True finds "
+                "the first that differs."
+            )
+        else:
+            made = self.peer_failure() or RankFailedError(
+                f"Rank {self._group.rank()} lost a peer in {self}. MPI said: {error}"
+            )
+        made.__cause__ = error
+        return made
+
 
 INIT_METHOD = "mpi://"
 

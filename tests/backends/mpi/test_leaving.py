@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.mpi import runtime
-from lightning_shard.backends.mpi.backend import INIT_METHOD
-from lightning_shard.backends.mpi.process_group import BACKEND_NAME
+from lightning_shard.backends.mpi.backend import BACKEND_NAME, INIT_METHOD
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.errors import RankFailedError
 from tests.mpirun import run_mpi

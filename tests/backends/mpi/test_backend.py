@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from lightning_shard.backends.mpi import process_group, runtime
-from lightning_shard.backends.mpi.backend import INIT_METHOD
-from lightning_shard.backends.mpi.process_group import BACKEND_NAME, MPIGroup
+from lightning_shard.backends.mpi import backend as mpi_backend
+from lightning_shard.backends.mpi import runtime
+from lightning_shard.backends.mpi.backend import BACKEND_NAME, INIT_METHOD, MPIGroup
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.errors import CollectiveMismatchError, ConfigError, RankFailedError
 from tests.mpirun import run_mpi
@@ -58,12 +58,12 @@ def as_mpi_group(group: dist.ProcessGroup | None) -> MPIGroup:
 @contextmanager
 def everything_staged() -> Iterator[None]:
     """Carry every operation out on copies, as for GPU tensors that MPI cannot reach."""
-    original = process_group.must_stage
-    process_group.must_stage = lambda tensors: True
+    original = mpi_backend.must_stage
+    mpi_backend.must_stage = lambda tensors: True
     try:
         yield
     finally:
-        process_group.must_stage = original
+        mpi_backend.must_stage = original
 
 
 @check
@@ -332,4 +332,4 @@ def test_with_debug_different_operations_are_a_mismatch_on_both_ranks() -> None:
     for message in run_mpi(call_different_operations, 2):
         assert "all_reduce(SUM, float32 (3,))" in message
         assert "broadcast(float32 (3,), root 0)" in message
-        assert message.count("test_process_group.py:") >= 2
+        assert message.count("test_backend.py:") >= 2
