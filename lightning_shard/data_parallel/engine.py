@@ -49,7 +49,11 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.presenting import cut_loaded, look_full
 from lightning_shard.data_parallel.quantised import refuse_quantised
 from lightning_shard.data_parallel.reducer import Reducer, always
-from lightning_shard.data_parallel.shard_advice import explaining_gradients, explaining_shards
+from lightning_shard.data_parallel.shard_advice import (
+    explaining_gradients,
+    explaining_graphs,
+    explaining_shards,
+)
 from lightning_shard.data_parallel.sharded_parameter import UserCode, move_out
 from lightning_shard.data_parallel.torch_private import BatchNorm, gradient_hooks
 from lightning_shard.data_parallel.unit import Unit
@@ -289,7 +293,7 @@ class DataParallelEngine:
         if self.model.training and torch.is_grad_enabled():
             self._buffers.note_training(exchanges=self.reducer.synchronises)
         full = self._unsharder.step() if self._unsharder else nullcontext()
-        with self.seeing_shards(), full, self.explaining_shards():
+        with self.seeing_shards(), full, explaining_graphs(), self.explaining_shards():
             yield
 
     def explaining_shards(self) -> AbstractContextManager[None]:

@@ -2,18 +2,21 @@
 
 Between the steps of ZeRO stage 3 a parameter shows this rank's shard. Matching parts are cut alike
 (see `units`) and so are copies made during the run (see `unsharding`); whatever else
-meets a shard element by element has another size, and torch's error does not say why.
+meets a shard element by element has another size, and torch's error does not say why. Nor does it
+where code was to be compiled as one graph, and the package's own ends graphs.
 """
 
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.torch_private import GRAPH_ENDS
 from lightning_shard.errors import ConfigError, ShardError
 
 _MISFIT = re.compile(
@@ -135,3 +138,35 @@ def explaining_gradients(stage: int) -> Iterator[None]:
             "say). Use the optimizer's weight_decay, compute inside the block's forward, or use "
             "strategy='zero2'."
         ) from error
+
+
+@contextmanager
+def explaining_graphs() -> Iterator[None]:
+    """Name the option where code that is to be one graph runs what ends a graph here.
+
+    Raises:
+        ConfigError: In place of torch's error; one that a single device raises, too, stays.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _ends_graphs(error):
+            raise
+        raise ConfigError(
+            "torch.compile(fullgraph=True) was asked for one graph of code in which ranks gather "
+            "parameters or exchange parts of layers or sequences, or a stage of a pipeline begins, "
+            "and there a graph ends; expected compiled code that may be cut. Leave fullgraph=True "
+            "out. Or compile each block of a list by itself, block.compile(fullgraph=True), which "
+            "zero3 and pipelines take; tensor and context parallel cut blocks, too."
+        ) from error
+
+
+def _ends_graphs(error: RuntimeError) -> bool:
+    text = str(error)
+    if type(error).__module__.startswith("torch._dynamo"):
+        return GRAPH_ENDS in text or _PACKAGE in text
+    return _AS_WRITTEN in text
+
+
+_PACKAGE = str(Path(__file__).parent.parent)
+_AS_WRITTEN = "Compilation was not attempted"  # torch's words: a pipeline runs it as written

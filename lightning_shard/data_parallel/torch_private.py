@@ -35,6 +35,7 @@ __all__ = [
     "FAKE_TENSOR_LOGGER",
     "GENERATES",
     "GENERATES_TOGETHER",
+    "GRAPH_ENDS",
     "INITIALISERS",
     "OF_ORIGINAL",
     "TRANSFORM_ENTRANCES",
@@ -84,6 +85,7 @@ __all__ = [
     "without_saving_hooks",
 ]
 
+GRAPH_ENDS = "ranks of lightning_shard exchange here: leave fullgraph=True out"  # torch quotes it
 COMPILED_MODULE = "_orig_mod"  # where the wrapper of `torch.compile` keeps the module
 GENERATES = "_has_unfinished_sequences"
 GENERATES_TOGETHER = "_is_fsdp_managed_module"
@@ -128,7 +130,8 @@ def exchange_engine_entrance(entrance: Callable[..., Any] | None) -> None:
 
 def untraced(function: F) -> F:
     """Keep torch.compile out of a function: collectives of ours are nothing dynamo could trace."""
-    return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    out = torch.compiler.disable(function, reason=GRAPH_ENDS)  # type: ignore[no-untyped-call]
+    return cast("F", out)
 
 
 def untraced_alone(function: F) -> F:

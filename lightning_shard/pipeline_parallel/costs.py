@@ -10,7 +10,6 @@ its tokens, a metric that checks its labels) cannot run so; it then runs once on
 
 import logging
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -33,6 +32,7 @@ from lightning_shard.data_parallel.torch_private import (
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
+from lightning_shard.pipeline_parallel.skipped_blocks import uncompiled
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 
 
@@ -289,7 +289,8 @@ def _measure(
 ) -> BlockCosts:
     """Run the step with stand-ins for parameters and buffers."""
     step = _StepModule(model, run)
-    with _unchanged(model), _uncompiled(), stand_ins.mode():
+    with _unchanged(model), uncompiled(), warnings.catch_warnings(), stand_ins.mode():
+        warnings.simplefilter("ignore")  # the real step gives those of the model's own again
         params = {name: stand_ins.param(param) for name, param in step.named_parameters()}
         buffers = {name: stand_ins.buffer(buffer) for name, buffer in step.named_buffers()}
         counter = FlopCounter() if what == "flops" else SavedBytes(params.values())
@@ -319,17 +320,6 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Run compiled modules uncompiled inside, so that their parts can be counted."""
-    is_used = "torch._dynamo" in sys.modules  # which takes seconds to import
-    with warnings.catch_warnings(), ExitStack() as contexts:
-        warnings.simplefilter("ignore")  # the real step gives those of the model's own again
-        if is_used:
-            contexts.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
 
 
 @contextmanager

@@ -232,13 +232,13 @@ class _ComputedTensors(TorchFunctionMode):
 
 def _on_copies(call: BlockCall) -> Any:
     """Call with copies of the arguments' tensors, to see whether the block keeps them."""
-    with _uncompiled():
+    with uncompiled():
         kwargs = {name: _copied(one) for name, one in call.kwargs.items()}
         return call.function(*map(_copied, call.args), **kwargs)
 
 
-def _uncompiled() -> AbstractContextManager[None]:
-    """Run compiled code uncompiled inside, since stand-ins need not be compiled for."""
+def uncompiled() -> AbstractContextManager[None]:
+    """Make the context in which compiled code runs uncompiled, as for stand-ins."""
     if "torch._dynamo" not in sys.modules:  # which takes long to import
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")

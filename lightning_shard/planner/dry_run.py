@@ -19,6 +19,7 @@ from lightning_shard.pipeline_parallel.batch_reading import BatchReader
 from lightning_shard.pipeline_parallel.costs import FlopCounter
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of, split_batch
 from lightning_shard.pipeline_parallel.simulation import replay
+from lightning_shard.pipeline_parallel.skipped_blocks import uncompiled
 from lightning_shard.planner.activation_bytes import ActivationBytes
 from lightning_shard.planner.description import Step, WorldOptions
 from lightning_shard.planner.no_elements import NoElements
@@ -101,9 +102,9 @@ def _figures(rank: SimulatedRank, activations: ActivationBytes, idle_share: floa
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Restore the random streams and suppress warnings of the simulated steps inside."""
+    """Restore the random streams and suppress warnings; compiled code runs as written inside."""
     products: Any = ProductsOfGroups  # which torch does not annotate
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), products():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), products(), uncompiled():
         warnings.simplefilter("ignore")  # of addresses that tensors without elements do not have
         yield
 

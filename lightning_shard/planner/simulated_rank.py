@@ -33,10 +33,9 @@ from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
 from lightning_shard.planner.activation_bytes import ActivationBytes, Kept
 from lightning_shard.planner.report import RankMemory
+from lightning_shard.planner.savings import largest_units
 from lightning_shard.planner.simulated_group import SimulatedCollectives
 from lightning_shard.planner.simulated_model import SimulatedModel, loss_of
-
-_GATHERED_AT_ONCE = 2  # units under ZeRO stage 3: the one in use and the next
 
 
 class SimulatedRank:
@@ -276,13 +275,7 @@ class SimulatedRank:
     def _most_gathered(self) -> int:
         if self.options.engine.stage < 3:
             return 0
-        sizes: dict[bool, list[int]] = {True: [], False: []}
-        for unit in self.engine.units:
-            sizes[unit.is_root].append(
-                sum(flat.full.numel() * flat.full.itemsize for flat in unit.flats)
-            )
-        largest = sorted(sizes[False])[-_GATHERED_AT_ONCE:]
-        return max(self._gathered, sum(sizes[True]) + sum(largest))
+        return max(self._gathered, largest_units(self.engine))
 
     def _gradient_bytes(self, param: nn.Parameter) -> int:
         return self.model.parts[param].shape.numel() * _stash_dtype(param).itemsize

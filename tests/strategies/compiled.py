@@ -102,43 +102,49 @@ class Compiled(Trained):
         way: In which it is compiled.
         backend: Of torch.compile.
         net: Its network.
+        fullgraph: Whether each compiled part is to be one graph.
     """
 
     def __init__(
-        self, way: str = "not", backend: Any = "eager", net: type[LoopedNet] = LoopedNet
+        self,
+        way: str = "not",
+        backend: Any = "eager",
+        net: type[LoopedNet] = LoopedNet,
+        *,
+        fullgraph: bool = False,
     ) -> None:
         super().__init__()
         self.net: nn.Module = net()
         self.compiled_loss = self.loss_of
-        self.backend = backend
+        self.how = {"backend": backend, "fullgraph": fullgraph}
         getattr(self, f"compile_{way}")()
 
     def compile_not(self) -> None:
         """Leave it as it is."""
 
     def compile_net(self) -> None:
-        self.net = torch.compile(self.net, backend=self.backend)
+        self.net = torch.compile(self.net, **self.how)
 
     def compile_net_in_place(self) -> None:
-        self.net.compile(backend=self.backend)
+        self.net.compile(**self.how)
 
     def compile_self(self) -> None:
-        self.compile(backend=self.backend)
+        self.compile(**self.how)
 
     def compile_blocks(self) -> None:
         for index, block in enumerate(self.net.blocks):
-            self.net.blocks[index] = torch.compile(block, backend=self.backend)
+            self.net.blocks[index] = torch.compile(block, **self.how)
 
     def compile_blocks_in_place(self) -> None:
         for block in self.net.blocks:
-            block.compile(backend=self.backend)
+            block.compile(**self.how)
 
     def compile_method(self) -> None:
-        self.compiled_loss = torch.compile(self.loss_of, backend=self.backend)
+        self.compiled_loss = torch.compile(self.loss_of, **self.how)
 
     def compile_ends(self) -> None:
-        self.net.embed.compile(backend=self.backend)
-        self.net.head = torch.compile(self.net.head, backend=self.backend)
+        self.net.embed.compile(**self.how)
+        self.net.head = torch.compile(self.net.head, **self.how)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)

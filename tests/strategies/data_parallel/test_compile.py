@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer import trainer as trainer_module
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -222,6 +223,85 @@ def test_saved_views_of_compiled_backwards_are_gathered_again(
 )
 def test_inductors_code_under_splits(strategy: str, way: str) -> None:
     assert_parity(fit_compiled(strategy, way, "inductor"), not_compiled())
+
+
+class ConfiguredLate(Compiled):
+    """Compiles in a hook what is compiled in the constructor otherwise."""
+
+    late = "configure_model"
+
+    def __init__(self, way: str, **options: Any) -> None:
+        self.way = way
+        super().__init__("not", **options)
+        setattr(self, self.late, self.compile_once)
+
+    def compile_once(self) -> None:
+        way, self.way = self.way, "not"
+        getattr(self, f"compile_{way}")()
+
+
+class StartedLate(ConfiguredLate):
+    late = "on_fit_start"
+
+
+def fit_as_one_graph(strategy: str, way: str, kind: type[Compiled] = Compiled) -> Run:
+    torch.manual_seed(7)
+    plugin, num_ranks = in_process(strategy)
+    run = train(kind(way, fullgraph=True), strategy=plugin, devices=num_ranks)
+    weights = {name.replace("_orig_mod.", ""): one for name, one in run.weights.items()}
+    return replace(run, weights=weights)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [
+        ("shard_ddp", "net"),
+        ("zero2", "method"),
+        ("zero3", "blocks"),
+        ("pipeline", "blocks_in_place"),
+        *slow(("zero2", "net_in_place"), ("zero3", "blocks_in_place"), ("pipeline", "blocks")),
+    ],
+)
+def test_whole_graphs_train_where_nothing_ends_them(strategy: str, way: str) -> None:
+    assert_parity(fit_as_one_graph(strategy, way), not_compiled())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way", "kind"),
+    [
+        ("zero3", "net", Compiled),
+        ("zero3", "net_in_place", StartedLate),
+        ("tensor", "method", Compiled),
+        ("tensor", "blocks_in_place", Compiled),
+        ("pipeline", "net_in_place", StartedLate),
+        ("pipeline", "method", Compiled),
+        *slow(
+            ("zero3", "net", ConfiguredLate),
+            ("zero3", "method", Compiled),
+            ("tensor", "net", Compiled),
+            ("tensor", "net", ConfiguredLate),
+            ("tensor-stage3", "net_in_place", Compiled),
+        ),
+    ],
+)
+def test_one_graph_of_what_ranks_exchange_in_is_refused_by_name(
+    strategy: str, way: str, kind: type[Compiled]
+) -> None:
+    """The error was torch's own, which named a hook of the package and no option."""
+    with pytest.raises(ConfigError, match=r"Leave fullgraph=True out\. Or compile each block"):
+        fit_as_one_graph(strategy, way, kind)
+
+
+class CutByItself(Compiled):
+    def loss_of(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().loss_of(batch)
+
+
+def test_code_that_is_no_whole_graph_on_one_device_raises_the_same_on_ranks() -> None:
+    with pytest.raises(Unsupported, match="graph_break"):
+        fit_as_one_graph("zero3", "method", CutByItself)
 
 
 class GraphsPerStep(L.Callback):
