@@ -14,7 +14,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
 from typing_extensions import override
 
 from lightning_shard.data_parallel.differentiation import asking
@@ -219,20 +220,20 @@ class MicrobatchedSteps(StepRunner):
 
 
 def _reader(module: Any, kind: StepKind, index: int, lists: BatchLists) -> BatchReader:
-    """Return who reads the batches of a loader, from what the loader tells."""
+    """Return who reads the batches of a loader, or of several at once, from what these tell."""
     trainer = module.trainer
     loader = getattr(trainer, _LOADERS[kind])
     if kind != "training" and isinstance(loader, list | tuple):
         loader = loader[index]
-    if not isinstance(loader, DataLoader):
-        return BatchReader(lists)
     owners = [(module, pl.LightningModule), (trainer.datamodule, pl.LightningDataModule)]
-    is_default = loader.collate_fn is default_collate and not any(
+    collates = [getattr(one, "collate_fn", None) for one in tree_leaves(loader)]
+    is_default = all(one is default_collate for one in collates) and not any(
         owner is not None and is_overridden(name, owner, parent)
         for owner, parent in owners
         for name in _CHANGING
     )
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     return BatchReader("fields" if is_default and lists == "auto" else lists, size)
 
 

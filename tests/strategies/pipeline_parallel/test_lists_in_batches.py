@@ -5,9 +5,10 @@ from typing import Any
 import lightning as L  # noqa: N812
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_shard import PipelineParallelStrategy
 from lightning_shard.errors import ConfigError
@@ -111,3 +112,59 @@ def test_lists_of_samples_are_cut_where_an_option_says_so() -> None:
 def test_nodes_with_an_index_were_cut_without_their_graphs() -> None:
     with pytest.raises(ConfigError, match=r"an index of \d+ rows into 8 samples"):
         fitted(Graphs, pipeline(), 2)
+
+
+class _Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([torch.full((WIDTH,), number / 10), torch.ones(2)] for number in range(16))
+
+
+class OfFields(Lists):
+    """Takes pairs of fields, of a stream or of several loaders at once, as torch collates them."""
+
+    several: Any = None
+
+    def loss(self, batch: Any) -> Tensor:
+        pairs = [batch] if self.several is None else [batch[key] for key in self.several]
+        x, y = map(torch.cat, zip(*[pair for pair in pairs if pair is not None], strict=True))
+        return (self.net(x).square().mean(1) * y.mean(1)).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(_Stream(), batch_size=BATCH)
+
+    def val_dataloader(self) -> Any:
+        loader = self.train_dataloader()
+        return CombinedLoader(loader, "max_size") if isinstance(loader, list) else loader
+
+
+class InDictionary(OfFields):
+    several = ("one", "other")
+
+    def train_dataloader(self) -> Any:
+        rows = torch.arange(24 * WIDTH).reshape(24, WIDTH) / 96
+        longer = TensorDataset(rows, rows[:, :2])
+        loaders = {"one": DataLoader(longer, batch_size=BATCH), "other": super().train_dataloader()}
+        return CombinedLoader(loaders, "max_size_cycle")
+
+
+class InList(OfFields):
+    several = (0, 1)
+
+    def train_dataloader(self) -> Any:
+        return [super().train_dataloader(), super().train_dataloader()]
+
+
+@pytest.mark.parametrize("kind", [OfFields, InDictionary, InList])
+def test_batches_that_torch_collates_are_fields_of_a_stream_or_several_loaders_too(
+    kind: type[Lists],
+) -> None:
+    """They were refused as undecidable."""
+    assert_same(fitted(kind, pipeline(), 2), fitted(kind))
