@@ -50,6 +50,7 @@ class Needs:
         self._own_stages, self._stage_ranks = own_stages, stage_ranks
         self._known: dict[str, list[Needed | None]] = {}
         self._without_network: set[str] = set()
+        self._calls_blocks = False  # the step that was tried last, on any rank
         self.wanted: list[Wanted] = []
 
     def of(self, kind: str, stage: int) -> Needed | None:
@@ -93,7 +94,7 @@ class Needs:
         if must_use and set(all_stages.values()) == {_SKIPPED}:
             return False
         missing = [stage for stage, one in all_stages.items() if one is None or one == _SKIPPED]
-        if not must_use and len(missing) == len(all_stages):
+        if not (must_use or self._calls_blocks) and len(missing) == len(all_stages):
             self._without_network.add(kind)
             return False
         if missing:
@@ -122,6 +123,7 @@ class Needs:
         """Return what each stage needs; a text where that could not be found, and says why."""
         wanted: dict[int, frozenset[str]] = {}
         found: dict[int, Needed | str | None] = {}
+        self._calls_blocks = False
         for stage in self._own_stages:
             try:
                 found |= {stage: self._of_own(stage, microbatch, step)} if stage else {}
@@ -130,14 +132,17 @@ class Needs:
                     raise
                 wanted[stage] = error.origins
         all_stages: dict[int, Needed | str | None] = {}
-        for theirs, asked in self._group.all_gather_object((found, wanted)):
+        mine = (found, wanted, self._calls_blocks)
+        for theirs, asked, calls in self._group.all_gather_object(mine):
             all_stages |= theirs
+            self._calls_blocks |= calls
             self.wanted += [asked] if asked else []
         return all_stages
 
     def _of_own(self, stage: int, microbatch: Microbatch, step: Step) -> Needed | str | None:
         try:
             probe = self._probe(stage, microbatch, step)
+            self._calls_blocks |= probe.is_called
             return _SKIPPED if probe.is_skipped else probe.needed
         except UnknownResultError as error:
             return str(error.__cause__)

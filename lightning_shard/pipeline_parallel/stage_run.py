@@ -358,13 +358,14 @@ class Probe:
     Attributes:
         needed: The missing tensors; None when the step does not call the block.
         is_skipped: Whether the step has returned None instead.
+        is_called: Whether the step has called any block.
         template: Template of the result of block 0; None before it has run.
     """
 
     def __init__(self, first: int, forget: Callable[[], None] = lambda: None) -> None:
         self._first, self._forget = first, forget
         self.needed: Needed | None = None
-        self.is_skipped = False
+        self.is_skipped = self.is_called = False
         self.template: Template | None = None
 
     def known(self) -> AbstractContextManager[None]:
@@ -386,6 +387,7 @@ class Probe:
     def call(self, index: int, skipped: Skipped, call: BlockCall) -> Any:
         """Skip the blocks of earlier stages, and end the step at the stage's first block."""
         refuse_transforms(OF_STAGES)
+        self.is_called = True
         if index < self._first:
             return skipped(call)
         leaves = tensors_in(call.arguments)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_shard.errors import ConfigError
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.stacks import (
     ALL_PIPELINES,
@@ -228,3 +229,28 @@ def test_two_fits_of_one_module() -> None:
         rtol=1e-5,
         atol=2e-7,
     )
+
+
+class EndsEarly(Stack):
+    """Evaluates the first two of its blocks."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        first, second, *_ = self.blocks
+        self.log("val_loss", self.head(second(first(self.embed(batch[0])))).mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second, *_ = self.blocks
+        return self.head(second(first(self.embed(batch[0]))))
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    predict_dataloader = val_dataloader
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "predict"])
+def test_an_evaluation_that_leaves_out_a_stages_blocks_is_refused_by_name(entry: str) -> None:
+    """Each rank then ran all of it, on weights that it lacked: torch's error of their shapes."""
+    trainer = trainer_of(pipeline(2, "1f1b"))
+    with pytest.raises(ConfigError, match="ended without calling the block .blocks.2. of stage 1"):
+        getattr(trainer, entry)(EndsEarly())
