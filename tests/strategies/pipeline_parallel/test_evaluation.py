@@ -252,5 +252,5 @@ class EndsEarly(Stack):
 def test_an_evaluation_that_leaves_out_a_stages_blocks_is_refused_by_name(entry: str) -> None:
     """Each rank then ran all of it, on weights that it lacked: torch's error of their shapes."""
     trainer = trainer_of(pipeline(2, "1f1b"))
-    with pytest.raises(ConfigError, match="ended without calling the block .blocks.2. of stage 1"):
+    with pytest.raises(ConfigError, match=r"ended without calling the block .blocks.2. of stage 1"):
         getattr(trainer, entry)(EndsEarly())
