@@ -9,6 +9,7 @@ out the world's store, so that no socket is opened.
 """
 
 import io
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -94,6 +95,18 @@ def current_groups() -> Any:
 def set_groups(groups: Any) -> None:
     """Make `groups` c10d's `_world`."""
     c10d._world = groups
+
+
+def init_default_group(*args: Any, **kwargs: Any) -> None:
+    """Make the default group as c10d does, by which uncaught errors begin with the rank's number.
+
+    A process that has made others before, as another rank maybe, says its present number alone.
+    """
+    hook = getattr(sys.excepthook, "before_groups", sys.excepthook)
+    sys.excepthook = hook
+    dist.init_process_group(*args, **kwargs)
+    if sys.excepthook is not hook:
+        setattr(sys.excepthook, "before_groups", hook)  # noqa: B010  (a function attribute)
 
 
 def forget_groups() -> None:

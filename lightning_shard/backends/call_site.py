@@ -60,6 +60,7 @@ _INSTALLED = (
     *(f"{folder}dist-packages{os.sep}" for folder in _STANDARD_LIBRARY),
 )
 _is_inner: dict[str, bool] = {}  # by file name; only ever a cache
+_launch: ContextVar[tuple[str, int]] = ContextVar("launch", default=("<no Python caller>", 0))
 _read: ContextVar[str] = ContextVar("read", default="")  # by user code, in this thread
 
 
@@ -79,6 +80,11 @@ class CallSite:
 
     def __str__(self) -> str:
         return f"{self.filename}:{self.line}{self.purpose}"
+
+
+def start_thread_at(site: CallSite) -> None:
+    """Have this thread's calls name the line that has started it where they are not the user's."""
+    _launch.set((site.filename, site.line))
 
 
 @contextmanager
@@ -115,7 +121,7 @@ def find_call_site(frame: FrameType | None = None) -> CallSite:
         if not inner:
             return CallSite(filename, frame.f_lineno, purpose())
         frame = frame.f_back
-    return CallSite("<no Python caller>", 0, purpose())
+    return CallSite(*_launch.get(), purpose())
 
 
 def is_called_by_user(through: Collection[str] = ()) -> bool:

@@ -12,11 +12,10 @@ from datetime import timedelta
 from threading import Event, Thread
 
 import torch
-import torch.distributed as dist
 
 from lightning_shard import settings
 from lightning_shard.backends import liveness
-from lightning_shard.backends._c10d import HashStore, PrefixStore, Store
+from lightning_shard.backends._c10d import HashStore, PrefixStore, Store, init_default_group
 from lightning_shard.backends.guarded.addresses import address_towards, chosen_ports
 from lightning_shard.backends.guarded.token import remembered
 from lightning_shard.backends.liveness.interruption import end_at_exit
@@ -68,7 +67,7 @@ def join_world(
     def make_group(at: Store, host: str) -> None:
         if "nccl" in backend and world_size > 1:
             at = store_without_python(at, host, rank, world_size, timeout)
-        dist.init_process_group(
+        init_default_group(
             backend,
             store=PrefixStore("default_pg", at),  # as c10d does with a store of its own
             rank=rank,

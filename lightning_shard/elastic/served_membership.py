@@ -46,7 +46,7 @@ from lightning_shard.backends.guarded.handshake import WrongTokenError
 from lightning_shard.backends.guarded.store import store_at
 from lightning_shard.backends.guarded.token import JobAddress, find_token, remember, wrong_token
 from lightning_shard.backends.liveness import RepeatedSignal
-from lightning_shard.backends.liveness.interruption import interrupt_groups
+from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_groups
 from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.elastic.generation import Generation, Membership, SignalHandler
 from lightning_shard.elastic.rendezvous_server import MEMBER
@@ -118,6 +118,7 @@ class ServedMembership(Membership):
         )
         _memberships.add(self)
         self._thread.start()
+        end_at_exit(self._thread, self._thread.end)
         self._join(initial_rank)
 
     # --- asked by the main thread ---------------------------------------------------------------
@@ -451,7 +452,8 @@ class HeartbeatThread(threading.Thread):
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
-            finalize(self, end.close)  # of one that ended by itself: see `run`
+            # Of one that ended by itself, see `run`; at exit a thread may still read from it.
+            finalize(self, end.close).atexit = False
         self._selector.register(self._server, EVENT_READ, self._hear)
         self._selector.register(self._wake_read, EVENT_READ, self._wake)
 
@@ -463,8 +465,7 @@ class HeartbeatThread(threading.Thread):
     def send(self, message: Message) -> None:
         """Send a message to the server, from any thread; does nothing once the thread has ended."""
         self._requests.append(message)
-        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
-            self._wake_write.send(_WAKE)
+        self._wake_up()
 
     def leave(self, message: Message) -> None:
         """Send a last message and end the thread; signals must be written elsewhere by now."""
@@ -473,6 +474,11 @@ class HeartbeatThread(threading.Thread):
             self.join(_LEAVING_SECONDS)
         if not self.is_alive():
             self._close()
+
+    def end(self) -> None:
+        """End the thread without a word: by its silence the others hear that this rank failed."""
+        self._is_leaving = True
+        self._wake_up()
 
     def forget(self) -> None:
         """Let go of the sockets in a forked child, so that they end when the parent does."""
@@ -533,6 +539,10 @@ class HeartbeatThread(threading.Thread):
             self._hear_message(message)
         if not self._server.is_open:
             self._on_server_lost("died")
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
+            self._wake_write.send(_WAKE)
 
     def _wake(self) -> None:
         """Empty the pipe; a signal's number in it comes from `signal.set_wakeup_fd`."""

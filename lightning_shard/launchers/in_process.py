@@ -98,6 +98,7 @@ class InProcessLauncher(Launcher):
             if world.termination.was_terminated and not world.termination.has_stopped:
                 mine.mark_terminated()
                 raise SIGTERMException(TERMINATED_STATUS)  # it came after the last step
+            survivor = _lowest_survivor(world)
         except BaseException as error:
             mine.hand_to_lightning(error)
             raise
@@ -106,9 +107,7 @@ class InProcessLauncher(Launcher):
         if self._merge is not None and len(results) == self._num_ranks:
             trainers = [trainer, *(one.trainer for one in replicas)]
             results = [self._merge(results, trainers), *results[1:]]
-        if not isinstance(world, ElasticWorld):
-            return results[_CALLERS_THREAD]
-        survivor = _lowest_survivor(world)
+        _warn_of_failures(world)
         if survivor != _CALLERS_THREAD:
             ended = world.has_ended_well(_CALLERS_THREAD)
             adopt(replicas[survivor - 1], trainer, args, kwargs, has_ended_well=ended)
@@ -180,20 +179,27 @@ def _meet(world: World, error: BaseException) -> Circumstances:
     return Circumstances(heard=heard, is_common=failure.is_common, gone=failure.gone)
 
 
-def _lowest_survivor(world: ElasticWorld) -> int:
-    """Return the thread whose results are the run's, and warn of ranks that failed meanwhile."""
+def _lowest_survivor(world: World) -> int:
+    """Return the thread whose results are the run's."""
+    if not isinstance(world, ElasticWorld):
+        return _CALLERS_THREAD
     survivors = world.survivors()
     if not survivors:
         raise RankFailedError(
             f"All {world.num_threads} ranks were dropped or have left before the end, and nobody "
             "could go on. Start again from a checkpoint, with fewer faults."
         )
-    for thread, error in world.failures_of_members().items():
+    return _CALLERS_THREAD if _CALLERS_THREAD in survivors else survivors[0]
+
+
+def _warn_of_failures(world: World) -> None:
+    """Warn of ranks that have failed while others came to the end."""
+    failures = world.failures_of_members() if isinstance(world, ElasticWorld) else {}
+    for thread, error in failures.items():
         rank_zero_warn(
             f"Thread {thread} of the in-process ranks failed, and the others went on without it: "
             f"{type(error).__name__}: {error}"
         )
-    return _CALLERS_THREAD if _CALLERS_THREAD in survivors else survivors[0]
 
 
 share_class_wrapping()

@@ -1,7 +1,7 @@
 """Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Unpack
@@ -274,11 +274,15 @@ class DataParallelStrategy(EndingStrategy):
     def _explain_shards(self, callbacks: Sequence[Callback]) -> None:
         contexts = [one.hook_context() for one in self.dimensions]
         if self._options.stage:
-            contexts.insert(0, lambda: self.engine.hook())
+            contexts.insert(0, self._around_hook)
         for context in contexts:
             if context is not None:
                 around = hooks_inside(context, self.run_module, callbacks)
                 self._in_hooks.enter_context(around)
+
+    def _around_hook(self) -> AbstractContextManager[None]:
+        # An elastic fit that cannot go on ends without an engine, and its callbacks hear of it.
+        return nullcontext() if self._engine is None else self._engine.hook()
 
     def _average_of_shards(self, callback: Averaging) -> AverageOfShards:
         return AverageOfShards(

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,18 @@ def test_the_backends_of_a_groups_devices(tmp_path: Path) -> None:
     assert backends
     assert all(isinstance(backend, dist.ProcessGroupGloo) for backend in backends)
     assert _c10d.live_backends() == []
+
+
+def test_an_uncaught_error_began_with_the_number_of_each_rank_that_a_process_has_been(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(3):
+        store = _c10d.HashStore()
+        _c10d.init_default_group("gloo", store=store, rank=0, world_size=1)
+        dist.destroy_process_group()
+    sys.excepthook(ValueError, ValueError("mine"), None)
+    assert capsys.readouterr().err == "[rank0]: ValueError: mine\n"
 
 
 def test_new_groups_are_made_by_the_helper_that_is_replaced() -> None:

@@ -76,6 +76,15 @@ def test_a_mismatch_was_said_to_be_called_by_a_wrapper(name: str) -> None:
     assert all(__file__ in line for line in places), str(caught.value)
 
 
+def test_a_rank_that_runs_none_of_the_users_code_had_no_caller() -> None:
+    """Its thread begins in this package: it names the line that has begun the run."""
+    found: dict[str, Any] = {"find": find_call_site}
+    exec(compile("def site(rank): return find()", "<frozen nothing>", "exec"), found)
+    mine, other = run_ranks(found["site"], 2)
+    assert mine == other
+    assert mine.filename == __file__
+
+
 def test_a_name_that_is_no_file_is_the_users() -> None:
     found: dict[str, Any] = {"find": find_call_site}
     exec(compile("\n\nsite = find()", "<stdin>", "exec"), found)

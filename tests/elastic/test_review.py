@@ -245,3 +245,63 @@ def test_an_error_of_all_ranks_was_followed_by_one_of_a_generation_that_was_left
     with pytest.raises(ConfigError, match="of the third step") as caught:
         fit(faults, trainer_options={"callbacks": [FailsAlike()]})
     assert not [note for note in caught.value.__notes__ if "has left" in note]
+
+
+class Hears(Callback):
+    """Notes what it hears of, and saves."""
+
+    def __init__(self, folder: Path, heard: list[str]) -> None:
+        self.folder, self.heard = folder, heard
+
+    def __deepcopy__(self, memo: Any) -> "Hears":
+        return Hears(self.folder, self.heard)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.heard.append(type(exception).__name__)
+        trainer.save_checkpoint(self.folder / "on_exception.ckpt")
+
+
+class FailsAlone(Classifier):
+    """Raises wherever it is the second rank."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and self.global_step == 4:
+            raise ZeroDivisionError("of the second rank")
+        return super().training_step(batch, batch_idx)
+
+
+def dropped(rank: int) -> Fault:
+    return Fault(rank, 3, "drop", at_step=4)
+
+
+ENDS: dict[str, tuple[list[Fault], Any, str, str]] = {
+    "buddies": ([dropped(1), dropped(2)], Classifier, "CheckpointError", "saved none"),
+    "all": ([dropped(rank) for rank in range(3)], Classifier, "RankFailedError", "All 3 ranks"),
+    "leaves": ([Fault(0, 3, "leave", at_step=4)], Classifier, "SIGTERMException", ""),
+    "evicted": ([], FailsAlone, "ZeroDivisionError", ""),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Thread . of the in-process ranks failed")
+@pytest.mark.parametrize("end", ENDS)
+def test_callbacks_heard_of_an_engine_that_is_gone_instead_of_the_error(
+    end: str, tmp_path: Path
+) -> None:
+    """Between two generations no hook ran, and after the last rank's end a hook's error was all."""
+    faults, kind, error, words = ENDS[end]
+    heard: list[str] = []
+    caught: BaseException | None = None
+    try:
+        options = {"callbacks": [Hears(tmp_path, heard)]}
+        module = kind(Journal())
+        fit(faults, num_ranks=3, module=module, trainer_options=options, max_failures=0)
+    except Exception as raised:
+        caught = raised
+    assert set(heard) == {error}
+    assert (caught is None) == (end in ("leaves", "evicted"))  # the others have gone on
+    if caught is not None:
+        assert type(caught).__name__ == error
+        assert words in str(caught)
+        assert not [
+            note for note in caught.__notes__ if "no engine" in note or "all_gather" in note
+        ]

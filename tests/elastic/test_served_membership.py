@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from lightning_shard import settings
 from lightning_shard.backends._c10d import PrefixStore
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.guarded.store import store_at
-from lightning_shard.backends.liveness import meeting
+from lightning_shard.backends.liveness import interruption, meeting
 from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.elastic import rendezvous_server as server_module
 from lightning_shard.elastic.generation import EvictedError, Generation, JobOverError
@@ -316,6 +317,22 @@ def test_signals_have_somewhere_to_go_when_the_server_is_lost() -> None:
         zero._thread.join(10)
         os.fstat(signals)  # whoever opens a file next must not get this number
         assert zero._thread.signal_fd == signals
+        zero.leave()
+        one.leave()
+
+
+def test_a_member_that_has_failed_read_from_a_closed_pipe_as_its_process_ended() -> None:
+    """It does not say that it leaves. At exit what it read from was closed under its hands."""
+    with running_server(RULES) as server:
+        zero, one = begun(server)
+        finalizers = [one for one in finalize._registry if one.peek()[0] is zero._thread]
+        assert finalizers
+        assert not any(one.atexit for one in finalizers)
+        ask = interruption._threads[zero._thread]
+        ask()
+        zero._thread.join(10)
+        assert not zero._thread.is_alive()
+        assert one.following().reason == f"rank 0 (member {zero.me}) died"
         zero.leave()
         one.leave()
 

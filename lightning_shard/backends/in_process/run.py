@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 
 from lightning_shard.backends import _c10d
+from lightning_shard.backends.call_site import find_call_site, start_thread_at
 from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.backends.in_process.rank import Rank, Status
 from lightning_shard.backends.in_process.scheduler import Scheduler
@@ -58,6 +59,7 @@ class Run(Generic[T]):
         self._scheduler, self._function, self._has_ended = scheduler, function, has_ended
         self._results: list[T | None] = [None] * len(scheduler.ranks)
         self._threads: list[threading.Thread] = []
+        self._site = find_call_site()
         self._grad_enabled = torch.is_grad_enabled()
 
     def run(self) -> list[T | None]:
@@ -96,6 +98,7 @@ class Run(Generic[T]):
         rank.thread_id = thread.ident or 0
 
     def _rank_main(self, rank: Rank) -> None:
+        start_thread_at(self._site)
         self._scheduler.sleep_until_running(rank)
         torch.set_grad_enabled(self._grad_enabled)
         with torch.autograd.set_multithreading_enabled(False):

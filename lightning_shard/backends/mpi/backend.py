@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d, liveness
-from lightning_shard.backends._c10d import PrefixStore, Store
+from lightning_shard.backends._c10d import PrefixStore, Store, init_default_group
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
 from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call
@@ -348,7 +348,7 @@ class MPIBackend(Backend):
             )
         _check_place(rank, world_size)
         meeting, rank, world_size = next(_meet(INIT_METHOD, timeout=timeout))
-        dist.init_process_group(
+        init_default_group(
             self.c10d_name,
             store=PrefixStore("default_pg", meeting),
             rank=rank,
