@@ -108,7 +108,7 @@ class InProcessLauncher(Launcher):
             trainers = [trainer, *(one.trainer for one in replicas)]
             results = [self._merge(results, trainers), *results[1:]]
         _warn_of_failures(world)
-        if survivor != _CALLERS_THREAD:
+        if isinstance(world, ElasticWorld) and survivor != _CALLERS_THREAD:
             ended = world.has_ended_well(_CALLERS_THREAD)
             adopt(replicas[survivor - 1], trainer, args, kwargs, has_ended_well=ended)
         return results[survivor]
