@@ -16,19 +16,26 @@ Torch is imported by fixtures only: the process that hands tests to others needs
 import gc
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
+from hypothesis import HealthCheck, settings
 from lightning_utilities.core.rank_zero import rank_zero_only
+
+from tests.patience import patient
 
 TESTS = Path(__file__).parent
 SAMPLED = {
     *("checkpoint", "context_parallel", "data_parallel", "elastic", "optim", "pipeline_parallel"),
     *("planning", "precision", "strategies", "tensor_parallel", "trainer"),
 }
+
+# No property is about time.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 _ran: Counter[str] = Counter()
 _skipped: Counter[str] = Counter()
@@ -142,6 +149,16 @@ def covering(
         found.add(best)
         missing = (missing - cases[best]) or (every if num_quick is not None else set())
     return found
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the plug-in that measures
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test take longer before it counts as hanging where others keep the machine busy."""
+    marker = item.get_closest_marker("timeout") or pytest.mark.timeout.mark
+    seconds, *others = marker.args or (item.config.getini("timeout"),)
+    patience = pytest.mark.timeout(patient(float(seconds)), *others, **marker.kwargs)
+    item.add_marker(patience, append=False)
+    return (yield)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

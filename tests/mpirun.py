@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.patience import patient
 from tests.processes import REPOSITORY, Finished, calling_command, check, read_result
 
 MPIRUN = str(Path(sys.executable).parent / "mpirun")
@@ -93,7 +94,7 @@ def run_mpi_command(
         with tempfile.TemporaryDirectory() as folder:
             with mpirun(command, num_ranks, Path(folder), options, variables) as process:
                 try:
-                    status = process.wait(timeout=timeout_seconds)
+                    status = process.wait(timeout=patient(timeout_seconds))
                 except subprocess.TimeoutExpired:
                     status = -signal.SIGKILL
             own = _read(Path(folder) / _OWN_LOG)

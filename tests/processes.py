@@ -25,6 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.patience import patient
+
 REPOSITORY = Path(__file__).parents[1]
 # Lightning warns, on a host that has SLURM or a GPU, of what these ranks do on purpose.
 WARNING_FILTERS = (
@@ -139,7 +141,7 @@ def run_alone(*arguments: str, timeout_seconds: float = 100) -> Finished:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout_seconds,
+        timeout=patient(timeout_seconds),
         check=False,
     )
     return Finished(rank=0, returncode=done.returncode, output=done.stdout)
@@ -154,7 +156,7 @@ def run_commands(commands: Sequence[Sequence[str]], *, timeout_seconds: float) -
             _start(command, rank, len(commands), port, log)
             for rank, (command, log) in enumerate(zip(commands, logs, strict=True))
         ]
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + patient(timeout_seconds)
         try:
             for process in processes:
                 _wait_until(process, deadline)
@@ -180,7 +182,7 @@ def _run_forked(folder: str, num_processes: int, timeout_seconds: float) -> list
             folder=folder,
             environments=[_variables(rank, num_processes, port) for rank in range(num_processes)],
             logs=[Path(logs) / f"rank_{rank}.log" for rank in range(num_processes)],
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=patient(timeout_seconds),
         )
         try:
             pickle.dump(request, server.stdin)

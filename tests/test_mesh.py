@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_shard.errors import ConfigError
@@ -115,7 +115,6 @@ def test_sizes_that_do_not_fit_are_refused_with_sizes_that_do(
     assert str(caught.value) == message
 
 
-@settings(deadline=None)
 @given(
     world_size=st.integers(1, 4096),
     sizes=st.fixed_dictionaries({axis: st.integers(-2, 64) for axis in AXES}),
@@ -148,7 +147,6 @@ def test_what_is_no_grid_is_refused() -> None:
         EIGHT.coordinates(8)
 
 
-@settings(deadline=None)
 @given(mesh=meshes(), data=st.data())
 def test_coordinates_and_ranks_are_inverse(mesh: ParallelMesh, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, mesh.world_size - 1))
@@ -157,7 +155,6 @@ def test_coordinates_and_ranks_are_inverse(mesh: ParallelMesh, data: st.DataObje
     assert all(0 <= here[axis] < mesh.size(axis) for axis in AXES)
 
 
-@settings(deadline=None)
 @given(mesh=meshes(), axes=st.lists(st.sampled_from(AXES), unique=True), data=st.data())
 def test_groups_part_the_ranks_and_differ_on_their_axes_only(
     mesh: ParallelMesh, axes: list[Axis], data: st.DataObject
@@ -283,7 +280,6 @@ def test_no_ranks_per_node_are_refused() -> None:
         EIGHT.placement(0)
 
 
-@settings(deadline=None)
 @given(mesh=meshes(most_ranks=64), ranks_per_node=st.integers(1, 64))
 def test_tp_is_warned_of_when_a_group_has_ranks_on_two_nodes(
     mesh: ParallelMesh, ranks_per_node: int
@@ -294,7 +290,6 @@ def test_tp_is_warned_of_when_a_group_has_ranks_on_two_nodes(
     assert crosses == (placement.nodes_per_group.get("tp", 1) > 1)
 
 
-@settings(deadline=None)
 @given(mesh=meshes(most_ranks=256), ranks_per_node=st.integers(1, 64))
 def test_what_a_warning_proposes_needs_no_warning(mesh: ParallelMesh, ranks_per_node: int) -> None:
     for warning in mesh.placement(ranks_per_node).warnings:

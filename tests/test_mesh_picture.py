@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_shard import figures
@@ -155,7 +155,6 @@ tp groups, sharing each layer:  0 1 ... 7 | 8 9 ... 15 | 16 17 ... 23 | ... | 40
     )
 
 
-@settings(deadline=None)
 @given(sizes=st.tuples(*[st.sampled_from([1, 2, 3, 5, 8, 16])] * 3), order=st.permutations(AXES))
 def test_no_line_is_wider_than_a_terminal(sizes: tuple[int, int, int], order: list[str]) -> None:
     mesh = ParallelMesh(
@@ -165,7 +164,6 @@ def test_no_line_is_wider_than_a_terminal(sizes: tuple[int, int, int], order: li
     assert max(map(len, str(mesh).splitlines())) <= 100
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 30), most=st.integers(3, 30))
 def test_what_is_left_out_stands_between_the_first_and_the_last(size: int, most: int) -> None:
     items = abbreviated(range(size), most)

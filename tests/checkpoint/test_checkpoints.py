@@ -26,6 +26,7 @@ from tests.checkpoint.scheme_files import (
     saving,
     trainer_of,
 )
+from tests.patience import patient
 from tests.processes import REPOSITORY
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import (
@@ -126,7 +127,7 @@ def test_load_from_checkpoint_without_this_package(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "gpt.ckpt")
     command = [sys.executable, "-c", LOAD_WITHOUT_US, str(tmp_path / "gpt.ckpt")]
     finished = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=patient(100), check=False
     )
     assert finished.returncode == 0, finished.stderr
     expected = sum(param.double().sum().item() for param in model.parameters())

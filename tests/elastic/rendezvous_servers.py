@@ -8,6 +8,7 @@ from time import monotonic, sleep
 from lightning_shard.backends.guarded.addresses import listen
 from lightning_shard.elastic.rendezvous_server import JobRules, RendezvousServer
 from lightning_shard.settings import Job
+from tests.patience import patient
 
 TOKEN = "token of the tests"
 
@@ -43,13 +44,13 @@ def running_server(rules: JobRules) -> Iterator[RunningServer]:
     server = RunningServer(rules)
     server.thread.start()
     yield server
-    server.thread.join(60)
+    server.thread.join(patient(60))
     assert server.has_ended
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 90.0) -> None:
     """Wait for what another thread does; a hang is a failure."""
-    deadline = monotonic() + seconds
+    deadline = monotonic() + patient(seconds)
     while not is_so():
         assert monotonic() < deadline, "nothing happened"
         sleep(0.005)

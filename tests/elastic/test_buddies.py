@@ -22,6 +22,7 @@ from lightning_shard.elastic.buddies import BuddyRing
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, start
+from tests.patience import patient
 from tests.processes import run_processes
 
 Names = list[tuple[int, int]]  # step and shard of what is held, the newest first
@@ -216,7 +217,7 @@ def tell(folder: str, word: str) -> None:
 
 
 def await_words(folder: str, *words: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patient(60)
     while not all(Path(folder, word).exists() for word in words):
         assert time.monotonic() < deadline, f"nobody said {words}"
         time.sleep(0.01)

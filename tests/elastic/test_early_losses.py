@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.patience import patient
 from tests.processes import REPOSITORY
 
 
@@ -19,7 +20,7 @@ def test_who_is_left_steps_again_whoever_was_lost_and_whenever() -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     driver = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True, **pipes)
     try:
-        printed, errors = driver.communicate(timeout=280)
+        printed, errors = driver.communicate(timeout=patient(280))
     finally:
         with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(driver.pid, signal.SIGKILL)

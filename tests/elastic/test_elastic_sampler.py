@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -70,7 +70,6 @@ def disturbed(
     return steps
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(1, 12), st.integers(1, 4), st.integers(0, 2), changes)
 def test_changes_leave_the_steps_as_they_were(
     num_samples: int, global_batch: int, rank_batch: int, epoch: int, plan: list[tuple[int, int]]
@@ -82,7 +81,6 @@ def test_changes_leave_the_steps_as_they_were(
     assert sorted(itertools.chain(*steps)) == list(range(num_samples))
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(1, 3), st.integers(1, 4), changes)
 def test_with_a_fixed_rank_batch_each_sample_comes_once(
     num_samples: int, accumulation: int, rank_batch: int, plan: list[tuple[int, int]]
@@ -97,7 +95,6 @@ def test_with_a_fixed_rank_batch_each_sample_comes_once(
         done += len(taken)
 
 
-@settings(deadline=None)
 @given(sizes, st.integers(1, 12), changes)
 def test_drop_last_leaves_out_the_same_samples(
     num_samples: int, global_batch: int, plan: list[tuple[int, int]]

@@ -22,6 +22,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.settings import Job
 from tests.elastic.rendezvous_servers import wait_until
+from tests.patience import patient
 from tests.processes import REPOSITORY
 
 RULES = JobRules(initial_size=2)
@@ -193,7 +194,7 @@ def test_the_others_survive_the_main_process_and_a_newcomer_joins_them(tmp_path:
         newcomer = subprocess.Popen(["env", *shlex.split(invitation)], cwd=REPOSITORY)
         wait_until(lambda: stands("3 3", 3))
         (tmp_path / "end").touch()
-        assert newcomer.wait(60) == 0
+        assert newcomer.wait(patient(60)) == 0
         others = [name for name in generations() if name != str(main.pid)]
         wait_until(lambda: all("end" in (tmp_path / name).read_text() for name in others))
     finally:

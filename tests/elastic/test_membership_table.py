@@ -366,7 +366,7 @@ class Chaos(Job):
     room=st.integers(0, 2),
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 12)), max_size=40),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_happens_nobody_waits_for_ever(
     initial_size: int, min_ranks: int, room: int, events: list[tuple[str, int]]
 ) -> None:

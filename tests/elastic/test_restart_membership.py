@@ -12,6 +12,7 @@ import pytest
 
 from tests.elastic.chaos import Seen
 from tests.elastic.chaos_job import NUM_SAMPLES, Job, undisturbed
+from tests.patience import patient
 from tests.processes import REPOSITORY
 from tests.strategies.parity import UPSTREAM_WARNINGS
 
@@ -62,7 +63,7 @@ def test_torchruns_workers_go_on_from_what_lies_in_shared_memory(tmp_path: Path)
 
 
 def _await(is_so: Callable[[], bool], agent: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + patient(_SECONDS)
     while not is_so():
         assert agent.poll() is None, "torchrun has ended"
         assert time.monotonic() < deadline

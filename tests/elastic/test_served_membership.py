@@ -26,6 +26,7 @@ from lightning_shard.elastic.rendezvous_server import JobRules, start_rendezvous
 from lightning_shard.elastic.served_membership import ServedMembership
 from lightning_shard.errors import ConfigError, RankFailedError
 from tests.elastic.rendezvous_servers import TOKEN, RunningServer, running_server, wait_until
+from tests.patience import patient
 from tests.processes import free_port, run_processes
 
 TIMEOUT = timedelta(seconds=60)
@@ -314,7 +315,7 @@ def test_signals_have_somewhere_to_go_when_the_server_is_lost() -> None:
         signals = zero._thread.signal_fd
         vanish(one)
         vanish(zero)
-        zero._thread.join(10)
+        zero._thread.join(patient(10))
         os.fstat(signals)  # whoever opens a file next must not get this number
         assert zero._thread.signal_fd == signals
         zero.leave()
@@ -330,7 +331,7 @@ def test_a_member_that_has_failed_read_from_a_closed_pipe_as_its_process_ended()
         assert not any(one.atexit for one in finalizers)
         ask = interruption._threads[zero._thread]
         ask()
-        zero._thread.join(10)
+        zero._thread.join(patient(10))
         assert not zero._thread.is_alive()
         assert one.following().reason == f"rank 0 (member {zero.me}) died"
         zero.leave()

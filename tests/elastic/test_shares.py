@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -65,7 +65,6 @@ def test_weights_are_exactly_one_where_all_are_alike() -> None:
         assert {step.weight(*cell) for cell in cells(step)} == {1.0}
 
 
-@settings(deadline=None)
 @given(sizes, ranks, batches)
 def test_each_sample_counts_once(num_samples: int, num_ranks: int, rank_batch: int) -> None:
     step = whole_step(num_samples, num_ranks, rank_batch)
@@ -73,7 +72,6 @@ def test_each_sample_counts_once(num_samples: int, num_ranks: int, rank_batch: i
     assert sorted(itertools.chain(*counted)) == list(range(num_samples))
 
 
-@settings(deadline=None)
 @given(sizes, ranks, batches)
 def test_shares_are_even(num_samples: int, num_ranks: int, rank_batch: int) -> None:
     step = whole_step(num_samples, num_ranks, rank_batch)
@@ -86,7 +84,6 @@ def test_shares_are_even(num_samples: int, num_ranks: int, rank_batch: int) -> N
         assert min(counted) >= 1
 
 
-@settings(deadline=None)
 @given(sizes, ranks, batches, st.integers(0, 2**31), st.integers(1, 40))
 def test_weighted_means_are_the_mean_over_the_step(
     full: int, num_ranks: int, rank_batch: int, seed: int, num_samples: int
@@ -183,7 +180,6 @@ def epoch_sets(
     return found
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), sizes, batches, st.lists(ranks, min_size=1, max_size=6))
 def test_steps_hold_the_same_samples_whatever_the_sizes(
     num_samples: int, step_samples: int, rank_batch: int, changes: list[int]
@@ -193,7 +189,6 @@ def test_steps_hold_the_same_samples_whatever_the_sizes(
     assert list(itertools.chain(*disturbed)) == list(range(num_samples))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), sizes, batches, ranks, st.booleans(), st.integers(0, 60))
 def test_number_of_batches(
     num_samples: int, step: int, rank_batch: int, num_ranks: int, drop_last: bool, done: int

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 REPOSITORY = Path(__file__).parents[2]
 # Not ours to mend; the last is Lightning 2.6 with torch 2.13.
 UPSTREAM_WARNINGS = (
@@ -54,7 +56,7 @@ def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=patient(110),
         check=False,
     )
 

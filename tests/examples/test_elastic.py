@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.commands import REPOSITORY
+from tests.patience import patient
 
 
 @pytest.mark.slow
@@ -22,7 +23,7 @@ def test_a_rank_is_killed_and_another_one_added() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=patient(280),
         check=False,
     )
     assert run.returncode == 0, run.stdout

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.examples.commands import REPOSITORY
+from tests.patience import patient
 
 
 @pytest.mark.slow
@@ -13,7 +14,7 @@ def test_every_cell_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(REPOSITORY / "examples" / "first_training.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=int(patient(240)), kernel_name="python3").execute()
     printed = "".join(
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ())
     )

@@ -15,6 +15,7 @@ import pytest
 from tests.gpu_like.__main__ import every_fit
 from tests.gpu_like.fits import COUNTED
 from tests.gpu_like.reasons import REASONS, reason_for, unexplained
+from tests.patience import patient
 
 QUICK = ("zero3/bf16-mixed/0",)
 
@@ -35,7 +36,7 @@ def seen_of(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=30 + 60 * len(names),
+        timeout=patient(30 + 60 * len(names)),
         check=False,
     )
     assert run.returncode == 0, run.stderr

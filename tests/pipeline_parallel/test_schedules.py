@@ -114,7 +114,7 @@ def test_the_computations_are_in_the_published_order(table: Published) -> None:
         assert text == table.rows()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(trainings())
 def test_the_computations_of_any_size_follow_the_published_rules(schedule: Schedule) -> None:
     p, m = schedule.num_ranks, schedule.num_microbatches
@@ -158,7 +158,7 @@ def test_the_turn_of_a_v_needs_no_message() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(schedules())
 def test_each_stage_computes_each_microbatch_once_forward_then_backward(
     schedule: Schedule,
@@ -175,7 +175,7 @@ def test_each_stage_computes_each_microbatch_once_forward_then_backward(
     assert all(order in expected for order in kinds.values())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(schedules())
 def test_both_ranks_of_a_pair_have_their_messages_in_the_same_order(schedule: Schedule) -> None:
     by_rank = [messages_by_pair(schedule, rank) for rank in range(schedule.num_ranks)]
@@ -185,7 +185,7 @@ def test_both_ranks_of_a_pair_have_their_messages_in_the_same_order(schedule: Sc
             assert by_rank[peer][rank] == messages
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(schedules())
 def test_nobody_waits_for_ever_and_every_input_is_there(schedule: Schedule) -> None:
     """Even where a send blocks until it is received, and a receive until it is sent."""
@@ -199,7 +199,7 @@ def test_nobody_waits_for_ever_and_every_input_is_there(schedule: Schedule) -> N
         done.add((stage, "B" if kind == "I" else kind, microbatch))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(schedules())
 def test_what_crosses_ranks_is_received_before_it_is_used(schedule: Schedule) -> None:
     for row in schedule.actions:
@@ -288,7 +288,6 @@ def test_numbers_that_do_not_fit_are_refused_with_numbers_that_do(
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 9), st.integers(-2, 60))
-@settings(deadline=None)
 def test_the_numbers_that_an_error_advises_are_allowed(name: str, p: int, m: int) -> None:
     assume(not allowed_microbatches(name, p, m))
     with pytest.raises(ConfigError) as error:

@@ -173,7 +173,7 @@ def durations(draw: st.DrawFn) -> Durations:
     return Durations(forward=forward, backward=full, backward_input=halves, backward_weight=weight)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(sizes(), durations())
 def test_the_replay_is_the_closed_form_or_not_below_its_bound(
     numbers: dict[str, int], durations: Durations
@@ -186,7 +186,7 @@ def test_the_replay_is_the_closed_form_or_not_below_its_bound(
         assert idle >= theory.share - 1e-9
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(sizes(), durations())
 def test_peak_activations_are_those_of_theory_whatever_the_durations(
     numbers: dict[str, int], durations: Durations

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.mpirun import MPIRUN
+from tests.patience import patient
 from tests.processes import REPOSITORY, free_port, run_processes
 from tests.security.program import fit_and_tell
 from tests.security.sockets import Listener, listeners_of, processes_with
@@ -55,7 +56,7 @@ class RunningJob:
         assert self.process.wait(_PATIENCE_SECONDS) == 0, self.output()
 
     def wait_for(self, is_so: Callable[[], bool], seconds: float = _PATIENCE_SECONDS) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while not is_so():
             assert self.is_running or is_so(), self.output()
             assert time.monotonic() < deadline, self.output()
@@ -97,7 +98,7 @@ class ForkedJob:
         self._run.result()
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + patient(_PATIENCE_SECONDS)
         while not is_so():
             assert self.is_running or is_so(), self.output()
             assert time.monotonic() < deadline, self.output()

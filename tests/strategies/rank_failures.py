@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ZeRO2Strategy
 from tests.mpirun import mpirun, read_log
+from tests.patience import patient
 from tests.processes import free_port
 
 WORLD_SIZE = 3
@@ -206,14 +207,14 @@ def _observe(folder: Path, training: Training, sent: signal.Signals | None) -> l
 
 
 def _await(files: list[Path], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not (come := all(file.exists() for file in files)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return come
 
 
 def _await_words(words: str, folder: Path, rank: int) -> None:
-    deadline = time.monotonic() + _STARTING_SECONDS
+    deadline = time.monotonic() + patient(_STARTING_SECONDS)
     while words not in (log := read_log(folder, rank)):
         assert time.monotonic() < deadline, log
         time.sleep(0.1)
@@ -276,7 +277,7 @@ def is_right(end: End, training: Training, sent: signal.Signals) -> bool:
     return (
         end.error == "RankFailedError"
         and f"rank {training.victim} {SIGNALS[sent]}" in end.message
-        and 0 <= end.seconds <= training.timeout
+        and 0 <= end.seconds <= patient(training.timeout)
     )
 
 

@@ -18,6 +18,7 @@ from tests.backends.conformance.tensors import (
     sum_of_values,
     values,
 )
+from tests.patience import patient
 
 _PATIENCE_SECONDS = 20.0
 
@@ -83,7 +84,7 @@ def polling(collectives: Collectives, operation: str) -> None:
     work.wait()
     assert work.is_completed(), "not completed after it was waited for"
     work, got, expected = BEGIN[operation](collectives)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + patient(_PATIENCE_SECONDS)
     while not work.is_completed():
         assert time.monotonic() < deadline, "never completed"
     work.wait()

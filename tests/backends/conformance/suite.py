@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.collectives import Collectives
+from tests.patience import patient
 
 Check = Callable[[Collectives], None]
 Option = TypeVar("Option")
@@ -136,7 +137,7 @@ def _leave(folder: str, name: str, rank: int, outcome: Outcome) -> None:
 def _await_outcomes(
     folder: str, name: str, size: int, patience_seconds: float
 ) -> list[Outcome | None]:
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + patient(patience_seconds)
     while time.monotonic() < deadline:
         outcomes = [read_outcome(folder, name, rank) for rank in range(size)]
         if None not in outcomes:

@@ -19,10 +19,9 @@ from tests.backends.in_process.programs import Program, RankRun, other_step, pro
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-_few = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=_CHECKS)
+_few = settings(max_examples=60, derandomize=True, suppress_health_check=_CHECKS)
 _many = settings(
     max_examples=1500,
-    deadline=None,
     suppress_health_check=_CHECKS,
     print_blob=True,
 )

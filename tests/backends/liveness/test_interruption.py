@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_shard.backends.liveness.interruption import Interruptible, interrupt_groups
 from lightning_shard.backends.rendezvous import join_world
 from lightning_shard.settings import prefer_loopback_for_gloo, rank_and_world_size
+from tests.patience import patient
 from tests.processes import run_processes
 
 
@@ -102,6 +103,9 @@ thread.start()
 def test_a_thread_inside_of_torch_comes_back_before_python_ends() -> None:
     """One that was given up came back while Python ended, and the process aborted."""
     done = subprocess.run(
-        [sys.executable, "-c", INSIDE_OF_TORCH], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", INSIDE_OF_TORCH],
+        capture_output=True,
+        text=True,
+        timeout=patient(100),
     )
     assert (done.returncode, done.stdout) == (0, "came back\n"), done.stderr

@@ -21,6 +21,7 @@ from lightning_shard.backends.liveness import meeting
 from lightning_shard.backends.liveness.meeting import connect
 from lightning_shard.backends.liveness.thread import LifelineThread
 from lightning_shard.errors import RankFailedError
+from tests.patience import patient
 from tests.processes import free_port
 
 LONG = timedelta(minutes=5)
@@ -84,7 +85,7 @@ def ranks() -> Iterator[list[LifelineThread]]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    deadline = monotonic() + 60
+    deadline = monotonic() + patient(60)
     while not holds():
         assert monotonic() < deadline, "it did not happen"
         sleep(0.005)

@@ -277,7 +277,7 @@ def test_memory_and_file_go_with_the_last_tensor() -> None:
     st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, 3 * PAGE_BYTES)), max_size=4),
     st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_edits_are_found_by_the_page(writes: list[tuple[int, int]], asked: list[int]) -> None:
     memory = mapped()
     written = set[int]()

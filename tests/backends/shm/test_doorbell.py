@@ -6,6 +6,7 @@ import time
 from unittest.mock import patch
 
 from lightning_shard.backends.shm.doorbell import Doorbell
+from tests.patience import patient
 
 
 def test_a_ring_wakes_the_sleeper() -> None:
@@ -23,11 +24,11 @@ def test_a_ring_wakes_the_sleeper() -> None:
     asleep = threading.Event()
     thread = threading.Thread(target=sleep, daemon=True)
     thread.start()
-    assert asleep.wait(10)
+    assert asleep.wait(patient(10))
     while not woken.is_set():  # it may not yet lie down at the first
         peers.ring()
         time.sleep(0.001)
-    thread.join(10)
+    thread.join(patient(10))
     assert not thread.is_alive()
 
 

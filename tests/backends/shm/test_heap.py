@@ -64,7 +64,7 @@ def test_memory_beyond_what_stays_idle_goes_back_to_the_system(heap: Heap) -> No
 
 
 @given(st.lists(st.integers(1, 3 * MEGABYTES), max_size=12), st.randoms())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_tensors_never_overlap(sizes: list[int], random: object) -> None:
     heap = Heap(1 << 28)
     with patch.object(heaps, "IDLE_LIMIT_BYTES", 2 * MEGABYTES):
@@ -145,7 +145,7 @@ def test_only_what_is_beyond_the_limit_goes_back(heap: Heap) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tensors_never_overlap_whatever_was_given_back(orders: list[tuple[bool, int]]) -> None:
     made = Heap(1 << 30)
     kept: list[torch.Tensor] = []

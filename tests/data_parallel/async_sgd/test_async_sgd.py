@@ -519,7 +519,7 @@ class SimulatedWorld:
         return way[:count]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(2, 5),
     bound=st.integers(1, 4),

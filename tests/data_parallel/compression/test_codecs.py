@@ -30,7 +30,7 @@ CODECS: dict[str, Codec] = {
     "onebit": OneBit(),
 }
 TURN = Turn(step=3, seed=5)
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 def values_of(numel: int, seed: int, exponent: int) -> Tensor:
