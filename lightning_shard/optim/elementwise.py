@@ -36,6 +36,7 @@ _UNTRIED = {"params", "param_names", "lr", "initial_lr"}  # of a group: they dec
 _tried: dict[tuple[Any, ...], str | None] = {}  # what came of trials of torch's own
 
 RAISED = "a trial step raised "
+_STILL = "a trial step has moved nothing"
 DIFFERENCE = "in a trial, the parts of a whole came out differently from the whole"
 
 
@@ -82,8 +83,16 @@ def _why_not(
         )
     tried = optimizer.param_groups if groups is None else groups
     with torch.random.fork_rng(devices=[]):
-        reasons = [_try_group(optimizer, group, parts) for group in tried]
-    return next((reason for reason in reasons if reason is not None), None)
+        reason = _gravest([_try_group(optimizer, group, parts) for group in tried])
+    if reason == _STILL:  # it may want a second parameter
+        return None if parts is one_by_one else _why_not(optimizer, groups, one_by_one)
+    return reason
+
+
+def _gravest(reasons: Sequence[str | None]) -> str | None:
+    """Return the first reason; that nothing has moved counts where there is no other."""
+    given = [reason for reason in reasons if reason is not None]
+    return next((reason for reason in given if reason != _STILL), next(iter(given), None))
 
 
 def is_of_torch(optimizer: Optimizer) -> bool:
@@ -115,8 +124,7 @@ def _try_group(optimizer: Optimizer, group: dict[str, Any], parts: Parts) -> str
     """Try a group; each rank asks it of each fit, so torch's own are tried once per settings."""
     if not is_of_torch(optimizer):
         shapes = [_SHAPE, *_shapes_like(group["params"])]
-        reasons = (_try_shape(optimizer, group, parts, shape) for shape in shapes)
-        return next((reason for reason in reasons if reason is not None), None)
+        return _gravest([_try_shape(optimizer, group, parts, shape) for shape in shapes])
     settings = sorted((key, repr(one)) for key, one in group.items() if key not in _UNTRIED)
     place = _device_of(group), torch.get_default_dtype()
     key = (type(optimizer), type(optimizer).step, parts, *place, *settings)
@@ -171,7 +179,7 @@ def _try_values(
     settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
     if "lr" in settings:  # a warm-up may begin at zero, where every optimizer does the same
         settings["lr"] = _LR
-    raised: list[str] = []
+    raised, has_moved = list[str](), False
     losses = (None, same_loss) if takes_closure(optimizer) else (None,)
     for loss in losses:
         try:
@@ -187,7 +195,10 @@ def _try_values(
             continue
         if are_equal is False:
             return DIFFERENCE
-    return raised[0] if len(raised) == len(losses) else None
+        has_moved |= bool(are_equal)
+    if len(raised) == len(losses):
+        return raised[0]
+    return None if has_moved else _STILL
 
 
 def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None:
@@ -218,9 +229,14 @@ def in_shards(matrix: Tensor) -> list[list[Tensor]]:
 
 
 def one_by_one(matrix: Tensor) -> list[list[Tensor]]:
-    """Return two matrices in one run, and each in a run of its own."""
+    """Return two matrices in one run, and each in a run of its own.
+
+    The second has as many columns as the first has rows: an optimizer of low-rank pairs takes them
+    for one.
+    """
     upper, lower = matrix.tensor_split(2)
-    return [[upper, lower], [upper], [lower]]
+    second = lower.transpose(0, 1).contiguous()
+    return [[upper, second], [upper], [second]]
 
 
 def _are_alike(runs: Runs, values: Tensor, loss: Loss | None) -> bool | None:

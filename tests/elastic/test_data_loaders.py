@@ -204,11 +204,11 @@ def regression_data() -> list[tuple[Tensor, Tensor]]:
     return [(one, one.sum()) for one in inputs]
 
 
-def train_alone(num_epochs: int) -> Regression:
-    """The same steps on a single device."""
+def train_alone(num_epochs: int, *, shuffle: bool) -> Regression:
+    """The same steps on a single device; Lightning shuffles for several ranks."""
     model, data = Regression(), regression_data()
     optimizer = model.configure_optimizers()
-    order = DistributedSampler[Any](data, 1, 0)  # type: ignore[arg-type]
+    order = DistributedSampler[Any](data, 1, 0, shuffle=shuffle)  # type: ignore[arg-type]
     for epoch in range(num_epochs):
         order.set_epoch(epoch)
         full = list(order)
@@ -240,7 +240,8 @@ def test_lightning_takes_the_steps_of_a_single_device(num_ranks: int) -> None:
     )
     trainer.fit(model, DataLoader(regression_data(), batch_size=2))  # type: ignore[arg-type]
     assert trainer.global_step == 9
-    for param, expected in zip(model.parameters(), train_alone(3).parameters(), strict=True):
+    alone = train_alone(3, shuffle=num_ranks > 1)
+    for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-14)
 
 

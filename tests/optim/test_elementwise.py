@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_shard.optim.elementwise import (
+    DIFFERENCE,
     needs_full_parameters,
     why_not_elementwise,
     why_not_separate,
@@ -260,3 +261,24 @@ def test_asking_leaves_no_trace(name: str) -> None:
         for group in optimizer.param_groups
     ] == options
     assert steps == []
+
+
+class OfPairs(Optimizer):
+    """Moves the factors of a low-rank product together, as LoRA-RITE does, and no odd one."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = group["params"]
+            for left, right in zip(params[::2], params[1::2], strict=False):
+                for one, other in ((left, right), (right, left)):
+                    one.sub_(one.grad / other.grad.norm(), alpha=group["lr"])
+
+
+def test_an_optimizer_that_moves_pairs_alone_is_not_taken_for_an_element_wise_one() -> None:
+    """Nothing moved in its trial, which then found no difference."""
+    optimizer = OfPairs([torch.randn(4, 6), torch.randn(6, 4)])
+    assert why_not_elementwise(optimizer) == why_not_separate(optimizer) == DIFFERENCE
