@@ -78,6 +78,9 @@ class ElasticRun:
         self.early_end = EarlyEnd(fit, self._memory)
         self._next_generation = NextGeneration(fit, self._memory, self.early_end)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ElasticRun":
+        return self  # of the loop that it was made for; another fit makes its own
+
     def begin_fit(self) -> None:
         """Begin to remember, once engine and optimizers are there; each rank must call."""
         for optimizer in self._fit.strategy.optimizers:

@@ -10,8 +10,9 @@ What is here is a full checkpoint, brought together from the ranks' shards.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Self, Unpack
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.files.places import is_folder
 from lightning_shard.checkpoint.frozen import leave_out_frozen, left_out_of
@@ -102,6 +104,19 @@ class CheckpointingStrategy(ShardStrategy):
         self._saves = BackgroundSaves()
         self._folders = RunFolders(self._saves)
         self._kept = KeptState()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy for another rank or Trainer; inside of a run itself, which is there once.
+
+        A progress bar that user code copies in a hook holds its trainer, and that its strategy.
+        """
+        trainer = self._own_trainer
+        is_running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        if is_running and (current_world() is not None or not self.is_in_process):
+            return self  # before there is a world, ranks are copied
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(deepcopy(self.__getstate__(), memo))
+        return made
 
     @property
     def mesh(self) -> ParallelMesh:

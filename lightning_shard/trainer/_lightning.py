@@ -341,13 +341,14 @@ def knowing_saves_in_flight(
 def handle_sigterm(trainer: "pl.Trainer", handler: Callable[[int, FrameType | None], None]) -> None:
     """Have `handler` called on SIGTERM in the run; call before Lightning registers its own."""
     connector: Any = trainer._signal_connector
-    connector._sigterm_notifier_fn = handler
+    # As a function, which a copy of the trainer shares: handlers hold threads and groups.
+    connector._sigterm_notifier_fn = lambda signum, frame: handler(signum, frame)
 
 
 def handle_requeue(trainer: "pl.Trainer", handler: Callable[[int, FrameType | None], None]) -> None:
     """Have `handler` called on SLURM's signal, as `handle_sigterm` has one called on SIGTERM."""
     connector: Any = trainer._signal_connector
-    connector._slurm_sigusr_handler_fn = handler
+    connector._slurm_sigusr_handler_fn = lambda signum, frame: handler(signum, frame)
 
 
 def forget_signal_handlers(module: "pl.LightningModule") -> None:

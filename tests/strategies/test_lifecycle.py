@@ -1,5 +1,6 @@
 """Before, between and after fits: what is left of a run, and what the next one finds."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -268,3 +270,30 @@ def test_a_checkpoint_is_restored_into_a_fit_that_has_ended(tmp_path: Path, stra
     other, fresh = Deep(), make_trainer(strategy)
     fresh.strategy.connect(other)
     fresh._checkpoint_connector.resume_start(tmp_path / "end.ckpt", weights_only=False)
+
+
+class CopiesCallbacks(pl.Callback):
+    """Copies all callbacks, as one that keeps their states does."""
+
+    def __init__(self, copies: list[Any]) -> None:
+        self.copies, self.state = copies, torch.zeros(2)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        copied = copy.deepcopy(callbacks)
+        assert copied[0].state is not self.state
+        bars = [one for one in copied if isinstance(one, ProgressBar)]
+        assert len(bars) == 1
+        assert bars[0].trainer is not trainer
+        self.copies += bars
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "elastic", "pipeline_parallel"])
+def test_callbacks_beside_a_progress_bar_could_not_be_copied_in_a_hook(strategy: str) -> None:
+    """The bar holds its trainer, and that a strategy with contexts, groups and threads of ranks."""
+    copies: list[Any] = []
+    trainer = make_trainer(strategy, enable_progress_bar=True)
+    trainer.callbacks = [CopiesCallbacks(copies), TQDMProgressBar(refresh_rate=0)]  # type: ignore[attr-defined]
+    trainer.fit(Deep())
+    assert copies
