@@ -29,17 +29,19 @@ if TYPE_CHECKING:
     from lightning_shard.planning.search import plan
     from lightning_shard.proving.prove import prove
     from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
-    from lightning_shard.strategies.context_parallel import ContextParallelStrategy
-    from lightning_shard.strategies.elastic import ElasticStrategy
-    from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
-    from lightning_shard.strategies.local_sgd import LocalSGDStrategy
-    from lightning_shard.strategies.pipeline_parallel import PipelineParallelStrategy
-    from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
-    from lightning_shard.strategies.zero import (
+    from lightning_shard.strategies.data_parallel import (
         DDPStrategy,
         ZeRO1Strategy,
         ZeRO2Strategy,
         ZeRO3Strategy,
+    )
+    from lightning_shard.strategies.elastic import ElasticStrategy
+    from lightning_shard.strategies.local_sgd import LocalSGDStrategy
+    from lightning_shard.strategies.model_parallel import (
+        ContextParallelStrategy,
+        HybridParallelStrategy,
+        PipelineParallelStrategy,
+        TensorParallelStrategy,
     )
 else:
 

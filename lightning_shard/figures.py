@@ -1,8 +1,11 @@
-"""Empty matplotlib figures: matplotlib is imported on first use, and its absence explained."""
+"""Empty matplotlib figures, and tables of rich as plain text: in a terminal, a pipe, a notebook."""
 
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console, RenderableType
 
 from lightning_shard.errors import ConfigError
 
@@ -26,3 +29,18 @@ def new_figure(path: str | Path, *, size: tuple[float, float], otherwise: str) -
             f"pip install matplotlib. {otherwise}"
         ) from error
     return figure_of(figsize=size, layout="constrained")
+
+
+def plain_text(what: RenderableType, *, width: int) -> str:
+    """Return what rich would print, without colours and without spaces at the ends of lines.
+
+    A notebook shows nothing beside it: left to itself, rich would display each rank's in a cell.
+
+    Args:
+        what: A table, or a group of them.
+        width: Most characters of a line.
+    """
+    console = Console(file=StringIO(), width=width, color_system=None, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(what)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())

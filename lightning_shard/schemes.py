@@ -1,11 +1,41 @@
 """The names of strategies as data, without torch: what each is, and what it needs.
 
-`strategies/registry.py` makes strategies of these names, `Trainer(strategy=...)` takes each alone
-and with a backend as a suffix, and `lightning-shard strategies` prints them.
+`Trainer(strategy=...)` takes each name alone and with a backend as a suffix, and
+`lightning-shard strategies` prints them. A strategy's module is imported when a Trainer asks for
+the name.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+OFFLOADED: dict[str, tuple[str, str]] = {
+    "zero2_offload": ("zero2", "optimizer"),
+    "zero3_offload": ("zero3", "parameters"),
+}
+"""By name the scheme, and what it has in host memory: as Lightning's DeepSpeed names have it."""
+COMPRESSIONS = {
+    "fp16": "half of the bytes",
+    "bf16": "half of the bytes",
+    "int8": "a quarter of the bytes",
+    "topk": "the largest entries",
+    "powersgd": "matrices of low rank",
+    "onebit": "signs, after some steps in full",
+}
+"""By name of a compression of `shard_ddp`'s gradients what is sent."""
+BACKENDS = {
+    "nccl": "GPUs, one rank to a device",
+    "gloo": "CPU ranks, on one host or several",
+    "mpi": "CPU ranks that mpirun starts",
+    "shm": "CPU ranks, over shared memory on each host",
+    "in_process": "ranks that are threads of this process: tests, notebooks, debugging",
+}
+"""By name of a backend, which is the suffix of a strategy's name, what it is for."""
+_OFFLOADED_TEXT = {
+    "optimizer": "gradients and optimizer state",
+    "parameters": "parameters, gradients and optimizer state",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,31 +104,6 @@ SCHEMES: dict[str, Scheme] = {
 }
 """By name the scheme."""
 
-OFFLOADED: dict[str, tuple[str, str]] = {
-    "zero2_offload": ("zero2", "optimizer"),
-    "zero3_offload": ("zero3", "parameters"),
-}
-"""By name the scheme, and what it has in host memory: as Lightning's DeepSpeed names have it."""
-
-COMPRESSIONS = {
-    "fp16": "half of the bytes",
-    "bf16": "half of the bytes",
-    "int8": "a quarter of the bytes",
-    "topk": "the largest entries",
-    "powersgd": "matrices of low rank",
-    "onebit": "signs, after some steps in full",
-}
-"""By name of a compression of `shard_ddp`'s gradients what is sent."""
-
-BACKENDS = {
-    "nccl": "GPUs, one rank to a device",
-    "gloo": "CPU ranks, on one host or several",
-    "mpi": "CPU ranks that mpirun starts",
-    "shm": "CPU ranks, over shared memory on each host",
-    "in_process": "ranks that are threads of this process: tests, notebooks, debugging",
-}
-"""By name of a backend, which is the suffix of a strategy's name, what it is for."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class NamedScheme:
@@ -137,12 +142,34 @@ def named_schemes() -> Iterator[NamedScheme]:
         )
 
 
-_OFFLOADED_TEXT = {
-    "optimizer": "gradients and optimizer state",
-    "parameters": "parameters, gradients and optimizer state",
-}
-
-
 def names_of(name: str) -> list[tuple[str, str]]:
     """Return a scheme's names, alone and with each backend as a suffix, and their backends."""
     return [(name, "auto"), *((f"{name}_{backend}", backend) for backend in BACKENDS)]
+
+
+@dataclass(frozen=True)
+class NamedStrategy:
+    """Makes a strategy of a package that has the classes, `lightning_shard` for example."""
+
+    package: str
+    strategy: str
+
+    def __call__(self, **options: Any) -> Any:
+        """Make the strategy."""
+        return getattr(import_module(self.package), self.strategy)(**options)
+
+
+def register_strategies(lightning: str, package: str) -> None:
+    """Make every name usable as `Trainer(strategy=name)`; a second call changes nothing.
+
+    Args:
+        lightning: Root of Lightning: "lightning.pytorch" or "pytorch_lightning".
+        package: Package whose strategies are built on that root.
+    """
+    registry = import_module(f"{lightning}.strategies").StrategyRegistry
+    for one in named_schemes():
+        strategy = NamedStrategy(package, one.scheme.class_name)
+        for name, backend in names_of(one.name):
+            if name not in registry:
+                description = f"See {package}.{one.scheme.class_name}."
+                registry.register(name, strategy, description, backend=backend, **one.options)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.after_import import after_import
+from lightning_shard.doors import after_import
 
 MakeModule = Callable[..., str]
 

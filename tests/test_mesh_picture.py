@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_shard import figures
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import AXES, ParallelMesh
-from lightning_shard.mesh_picture import abbreviated
+from lightning_shard.mesh import AXES, ParallelMesh, abbreviated
 
 
 def drawing(mesh: ParallelMesh) -> str:
@@ -190,7 +189,7 @@ def test_the_picture_has_each_rank_in_its_place_and_the_colour_of_its_node(
         drawn.append(new_figure(*args, **kwargs))
         return drawn[-1]
 
-    monkeypatch.setattr("lightning_shard.mesh_picture.new_figure", kept)
+    monkeypatch.setattr("lightning_shard.mesh.new_figure", kept)
     ParallelMesh(pp=2, dp=2, tp=2).save_png(tmp_path / "mesh.png", ranks_per_node=2)
     (axes,) = drawn[0].axes
     places = {text.get_text(): text.get_position() for text in axes.texts}

@@ -30,7 +30,7 @@ from lightning_shard import (
 from lightning_shard.data_parallel.compression import COMPRESSORS, Int8, OneBit, PowerSGD, TopK
 from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
-from lightning_shard.profiling.memory_monitor import MemoryMonitor
+from lightning_shard.profiling.held_bytes import MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
 from lightning_shard.profiling.plan_monitor import PlanMonitor
 from lightning_shard.profiling.progress_bar import CompressionRatio, ExpertBalance

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.rank_grid import RankGrid, sizes_of
+from lightning_shard.mesh import RankGrid, sizes_of
 
 GRID = RankGrid({"outer": 2, "middle": 3, "inner": 2})
 

@@ -1,4 +1,4 @@
-"""A rank's call of one operation, and what of it must be equal on every rank."""
+"""A rank's call of one operation, what of it must be equal on every rank, and the error if not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.call_site import CallSite
+from lightning_shard.errors import CollectiveMismatchError
 
 
 @dataclass(slots=True, eq=False)
@@ -84,3 +85,45 @@ def message_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
 def describe_tensor(tensor: Tensor) -> str:
     """Return a tensor's dtype and shape in words, such as "float32 (2, 3)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One rank's part in a disagreement.
+
+    Attributes:
+        rank: Global rank of the process.
+        operation: The operation that the rank called, in words.
+        site: File and line where the user's code called it.
+    """
+
+    rank: int
+    operation: str
+    site: str
+
+
+def describe_disagreement(
+    group: str, number: int, *, got: Side, expected: Side, what: str = ""
+) -> str:
+    """Say which two ranks disagree, and on what.
+
+    Args:
+        group: The group and its ranks, in words.
+        number: Number of the operation within the group, from 1.
+        got: Part of the rank whose operation differs.
+        expected: Part of the rank that it differs from.
+        what: The property that differs, where the two operations alone do not show it.
+    """
+    return (
+        f"Ranks of {group} disagree at its operation number {number}{what and f': {what}'}.\n"
+        f"  rank {got.rank}: got {got.operation} at {got.site}\n"
+        f"  rank {expected.rank}: expected {expected.operation} at {expected.site}"
+    )
+
+
+def mismatch_error(problem: str, rank: int, operation: str) -> CollectiveMismatchError:
+    """Make one rank's error from the `problem`, the same on each rank, and its own operation."""
+    return CollectiveMismatchError(
+        f"{problem}\nThis is rank {rank}, in {operation}. Every rank of a group must make the "
+        "same calls in the same order, with the same shapes, dtypes and options."
+    )

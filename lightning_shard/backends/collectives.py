@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_shard.backends.c10d_transfers import C10dTransfers
 from lightning_shard.backends.common_buffer import CommonBuffer
-from lightning_shard.backends.object_transfers import broadcast_object, gather_objects
+from lightning_shard.backends.objects import broadcast_object, gather_objects
 from lightning_shard.backends.pending import OperationContext, Pending, Span, StartedTransfer
 from lightning_shard.backends.rank_order import ReduceOpName, check_op
 from lightning_shard.backends.shapes import (

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_shard.backends.c10d_transfers import copy_unless_same
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.freed_memory import LARGEST_BLOCK_BYTES
+from lightning_shard.backends.free_memory import LARGEST_BLOCK_BYTES
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.rank_order import ReduceOpName, combine_in_rank_order, is_narrow
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG

@@ -34,6 +34,9 @@ from lightning_shard.errors import ConfigError
 
 _TICK_SECONDS = 1.0
 _UNSENT_SECONDS = 0.01
+_OPEN_KEY = "lightning_shard/open_store"
+_SERVER_KEY = "lightning_shard/server"
+_LONGEST_TRY = timedelta(seconds=10)
 
 
 class JobServer(threading.Thread):
@@ -77,10 +80,6 @@ class JobServer(threading.Thread):
         self._door.close()
         self._service.close()
 
-
-_OPEN_KEY = "lightning_shard/open_store"
-_SERVER_KEY = "lightning_shard/server"
-_LONGEST_TRY = timedelta(seconds=10)
 
 _server: JobServer | None = None
 _place: tuple[str, int, str] | None = None

@@ -6,6 +6,9 @@
 
 A group's connections are Gloo's, NCCL's or MPI's, which ask nobody who they are. So all of it bears
 a code that takes the job's token to make, and that is checked before anything is read.
+
+They are sent in tensors: first how many bytes, then those. c10d's own object collectives unpickle
+whatever comes.
 """
 
 import enum
@@ -15,10 +18,14 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from lightning_shard.backends._c10d import exchange_objects_as, object_device
 from lightning_shard.backends.guarded.token import remembered
 from lightning_shard.errors import RankFailedError
 
@@ -27,6 +34,7 @@ _NO_CODE = bytes(CODE_BYTES)
 _JSON, _PICKLE = b"j", b"p"
 _OWN = "lightning_shard."
 _PLAIN = (type(None), bool, int, float, str)
+_LETTERS: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "f", torch.Size: "z"}
 
 
 class _NotPlainError(Exception):
@@ -147,7 +155,6 @@ def _made_record(rest: list[Any]) -> Any:
     return made
 
 
-_LETTERS: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "f", torch.Size: "z"}
 _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
     "l": lambda rest: [_object(one) for one in rest],
     "t": lambda rest: tuple(_object(one) for one in rest),
@@ -160,3 +167,59 @@ _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
     "v": lambda rest: torch.device(rest[0]),
     "c": _made_record,
 }
+
+
+def guard_torch() -> None:
+    """Have c10d's own object collectives unpickle nothing that bears no code of this job."""
+    exchange_objects_as(pack, partial(unpack, whose="An object collective of torch"))
+
+
+def gather_objects(group: dist.ProcessGroup, obj: Any) -> list[Any]:
+    """Return the objects of all ranks of a group, each of which must call, in their order.
+
+    Raises:
+        RankFailedError: What came in a rank's place bears no code of this job.
+    """
+    device, num_ranks = object_device(group), group.size()
+    own = _bytes(pack(obj), device)
+    own_size = torch.tensor([own.numel()], dtype=torch.long, device=device)
+    sizes = [torch.empty_like(own_size) for _ in range(num_ranks)]
+    dist.all_gather(sizes, own_size, group=group)
+    num_bytes = [int(size) for size in sizes]
+    padded = own.new_zeros(max(num_bytes))  # (longest,)
+    padded[: own.numel()] = own
+    gathered = [torch.empty_like(padded) for _ in range(num_ranks)]
+    dist.all_gather(gathered, padded, group=group)
+    return [
+        _received_object(data[:size], group, "all_gather_object", rank)
+        for rank, (data, size) in enumerate(zip(gathered, num_bytes, strict=True))
+    ]
+
+
+def broadcast_object(group: dist.ProcessGroup, obj: Any, src: int) -> Any:
+    """Return the object of the group's rank `src`; every rank of the group must call.
+
+    Raises:
+        RankFailedError: What came in the rank's place bears no code of this job.
+    """
+    device = object_device(group)
+    data = _bytes(pack(obj) if group.rank() == src else b"", device)
+    size = torch.tensor([data.numel()], dtype=torch.long, device=device)
+    dist.broadcast(size, group=group, group_src=src)
+    if group.rank() != src:
+        data = data.new_empty(int(size))
+    dist.broadcast(data, group=group, group_src=src)
+    return _received_object(data, group, "broadcast_object", src)
+
+
+def _bytes(data: bytes, device: torch.device) -> Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        if data
+        else (torch.empty(0, dtype=torch.uint8, device=device))
+    )
+
+
+def _received_object(data: Tensor, group: dist.ProcessGroup, operation: str, source: int) -> Any:
+    whose = f"Rank {group.rank()} of {group.size()} in {operation}, from rank {source}"
+    return unpack(data.cpu().numpy().tobytes(), whose)

@@ -16,6 +16,9 @@ from lightning_shard.backends.mpi import MPIBackend
 from lightning_shard.backends.shm import ShmBackend
 from lightning_shard.errors import ConfigError
 
+_DEFAULT_OF_DEVICE_TYPE = {"cuda": "nccl", "cpu": "gloo"}
+_SHARING_MEMORY = "shm"
+
 
 class NCCLBackend(Backend):
     """CUDA tensors over NVLink, PCIe or the network."""
@@ -40,8 +43,6 @@ _BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (NCCLBackend(), GlooBackend(), MPIBackend(), ShmBackend(), InProcessBackend())
 }
-_DEFAULT_OF_DEVICE_TYPE = {"cuda": "nccl", "cpu": "gloo"}
-_SHARING_MEMORY = "shm"
 
 
 def backend_names() -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from lightning_shard.backends.guarded.addresses import address_towards, chosen_p
 from lightning_shard.backends.guarded.token import remembered
 from lightning_shard.backends.liveness.interruption import end_at_exit
 from lightning_shard.backends.meeting_place import meet, store_without_python
-from lightning_shard.backends.object_transfers import guard_torch
+from lightning_shard.backends.objects import guard_torch
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.backends.roll_call import MissingRanksError
 from lightning_shard.errors import ConfigError, RankFailedError

@@ -3,7 +3,7 @@
     full state, as a single device has it       full, optimizer_state, user_shards, module_snapshot
     the section of our strategies, its number   section
     what each rank keeps, its random streams    by_rank, random_state
-    does a checkpoint fit the run               resuming, misfits, optimizer_misfits, kept_misfits
+    does a checkpoint fit the run               resuming, misfits, kept_misfits
     folders of a run, and what they ask of it   run_folders, checkpointed_run
     which checkpoints there are, and since when found
     one rank's shards at a step boundary        rank_snapshot, state_entries, host_buffers

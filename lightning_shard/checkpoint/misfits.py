@@ -1,14 +1,34 @@
-"""Messages that say what of a checkpoint does not fit, and what to do about it.
+"""What of a checkpoint does not fit, found before anything is loaded, and what to do about it.
 
 Formats of one kind are exchanged as torch does, without a word: a checkpoint in bfloat16 loads into
 a model in float32. A conversion that would lose meaning, of numbers with a fraction to integers or
 of complex numbers to real ones, is a misfit.
+
+Of optimizers' states torch compares the lengths of groups alone; other misfits fail in the first
+step, or are cut in the wrong places. The optimizer itself shows which state it makes for a
+parameter: a trial optimizer with the saved options takes a step on a small tensor of as many
+dimensions.
+
+    trial's parameter (3, 5)    its state (3, 5)    a parameter (64, 32) has a state (64, 32)
+                                         (3, 1)                                     (64, 1)
+                                         ()                                         one element
+
+Entries that the trial optimizer does not make, or makes in a form that says nothing of other sizes,
+are not checked. Nor are those that an optimizer's own `load_state_dict` takes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from numbers import Number
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
 from lightning_shard.errors import CheckpointError
 
 WEIGHTS_ADVICE = (
@@ -16,6 +36,8 @@ WEIGHTS_ADVICE = (
     "purpose are left out with LightningModule.strict_loading = False."
 )
 _MOST_TOLD = 8
+_SIZES = (3, 5, 7, 11, 13, 17)  # of the trial optimizer's dimensions: all different, and none 1
+_State = Mapping[str, Any]
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -55,3 +77,178 @@ def misfit_error(
     return CheckpointError(
         f"The checkpoint does not fit {owner}, and {loaded} loaded: {told}{more}. {advice}"
     )
+
+
+def optimizer_misfits(
+    saved: Mapping[str, Any],
+    optimizer: Optimizer,
+    named_shapes: Mapping[nn.Parameter, tuple[str, Sequence[int]]],
+) -> list[str]:
+    """Return the misfits of a full optimizer state, as messages.
+
+    Args:
+        saved: The state as torch's `Optimizer.state_dict` gives it on a single device.
+        optimizer: The optimizer that the state is to be loaded into.
+        named_shapes: By parameter of the model, its name and full shape.
+    """
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    if not groups:  # it stands for none at all, and takes anything
+        return []
+    loads_itself = type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    if loads_itself and "state" not in saved:  # a form of its own
+        return []
+    lacking = [key for key in ("state", "param_groups") if key not in saved]
+    if lacking:
+        return [f"the checkpoint's state of {kind} has no {lacking}"]
+    lengths = [len(group["params"]) for group in saved["param_groups"]]
+    expected = [len(group["params"]) for group in groups]
+    if lengths != expected:
+        return [
+            f"the checkpoint's state of {kind} has groups of {lengths} parameters, expected "
+            f"{expected}"
+        ]
+    if loads_itself:
+        return []
+    found: list[str] = []
+    known: set[Any] = set()
+    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
+        trials = _Trials(optimizer, group, saved_group)
+        for param, number in zip(group["params"], saved_group["params"], strict=True):
+            known.add(number)
+            name, shape = named_shapes.get(param, (f"parameter {number}", param.shape))
+            entries, trial = saved["state"].get(number, {}), trials.of(param, len(shape))
+            found += _misfits(f"{name!r} in the state of {kind}", entries, trial, shape)
+    strays = [key for key in saved["state"] if isinstance(key, int) and key not in known]
+    if strays:
+        found.append(f"the state of {kind} has entries for {strays}, which no group lists")
+    return list(dict.fromkeys(found))
+
+
+def _misfits(owner: str, entries: Any, trial: "_Trial", shape: Sequence[int]) -> Iterator[str]:
+    """Yield the misfits of one parameter's entries; an unused parameter has no entries."""
+    yield from trial.lacks_options
+    if not isinstance(entries, Mapping):
+        yield f"the entries of {owner} are a {type(entries).__name__}, expected a dictionary"
+    elif entries and trial.state:
+        missing = [key for key, value in trial.state.items() if value is not None]
+        missing = [key for key in missing if key not in entries]
+        if missing and trial.needs(missing):
+            yield f"the entries of {owner} are {sorted(entries)}, expected {missing}, too"
+        for key, value in entries.items():
+            yield from trial.misfits_of(key, f"{key!r} of {owner}", value, shape)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The state that a trial optimizer makes for a small parameter.
+
+    Attributes:
+        optimizer: The trial optimizer; None if it cannot be made, or cannot take a step.
+        shape: Shape of its parameter.
+        state: State of the parameter after a step.
+        lacks_options: Messages about options that were not saved, and are needed.
+    """
+
+    optimizer: Optimizer | None
+    shape: tuple[int, ...]
+    state: _State
+    lacks_options: Sequence[str] = ()
+
+    def needs(self, keys: Sequence[str]) -> bool:
+        """Whether the optimizer cannot take a step without these entries of its state."""
+        assert self.optimizer is not None
+        (param,) = self.optimizer.param_groups[0]["params"]
+        rest = {key: value for key, value in self.state.items() if key not in keys}
+        self.optimizer.state[param] = rest
+        try:
+            _step(self.optimizer, param)
+        except Exception:  # whatever it raises, a step fails
+            return True
+        return False
+
+    def misfits_of(self, key: str, what: str, value: Any, full: Sequence[int]) -> Iterator[str]:
+        """Yield the misfits of an entry for a parameter of shape `full`."""
+        model = self.state.get(key)
+        if not isinstance(model, Tensor):
+            return
+        expected = _grown(tuple(model.shape), self.shape, full)
+        if expected is None:
+            return
+        if not isinstance(value, Tensor):
+            if value is not None and not (isinstance(value, Number) and model.numel() == 1):
+                yield f"{what} is a {type(value).__name__}, expected a tensor"
+        elif value.numel() != 1 or prod(expected) != 1:
+            for found in (
+                shape_misfit(what, value.shape, expected),
+                dtype_misfit(what, value.dtype, model.dtype),
+            ):
+                if found is not None:
+                    yield found
+
+
+class _Trials:
+    """Trial optimizers with the options of a saved group, one for each kind of parameter.
+
+    Args:
+        optimizer: The optimizer that the state is to be loaded into.
+        group: A param group of the optimizer.
+        saved: The saved group in its place.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
+    ) -> None:
+        self._optimizer, self._group, self._saved = optimizer, group, saved
+        self._made: dict[tuple[int, torch.dtype], _Trial] = {}
+
+    def of(self, param: nn.Parameter, ndim: int) -> _Trial:
+        """Return the trial optimizer for parameters of a format and of `ndim` dimensions."""
+        kind = ndim, param.dtype
+        if kind not in self._made:
+            with torch.random.fork_rng(devices=[]):
+                self._made[kind] = self._make(ndim, param)
+        return self._made[kind]
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return {key: value for key, value in self._group.items() if key != "params"}
+
+    def _make(self, ndim: int, like: nn.Parameter) -> _Trial:
+        shape = _SIZES[:ndim]
+        is_trained = like.is_floating_point() or like.is_complex()
+        if len(shape) < ndim or not is_trained:  # integers, which are frozen
+            return _Trial(None, (), {})
+        param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
+        try:
+            trial = trial_optimizer(self._optimizer, {**self._settings, "params": [param]})
+            trial.load_state_dict({"state": {}, "param_groups": [{**self._saved, "params": [0]}]})
+            _step(trial, param)
+        except KeyError as error:
+            (key,) = error.args
+            lacks = key in self._settings and key not in self._saved
+            return _Trial(None, shape, {}, [self._say_lacking(key)] if lacks else [])
+        except Exception:  # it takes what it does not take from a trial optimizer
+            return _Trial(None, shape, {})
+        return _Trial(trial, shape, dict(trial.state[param]))
+
+    def _say_lacking(self, key: str) -> str:
+        kind = type(self._optimizer).__name__
+        return f"a group of {kind} has the options {sorted(self._saved)}, expected {key!r}, too"
+
+
+def _step(optimizer: Optimizer, param: nn.Parameter) -> None:
+    param.grad = torch.full_like(param, 0.5)
+    type(optimizer).step(optimizer)
+
+
+def _grown(
+    shape: tuple[int, ...], small: tuple[int, ...], full: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return the shape that belongs to a parameter of shape `full` as `shape` does to `small`."""
+    if shape == small:
+        return tuple(full)
+    if prod(shape) == 1:
+        return ()
+    if all(size == 1 or size in small for size in shape):
+        return tuple(1 if size == 1 else full[small.index(size)] for size in shape)
+    return None

@@ -19,13 +19,13 @@ from lightning_shard.checkpoint.arriving import (
     SlicedTensor,
     arriving,
     arriving_in_runs,
+    of_split,
+    slices_of,
 )
-from lightning_shard.checkpoint.full_parameters import of_split, slices_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.host_copies import host_copy
 from lightning_shard.data_parallel.model_split import ranks_of
-from lightning_shard.data_parallel.optimizer_entries import of_itself
+from lightning_shard.data_parallel.optimizer_entries import host_copy, of_itself
 from lightning_shard.errors import CheckpointError
 
 

@@ -13,7 +13,11 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from lightning_shard.checkpoint.conversion.consolidating import Consolidation, Outcome, consolidate
+from lightning_shard.checkpoint.conversion.consolidating import (
+    Consolidated,
+    Consolidation,
+    consolidate,
+)
 from lightning_shard.checkpoint.conversion.description import describe
 from lightning_shard.cli.parsers import dtype_name
 
@@ -50,7 +54,7 @@ def _consolidate(arguments: Namespace) -> int:
     return 0
 
 
-def _tell(outcome: Outcome, output: str) -> None:
+def _tell(outcome: Consolidated, output: str) -> None:
     if outcome.left_out:
         names = ", ".join(outcome.left_out[:5])
         print(

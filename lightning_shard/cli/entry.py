@@ -1,13 +1,17 @@
-"""The command's entry point, which imports torch and Lightning for the subcommands only."""
+"""The command's entry point, which imports torch and Lightning for the subcommands only.
+
+Every subcommand tells an error of this package in one line, or with a traceback to debug.
+"""
 
 import sys
+import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_shard.cli.parsers import HOMES, TEXTS, parser_of
-from lightning_shard.cli.refusals import told
+from lightning_shard.errors import ShardError
 
 _SUBCOMMANDS = {
     "fit": "Train a model.",
@@ -19,7 +23,6 @@ _CONFIGURED = {
     "prove": "Say whether a model trains on ranks as on one device, and if not, why.",
     "replay": "Take a recorded step of many ranks again in one process, under a debugger.",
 }
-_HOMES = {"prove": "proving", "replay": "replaying"}
 _REFUSED = 2  # the exit code where these could compare or replay nothing
 LIGHTNINGS = {**_SUBCOMMANDS, **_CONFIGURED}
 """By subcommand of Lightning's command line what it does."""
@@ -57,6 +60,24 @@ with one message and exit code 1; with --debug after the subcommand the tracebac
 """
 
 
+def told(run: Callable[[], int], *, debug: bool, status: int = 1) -> int:
+    """Run a subcommand and return its exit code.
+
+    Args:
+        run: Runs the subcommand and returns its exit code.
+        debug: Whether to print where an error was raised, too.
+        status: The exit code where an error has ended it.
+    """
+    try:
+        return run()
+    except ShardError as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+        return status
+
+
 def main() -> int:
     """Run the command line in `sys.argv` and return the process's exit code."""
     arguments = sys.argv[1:]
@@ -65,8 +86,8 @@ def main() -> int:
         home = import_module(f"lightning_shard.cli.{HOMES[arguments[0]]}")
         return told(lambda: home.run(arguments[0], parsed), debug=parsed.debug)
     if arguments and arguments[0] in _CONFIGURED:
-        home = import_module(f"lightning_shard.cli.{_HOMES[arguments[0]]}")
-        return told(home.run, debug="--debug" in arguments, status=_REFUSED)
+        home = import_module("lightning_shard.cli.without_trainer")
+        return told(home.RUN[arguments[0]], debug="--debug" in arguments, status=_REFUSED)
     if _is_for_a_subcommand(arguments):
         home = import_module("lightning_shard.cli.shard_cli")
         return told(home.run, debug="--debug" in arguments)

@@ -17,14 +17,17 @@ from rich.text import Text
 from lightning_shard.doctor.finding import Finding, size
 from lightning_shard.doctor.host import host
 from lightning_shard.doctor.launcher import launcher
-from lightning_shard.doctor.present import absent
-from lightning_shard.doctor.software import software
+from lightning_shard.doctor.present import absent, software
 from lightning_shard.schemes import BACKENDS, named_schemes
 
 _WITH_TORCH = {"Network": "network", "Backends": "backends"}
 _MARKS = {"ok": ("ok", "green"), "absent": ("-", "dim"), "warning": ("!", "yellow")}
 _FAILURE = ("x", "bold red")
 _NARROWEST = 100  # of what is not a terminal
+_ENDING = Text(
+    "A name may end in a backend, Trainer(strategy='zero3_in_process'); alone it takes nccl on "
+    "GPUs and gloo on CPUs."
+)
 
 
 def run(subcommand: str, given: Namespace) -> int:
@@ -128,12 +131,6 @@ def _strategies(given: Namespace) -> int:
         table.add_row(str(row["name"]), str(row["class"]), Text(f"{row['does']}{needs}"))
     console.print(table, "", _backends(here), "", _ENDING, sep="\n")
     return 0
-
-
-_ENDING = Text(
-    "A name may end in a backend, Trainer(strategy='zero3_in_process'); alone it takes nccl on "
-    "GPUs and gloo on CPUs."
-)
 
 
 def _backends(here: dict[str, str | None]) -> Table:

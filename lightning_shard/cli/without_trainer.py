@@ -1,15 +1,42 @@
-"""What subcommands share that read a fit's configuration, and make Trainers of their own."""
+"""The subcommands `prove` and `replay`, which make Trainers of a fit's configuration themselves.
 
+    lightning-shard prove --config configs/gpt_zero3.yaml
+    lightning-shard prove --config configs/gpt_3d.yaml --ranks 8 --steps 2 --json
+
+`prove` runs the configuration of `fit` on one device and on ranks, and compares. Model, data,
+strategy and what the Trainer changes about training come from the configuration; its devices,
+loggers, checkpoints and validations do not matter here. The exit code is 0 for equal, 1 for
+different, and 2 where nothing could be compared.
+
+    lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml
+    lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml --pdb
+    lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml --rank 2
+
+`replay` takes a recorded step of many ranks again in this process. Model, strategy and the
+callbacks that change what is trained come from the configuration of the fit that was recorded;
+batches and state come from the record. The exit code is 0 for reproduced, 1 for not, and 2 where
+nothing could be replayed.
+"""
+
+import pdb
 import sys
+from collections.abc import Iterable
 from typing import Any
 from unittest.mock import patch
 
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typing_extensions import override
 
 from lightning_shard.cli.shard_cli import ShardCLI, find_classes_here
+from lightning_shard.proving.prove import prove
+from lightning_shard.proving.verdict import Verdict
+from lightning_shard.replay.replay import replay
+from lightning_shard.replay.verdict import Replayed
 
 # Lightning's own callbacks look on, but for these.
 _TRAINING = (
@@ -23,6 +50,17 @@ _WATCHING = (
     "pytorch_lightning.",
     "lightning_shard.profiling.",
     "lightning_shard.replay.",
+)
+_MOST_RANKS = 8  # of those that a configuration asks for; more take --ranks
+_COLOURS = {"equal": "green", "different": "red", "refused": "yellow", "failed": "yellow"}
+_OPTIONS = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "sync_batchnorm",
+    "use_distributed_sampler",
+    "inference_mode",
+    "detect_anomaly",
 )
 
 
@@ -70,3 +108,135 @@ class CLIWithoutTrainer(ShardCLI):
             for one in listed
             if isinstance(one, _TRAINING) or not f"{type(one).__module__}.".startswith(_WATCHING)
         ]
+
+
+class ProveCLI(CLIWithoutTrainer):
+    """Reads the configuration of a fit, and makes everything in it but the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "prove",
+            "Run a model on one device and on ranks inside this process, and compare the two.",
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        add = parser.add_argument
+        add("--ranks", type=int | None, default=None, help="Ranks (default: trainer.devices).")
+        add("--steps", type=int, default=3, help="Optimizer steps to compare.")
+        add("--precision", type=str, default="32-true", help="Precision; float64 decides.")
+        add("--shrink", type=int | None, default=None, help="Blocks to keep of each list.")
+        add("--narrow", type=int | None, default=None, help="Number that divides widths.")
+        add("--no-dropout", action="store_true", help="Compare with dropout off.")
+        add("--json", action="store_true", help="Print JSON, for scripts.")
+
+    def prove(self) -> Verdict:
+        """Prove what the configuration says."""
+        given = self.given_trainer
+        options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
+        return prove(
+            self.model,
+            self.datamodule,
+            strategy=_strategy(given.get("strategy", "auto")),
+            num_ranks=self.config.ranks or _num_ranks(given),
+            num_steps=self.config.steps,
+            precision=self.config.precision,
+            dropout=not self.config.no_dropout,
+            shrink=self.config.shrink,
+            narrow=self.config.narrow,
+            trainer_options={**options, "callbacks": self.training_callbacks},
+        )
+
+
+def _strategy(given: Any) -> Any:
+    return "shard_ddp" if given == "auto" else given
+
+
+def _num_ranks(given: dict[str, Any]) -> int:
+    """Return the ranks that a configuration is for: as many here, if they are not too many."""
+    devices = given.get("devices")
+    if isinstance(devices, list):
+        devices = len(devices)
+    text = str(devices)
+    number = (int(text) if text.isdigit() else 1) * int(given.get("num_nodes") or 1)
+    return min(max(number, 2), _MOST_RANKS)
+
+
+class ReplayCLI(CLIWithoutTrainer):
+    """Reads the configuration of the recorded fit, and makes its model and strategy."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "replay", "Take a recorded step of many ranks again, all of them in this process."
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        add = parser.add_argument
+        add("folder", type=str, metavar="DIR", help="Folder of the recorded step.")
+        add("--rank", type=int | None, default=None, help="The one rank to take, alone.")
+        add("--trust", action="store_true", help="Make classes of user code in the files.")
+        add("--pdb", action="store_true", help="Look at the error in pdb, where it was raised.")
+        add("--json", action="store_true", help="Print JSON, for scripts.")
+
+    def replay(self) -> Replayed:
+        """Replay what the configuration says."""
+        strategy = self.given_trainer.get("strategy", "auto")
+        return replay(
+            self.config.folder,
+            self.model,
+            strategy=None if strategy == "auto" else strategy,
+            callbacks=self.training_callbacks,
+            rank=self.config.rank,
+            trust=self.config.trust,
+        )
+
+
+def _run_prove() -> int:
+    """Run `prove` with what is in `sys.argv`, and return the process's exit code."""
+    cli = ProveCLI()
+    verdict = cli.prove()
+    if cli.config.json:
+        print(verdict.as_json())
+        return verdict.exit_status
+    head = Text(f"{verdict.strategy} on {verdict.num_ranks} ranks: ")
+    head.append(verdict.outcome.upper(), style=f"bold {_COLOURS[verdict.outcome]}")
+    if verdict.num_steps:
+        head.append(f"  ({verdict.num_steps} steps, {verdict.precision}, {verdict.seconds:.1f} s)")
+    _print(head, verdict.lines())
+    return verdict.exit_status
+
+
+def _run_replay() -> int:
+    """Run `replay` with what is in `sys.argv`, and return the process's exit code."""
+    cli = ReplayCLI()
+    found = cli.replay()
+    if cli.config.json:
+        print(found.as_json())
+    else:
+        who = "" if found.rank is None else f", rank {found.rank} alone"
+        head = Text(f"step {found.step} of {found.strategy} on {found.num_ranks} ranks{who}: ")
+        colour = "green" if found.outcome == "reproduced" else "red"
+        head.append(found.outcome.upper(), style=f"bold {colour}")
+        head.append(", bit for bit" if found.is_bitwise else ", with other bits")
+        _print(head, found.lines())
+    if cli.config.pdb and found.error is not None:
+        pdb.post_mortem(found.error.__traceback__)
+    return found.exit_status
+
+
+def _print(head: Text, lines: Iterable[tuple[str, str]]) -> None:
+    console = Console(highlight=False)
+    console.print(head)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in lines:
+        table.add_row(name, Text(value))
+    console.print(table)
+
+
+RUN = {"prove": _run_prove, "replay": _run_replay}
+"""By subcommand what runs it."""

@@ -3,7 +3,7 @@
 crossings        where activations are cut and full again, and what gradients are there
 sequence_part    a part that looks full
 operations, other_dims, attention, after_blocks      what is done on parts
-ring, tiles, rank_subset      attention where ranks cannot share out the heads
+ring, tiles      attention where ranks cannot share out the heads
 cut_blocks       where the parts begin and end
 """
 

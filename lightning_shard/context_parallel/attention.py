@@ -28,9 +28,14 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.context_parallel.crossings import cut_sequence, exchange, exchange_together
+from lightning_shard.context_parallel.crossings import (
+    RankSubset,
+    cut_sequence,
+    exchange,
+    exchange_together,
+    heads_and_ring,
+)
 from lightning_shard.context_parallel.operations import gathered_for_part
-from lightning_shard.context_parallel.rank_subset import RankSubset, heads_and_ring
 from lightning_shard.context_parallel.ring import ring_attention
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
 from lightning_shard.context_parallel.tiles import Visible

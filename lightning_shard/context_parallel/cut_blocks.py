@@ -8,33 +8,245 @@ are: masks, positions and rotary tables stay full, and what an operation needs o
 In a training step the result of the last list's blocks stays in parts until an operation needs all
 of it; elsewhere it is gathered.
 Where W does not divide the positions, the last rank has copies of the last one in their place.
+
+A trial tells whether a block computes the same of a sequence in parts, on copies of real arguments:
+
+    full     hidden ──> block ──> result, gradients of arguments and parameters
+    parts     hidden ──cut──> block ──gather──> the same, of the parameters the mean over the ranks
+
+What has no rule is computed on the gathered sequence, so both are equal unless a block looks at
+something that no tensor tells, or a rule is wrong. The first call of each kind of block is tried,
+in evaluation mode so that nothing is dropped, and leaves the block as it was. It holds the
+activations of one block for the full sequence, once.
+
+Hugging Face's attention functions may have kernels of their own, such as `flash_attention_2`:
+
+    query (B, H, S/W, D) ──all-to-all──> (B, H/W, S, D) ──the function──> (B, S, H/W, D) ──> back
+
+What is registered under `attn_implementation` is called with plain tensors: this rank's heads of
+the full sequence, with masks, windows and packed documents as they are. So is FlexAttention with
+block masks. Of tensors that are not cut, the functions are called as ever.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.context_parallel.attention import own_heads_of_mask, repeated_heads
 from lightning_shard.context_parallel.compiled import CompiledModules
-from lightning_shard.context_parallel.crossings import cut_sequence
-from lightning_shard.context_parallel.huggingface_attention import AttentionFunctions
-from lightning_shard.context_parallel.sequence_part import FullSequences, SequencePart, padded
-from lightning_shard.context_parallel.trial import try_block
+from lightning_shard.context_parallel.crossings import cut_sequence, exchange, exchange_together
+from lightning_shard.context_parallel.sequence_part import (
+    FullSequences,
+    SequencePart,
+    padded,
+    part_of,
+)
+from lightning_shard.data_parallel.recomputation import RECOMPUTED
 from lightning_shard.data_parallel.units import named_blocks
 from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import stands_in
-from lightning_shard.tensor_parallel.compared_calls import Arguments
+from lightning_shard.tensor_parallel.compared_calls import (
+    Arguments,
+    Called,
+    agreed_difference,
+    as_it_was,
+    explained,
+    in_double,
+)
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
     full_tensor,
     wrapped,
 )
+from lightning_shard.tensor_parallel.randomness import drawn_apart
+
+_REGISTRY = "transformers.modeling_utils"
+_IN_OPERATIONS = ("sdpa", "paged|eager")  # which have rules
+_OF_HEADS = ("s_aux",)  # a number for each head: sinks
+Cut = Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]
+
+
+class AttentionFunctions:
+    """Lets the registered attention functions be called with parts, until `restore`."""
+
+    def __init__(self) -> None:
+        module = sys.modules.get(_REGISTRY)
+        self._registry: Any = getattr(module, "AttentionInterface", None)
+        self._taken: list[str] = []
+        if self._registry is None:
+            return
+        for name, function in dict(self._registry()).items():
+            if name not in _IN_OPERATIONS:
+                known = isinstance(function, _OnParts)
+                taken = function if known else _OnParts(name, function)
+                taken.num_users += 1
+                self._registry.register(name, taken)
+                self._taken.append(name)
+
+    def restore(self) -> None:
+        """Register the functions themselves again, once nobody calls them with parts."""
+        for name in self._taken:
+            taken = self._registry()[name]
+            if isinstance(taken, _OnParts):
+                taken.num_users -= 1
+                if not taken.num_users:
+                    self._registry.register(name, taken.function)
+        self._taken = []
+
+
+class _OnParts:
+    """An attention function that may be given parts."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
+        self.num_users = 0
+
+    def __call__(
+        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> Any:
+        parts = [part_of(one) for one in (query, key, value)]
+        part = parts[0]
+        if all(one is None for one in parts):
+            return self.function(module, query, key, value, attention_mask, **options)
+        if part is None or any(
+            one is None or not one.is_like(part) or one.width != part.width for one in parts
+        ):
+            whole = full_tensor((query, key, value))
+            return self.function(module, *whole, attention_mask, **options)
+        self._check(part, key, attention_mask)
+        q, k, v = _own_heads([one for one in parts if one is not None], part)
+        drawn: AbstractContextManager[None] = nullcontext()
+        if options.get("dropout") and module.training:
+            drawn = drawn_apart(part.group, part.local.device)
+        mask = own_heads_of_mask(attention_mask, part)
+        with drawn:
+            mixed, *shown = self.function(module, q, k, v, mask, **_of_heads(options, part))
+        return part.widen(_own_rows(mixed, part), 1), *(_shown(one, part) for one in shown)
+
+    def _check(self, part: SequencePart, key: Tensor, mask: Any) -> None:
+        num_ranks, heads = part.group.size, part.local.shape[1]
+        if part.place != 2 or part.num_blocks > 1 or heads % num_ranks or heads % key.shape[1]:
+            raise ConfigError(
+                f"Rank {part.group.rank}: attn_implementation={self.name!r} attends with whole "
+                f"heads, but {num_ranks} context-parallel ranks cannot share out {heads} of them; "
+                f"expected a divisor of {heads}. Use attn_implementation='sdpa', whose keys come "
+                f"by in a ring, or a context_parallel_size that divides the heads."
+            )
+        num_of_mask = getattr(mask, "shape", (1, 1))[1] if not isinstance(mask, Tensor) else 1
+        if num_of_mask != 1:
+            raise ConfigError(
+                f"Rank {part.group.rank}: attn_implementation={self.name!r} is given a block mask "
+                f"that differs by head, of shape {tuple(mask.shape)}; expected one of all heads, "
+                f"as create_block_mask makes with H=None. Use attn_implementation='sdpa'."
+            )
+
+
+def _own_heads(parts: Sequence[SequencePart], like: SequencePart) -> list[Tensor]:
+    """Return this rank's heads of the full sequence, of queries, keys and values."""
+    num_heads, group = like.local.shape[1], like.group
+    repeated = [repeated_heads(one.local, num_heads, group.size) for one in parts]
+    received = exchange_together(repeated, 1, 2, group)
+    return [part.without_padding(one, 2) for part, one in zip(parts, received, strict=True)]
+
+
+def _own_rows(mixed: Tensor, part: SequencePart) -> Tensor:
+    """Return all heads of this rank's positions, (B, S/W, H, D) of (B, S, H/W, D)."""
+    padded = functional.pad(mixed, (0, 0, 0, 0, 0, part.padding)) if part.padding else mixed
+    return exchange(padded, 1, 2, part.group)
+
+
+def _of_heads(options: Mapping[str, Any], part: SequencePart) -> dict[str, Any]:
+    """Return options with this rank's share of those that have a number for each head."""
+    own = {
+        name: options[name].chunk(part.group.size)[part.group.rank]
+        for name in _OF_HEADS
+        if isinstance(options.get(name), Tensor)
+    }
+    return {**options, **own}
+
+
+def _shown(value: Any, part: SequencePart) -> Any:
+    """Return what a function shows of its heads, weights (B, H/W, S, S) say, for all of them."""
+    if not isinstance(value, Tensor) or value.ndim < 3 or value.shape[2] != part.width:
+        return value
+    rows = torch.cat([value, value[:, :, -part.padding :]], 2) if part.padding else value
+    return part.widen(exchange(rows, 2, 1, part.group), 2)
+
+
+def try_block(
+    name: str, block: nn.Module, arguments: Arguments, cut: Cut, group: Collectives
+) -> None:
+    """Call a block with full sequences and with parts, and compare; each rank must call.
+
+    Args:
+        name: Path of the block in the model.
+        block: The block, whose parameters are here.
+        arguments: What it is called with.
+        cut: Cuts the sequence in arguments.
+        group: Group of the ranks that share a sequence.
+
+    Raises:
+        ConfigError: A result or a gradient differs; raised on every rank.
+    """
+    params = [param for param in block.parameters() if param.requires_grad]
+    names = [one for one, param in block.named_parameters() if param.requires_grad]
+    forward = own_forward(block)
+
+    def in_full(given: Arguments) -> Any:
+        return forward(*given[0], **given[1])
+
+    def in_parts(given: Arguments) -> Any:
+        args, kwargs = cut(*given) or given
+        return forward(*args, **kwargs)
+
+    def compared(double: bool) -> tuple[Called, Called]:
+        with in_double(block, double=double) as copied:
+            own = [*map(copied, params)]
+            with as_it_was(block):
+                full = Called(in_full, arguments, own, double=double)
+            with as_it_was(block), explained(partial(_fails_in_parts, name, block, group)):
+                parts = Called(in_parts, arguments, own, double=double)
+        for grad in parts.of_params:  # the mean over the ranks, as the engine takes it
+            group.all_reduce(grad)
+            grad.div_(group.size)
+        return full, parts
+
+    found = agreed_difference(group, compared, names)
+    if found is not None:
+        raise ConfigError(
+            f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) computes something "
+            f"else of a sequence in {group.size} parts than of the full one: {found}. "
+            f"Expected equal results, so nothing was trained. Use strategy='zero3' with "
+            f"activation_checkpointing='full', or tensor_parallel with sequence_parallel=True; "
+            f"please report the block's forward."
+        )
+
+
+def _fails_in_parts(name: str, block: nn.Module, group: Collectives, error: str) -> str:
+    return (
+        f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) runs with the full "
+        f"sequence, but not with a sequence in {group.size} parts ({error}); expected operations "
+        f"of torch that can be called with a subclass of Tensor. Use scaled_dot_product_attention "
+        f"for attention, or strategy='zero3' with activation_checkpointing='full'."
+    )
+
+
+def own_forward(block: nn.Module) -> Callable[..., Any]:
+    """Return the forward that is not computed again in backward."""
+    recomputed = vars(block).get(RECOMPUTED)
+    set_on_block = vars(block).get("forward") if recomputed is None else recomputed.forward
+    forward: Callable[..., Any] = set_on_block or type(block).forward.__get__(block)
+    return forward
 
 
 class CutBlocks:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.pending import Pending
-from lightning_shard.context_parallel.rank_subset import RankSubset
+from lightning_shard.context_parallel.crossings import RankSubset
 from lightning_shard.context_parallel.tiles import TiledAttention, Visible
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.errors import ConfigError

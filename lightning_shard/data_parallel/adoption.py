@@ -23,7 +23,7 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.scripted import hookable
-from lightning_shard.data_parallel.sharded_parameter import Source, as_they_are
+from lightning_shard.data_parallel.sharded_parameter import ValueSource, as_they_are
 from lightning_shard.data_parallel.shared_memory import overlapping
 from lightning_shard.errors import ConfigError
 
@@ -191,7 +191,7 @@ class Adoption:
         self._places = ParameterPlaces(model, rank, fixed_modules=has_hooks)
         self._split, self._weights = split, weights
         self.ties = Ties(model, rank)
-        self.sources: dict[nn.Parameter, Source | None] = {}
+        self.sources: dict[nn.Parameter, ValueSource | None] = {}
         self._loaded = WeakSet[nn.Module]()
         self.other_formats: dict[nn.Parameter, Tensor] = {}
         self.may_reformat = False

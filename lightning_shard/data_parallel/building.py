@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.compression.buffer import FlatBuffer
-from lightning_shard.data_parallel.compression.compressor import Exchange
+from lightning_shard.data_parallel.compression.compressor import Exchange, FlatBuffer
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.flat_parameters import FlatParameters

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.common_buffer import begin_update
-from lightning_shard.backends.freed_memory import keep_freed_memory
+from lightning_shard.backends.free_memory import keep_freed_memory
 from lightning_shard.data_parallel.adoption import Adoption
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.arrival_hooks import ArrivalHooks

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.blanks import blank
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.flat_memory import blank
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit, ranks_of
 from lightning_shard.data_parallel.unit import Unit, of_one_unit

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_shard.data_parallel.blanks import blank
-from lightning_shard.data_parallel.flat_memory import full_views
+from lightning_shard.data_parallel.flat_memory import blank, full_views
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.errors import ConfigError
 

@@ -2,6 +2,8 @@
 
 optimizer.state[param] = {"exp_avg": ...}      cut, joined and saved as the parameter is
 optimizer.state["k"] = 7                       the same on all ranks, whatever it is
+
+A host copy of a value is on the CPU, apart from what training goes on to change.
 """
 
 from collections.abc import Iterator
@@ -19,3 +21,8 @@ def of_parameters(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]
 def of_itself(optimizer: Optimizer) -> dict[Any, Any]:
     """Return what an optimizer keeps under other keys."""
     return {key: one for key, one in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def host_copy(value: Any) -> Any:
+    """Return a tensor's values in new memory of the CPU, without a graph; all else as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

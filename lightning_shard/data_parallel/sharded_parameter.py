@@ -70,7 +70,7 @@ def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class ValueSource:
     """What a parameter was given: elements of another one.
 
     Attributes:
@@ -92,7 +92,7 @@ class UserCode:
     """
 
     def __init__(self) -> None:
-        self.sources: dict[nn.Parameter, Source | None] = {}
+        self.sources: dict[nn.Parameter, ValueSource | None] = {}
         self.runs = self.is_a_loop = False
 
     @contextmanager
@@ -420,7 +420,7 @@ def _note_source(param: nn.Parameter, value: Tensor) -> None:
     if storage_key(base.local) == storage_key(_TENSOR.data.__get__(other)):
         places = torch.arange(base.numel()).view(base.shape)
         view = value.taken_from(places) if isinstance(value, ShardView) else places
-        sources[param] = Source(other, view.flatten())
+        sources[param] = ValueSource(other, view.flatten())
 
 
 def _cut(shard: ParameterShard, full: Tensor) -> Tensor:

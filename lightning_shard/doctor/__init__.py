@@ -1,11 +1,10 @@
 """What this machine has and lacks for training: `lightning-shard doctor` and `strategies`.
 
 finding.py    one answer: what was found, whether that will do, what to do about it
-software.py   versions                      )
 host.py       memory, clock, file systems   )  without torch
 launcher.py   who has started this process  )
-present.py    what backends need            )
-network.py    names, interfaces, ports
+present.py    versions, what backends need  )
+network.py    names, interfaces, ports, adapters
 backends.py   backends, devices, MPI
 measuring.py  a machine profile for `lightning-shard plan --machine`
 """

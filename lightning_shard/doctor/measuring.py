@@ -24,8 +24,8 @@ import torch.multiprocessing as processes
 from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
-from lightning_shard.doctor.adapters import adapter_speed
 from lightning_shard.doctor.host import memory_bytes, num_cores
+from lightning_shard.doctor.network import adapter_speed
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.machine import MachineProfile
 from lightning_shard.strategies.joining import destroy_groups

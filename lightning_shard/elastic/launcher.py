@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_shard import settings
 from lightning_shard.backends.guarded.addresses import loopback_of
 from lightning_shard.backends.guarded.token import find_token
-from lightning_shard.backends.object_transfers import broadcast_object
+from lightning_shard.backends.objects import broadcast_object
 from lightning_shard.elastic.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.environments import check_adopted
 from lightning_shard.launchers.processes import ProcessLauncher

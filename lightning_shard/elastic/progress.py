@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.data_parallel.host_copies import host_copy
+from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic._lightning import EpochLogs, put_logs, take_logs
 from lightning_shard.elastic.data_assignment import BatchAssignment

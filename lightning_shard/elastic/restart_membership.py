@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.base import Backend
-from lightning_shard.backends.object_transfers import gather_objects
+from lightning_shard.backends.objects import gather_objects
 from lightning_shard.elastic.generation import Generation, Membership
 from lightning_shard.elastic.shared_memory import (
     SharedMemoryBuffers,

@@ -4,7 +4,6 @@ finding           which modules are mixtures
 exchange          rows to the experts' ranks and results back, and what gradients are there
 batched, listed   what a call of a mixture does: experts in tensors, experts in lists
 split             which rank has which experts
-trial             is it the same as with all experts on one rank
-shared_experts    the mixtures of a model, until they are restored
+shared_experts    the mixtures of a model, until they are restored, and their trial
 load              counters
 """

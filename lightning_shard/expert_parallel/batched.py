@@ -23,7 +23,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.exchange import Routes
 from lightning_shard.expert_parallel.finding import Mixture
 from lightning_shard.expert_parallel.load import Load
-from lightning_shard.expert_parallel.own_tokens import Given
+from lightning_shard.expert_parallel.own_tokens import GivenTokens
 from lightning_shard.tensor_parallel.compared_calls import as_it_was
 
 Forward = Callable[..., Any]
@@ -106,7 +106,7 @@ class BatchedExperts:
         self,
         module: nn.Module,
         own: Forward,
-        given: Given,
+        given: GivenTokens,
         numbers: Tensor,
         rows: Tensor,
         weights: Tensor,
@@ -132,7 +132,7 @@ class BatchedExperts:
         return result
 
     def _without_rows(
-        self, module: nn.Module, own: Forward, given: Given, rows: Tensor, weights: Tensor
+        self, module: nn.Module, own: Forward, given: GivenTokens, rows: Tensor, weights: Tensor
     ) -> Tensor:
         """Return no result, which depends on all that others do, as gradients go back together."""
         kind = rows.shape[-1], rows.dtype, torch.is_autocast_enabled(rows.device.type)
@@ -166,13 +166,13 @@ class BatchedExperts:
         finally:
             params.update(before)
 
-    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GivenTokens:
         """Return which of a call's arguments are which.
 
         Raises:
             ConfigError: They are not tokens, experts and weights.
         """
-        given = Given.of(args, kwargs)
+        given = GivenTokens.of(args, kwargs)
         if given is not None:
             return given
         values = [*args, *kwargs.values()]

@@ -20,7 +20,7 @@ from lightning_shard.tensor_parallel.full_view import extend_class
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenTokens:
     """Arguments of experts' call, and which of them are which.
 
     Attributes:
@@ -36,7 +36,7 @@ class Given:
     weights: int | str
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Given | None":
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "GivenTokens | None":
         """Return which of a call's arguments are which; None where they are others."""
         values: dict[int | str, Any] = dict(enumerate(args))
         values.update(kwargs)
@@ -74,7 +74,7 @@ class OwnRows:
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "OwnRows | None":
         """Return what is here of experts' arguments; None where no part of them is enough."""
-        given = Given.of(args, kwargs)
+        given = GivenTokens.of(args, kwargs)
         part = None if given is None else part_of(given.values[given.tokens])
         if given is None or part is None or part.place == 1:
             return None

@@ -5,14 +5,13 @@
 A second thin adapter, beside `lightning_shard.strategies` for a Trainer. It runs no loop: between
 two calls of Fabric's the user's code does, and what it sees of a module looks full.
 
-    options, registry       what the classes take, and the names that Fabric knows
-    ranks                   Fabric's hooks: which rank this is, and collectives
+    registry                the names that Fabric knows
+    ranks                   Fabric's hooks: which rank this is, how it starts, and collectives
     strategy                Fabric's hooks: modules, optimizers, backward, clipping, states
-    sharded_module          a module that was set up, the engine that has it, its optimizers
-    full_state              `state_dict` and `load_state_dict` of both, full to the user
+    sharded_module          a module that was set up, the engine that has it, its optimizers, and
+                            the `state_dict` of both, full to the user
     checkpoints             `fabric.save` and `fabric.load`: a file, or a folder of shards
     for_trainer             what a Trainer resumes from, and back
-    launching, replicas     ranks that are processes, or threads on copies
 """
 
 from importlib import import_module

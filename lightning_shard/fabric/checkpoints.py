@@ -4,11 +4,23 @@
       full      one file with full states as a single device writes it; rank 0 gathers
       sharded   a folder to which each rank writes its shards, and `meta.pt` for the rest
 
-Either is loaded, whatever the format that is set. A folder is a Trainer's as well; see
-`folder_state`. A module takes all of its weights, or none.
+Either is loaded, whatever the format that is set. A folder is a Trainer's as well. A module takes
+all of its weights, or none.
+
+Each rank must call both. In a load first everything is read and what optimizers are to take is
+checked; then modules take their weights, each all or none; then optimizers and the rest take
+theirs.
+
+    folder                            what the user's key has in meta.pt
+    state_dict.<name>                 {"lightning_shard": "weights", "prefix": ""}
+    optimizer_0.state.<name>.<key>    {"lightning_shard": "optimizer", "number": 0, "prefix": ""}
+
+Of one module the names are its own; of several, the keys of the state go before them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,29 +30,170 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
-from lightning_shard.checkpoint.full import full_module_state
-from lightning_shard.checkpoint.optimizer_state import full_state_dict
-from lightning_shard.checkpoint.resuming import failing_together
-from lightning_shard.checkpoint.run_folders import RunFolders
-from lightning_shard.checkpoint.section import CHECKPOINT_KEY
-from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
-from lightning_shard.checkpoint.streamed import StreamedState
-from lightning_shard.checkpoint.streamed_file import StreamedFile
-from lightning_shard.checkpoint.user_shards import join_shards
-from lightning_shard.errors import ConfigError
-from lightning_shard.fabric.folder_state import (
-    FolderRun,
-    NamesInFolder,
-    optimizer_at,
-    users_section,
-    weights_at,
+from lightning_shard.checkpoint.conversion.source import whole_checkpoint
+from lightning_shard.checkpoint.files.places import is_folder
+from lightning_shard.checkpoint.full import full_module_state, load_into_shards, load_module_state
+from lightning_shard.checkpoint.mapped_file import in_own_memory
+from lightning_shard.checkpoint.misfits import WEIGHTS_ADVICE, misfit_error
+from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
+from lightning_shard.checkpoint.resuming import agree_on_misfit, failing_together
+from lightning_shard.checkpoint.run_folders import RunFolders, is_stored, load_folder
+from lightning_shard.checkpoint.section import CHECKPOINT_KEY, section_of
+from lightning_shard.checkpoint.sharded.folder import has_stored, read_all
+from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
+from lightning_shard.checkpoint.sharded.reading import (
+    load_rest,
+    local_optimizer_state,
+    placeholders,
+    read_weights,
+    weight_misfits,
 )
+from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
+from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
+from lightning_shard.checkpoint.user_shards import join_shards
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.errors import ConfigError
+from lightning_shard.fabric._lightning import check_keys_are_there
 from lightning_shard.fabric.sharded_module import HeldModule, ShardedModule
-from lightning_shard.fabric.state_tree import NamedModules, Path, converted, objects_in
+from lightning_shard.fabric.state_tree import NamedModules, Path, converted, objects_in, paired
+from lightning_shard.mesh import ParallelMesh
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles
 from lightning_shard.strategies.options import CheckpointFormat
 
+_KIND = CHECKPOINT_KEY  # the key by which an entry of meta.pt is known to stand for another
+_USERS = "fabric_keys"  # in the section
 Filter = Mapping[str, Callable[[str, Any], bool]]
+__all__ = ["FabricRun", "HeldObjects", "Path", "Saving", "merged"]
+
+
+class NamesInFolder:
+    """The names of modules' parameters in a folder.
+
+    Args:
+        prefixes: By module, what goes before its names.
+    """
+
+    def __init__(self, prefixes: Mapping[HeldModule, str]) -> None:
+        self.prefixes = prefixes
+        self.parameters = {
+            param: prefix + name
+            for held, prefix in prefixes.items()
+            for name, param in held.module.named_parameters()
+        }
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter with its name in the folder, as a module does."""
+        return ((name, param) for param, name in self.parameters.items())
+
+
+@dataclass(frozen=True)
+class FolderRun:
+    """A save of Fabric's, as `RunFolders` knows a run.
+
+    Attributes:
+        collectives: Group of all ranks.
+        lightning_module: Has the names of the parameters.
+        optimizers: The optimizers, in the order of their numbers.
+        root_device: This rank's device.
+        present_engine: None: states are boxes already.
+    """
+
+    collectives: Collectives
+    lightning_module: Any
+    optimizers: Sequence[Optimizer]
+    root_device: torch.device
+    present_engine: DataParallelEngine | None = None
+
+    @property
+    def present_collectives(self) -> Collectives:
+        """The group of all ranks."""
+        return self.collectives
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """All ranks are data parallel."""
+        return ParallelMesh(dp=self.collectives.size)
+
+    @property
+    def mesh_rank(self) -> int:
+        """Number of this rank."""
+        return self.collectives.rank
+
+    @property
+    def mesh_size(self) -> int:
+        """Number of ranks."""
+        return self.collectives.size
+
+
+def weights_at(prefix: str) -> dict[str, Any]:
+    """Return what stands in meta.pt for a module's weights."""
+    return {_KIND: "weights", "prefix": prefix}
+
+
+def optimizer_at(number: int, prefix: str) -> dict[str, Any]:
+    """Return what stands in meta.pt for an optimizer's state."""
+    return {_KIND: "optimizer", "number": number, "prefix": prefix}
+
+
+def users_section(keys: Sequence[str]) -> dict[str, Any]:
+    """Return the section of a folder that Fabric has saved, with the keys of the user's state."""
+    return {_USERS: list(keys)}
+
+
+def users_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a folder's checkpoint as the user's state, with stored tensors; a Trainer's as it is.
+
+    Args:
+        checkpoint: Lightning's checkpoint, as a folder has it.
+    """
+    keys = (checkpoint.get(CHECKPOINT_KEY) or {}).get(_USERS)
+    if keys is None:
+        return dict(checkpoint)
+    return {key: _found(checkpoint[key], checkpoint) for key in keys}
+
+
+def _found(value: Any, checkpoint: Mapping[str, Any]) -> Any:
+    """Exchange what stands for weights and states for them."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_found(one, checkpoint) for one in value) if _plain(value) else value
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get(_KIND)
+    if kind == "weights":
+        return part_of(checkpoint["state_dict"], value["prefix"])
+    if kind == "optimizer":
+        return without_prefix(checkpoint["optimizer_states"][value["number"]], value["prefix"])
+    return {key: _found(one, checkpoint) for key, one in value.items()}
+
+
+def part_of(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the weights of one part of a module, by its own names."""
+    return {
+        name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)
+    }
+
+
+def without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return an optimizer's state by the own names of the module that a folder names by a prefix.
+
+    States by number stay as they are.
+    """
+
+    def own(name: Any) -> Any:
+        return name.removeprefix(prefix) if isinstance(name, str) else name
+
+    return {
+        **state,
+        "state": {own(name): entries for name, entries in state.get("state", {}).items()},
+        "param_groups": [
+            {**group, "params": [own(name) for name in group["params"]]}
+            for group in state.get("param_groups", ())
+        ],
+    }
+
+
+def _plain(value: Any) -> bool:
+    return type(value) in (list, tuple)
 
 
 class FabricRun(Protocol):
@@ -292,4 +445,134 @@ def _filtered(keep: Callable[[str, Any], bool] | None, state: Any) -> Any:
     return {key: value for key, value in state.items() if keep(key, value)}
 
 
-__all__ = ["FabricRun", "HeldObjects", "Path", "Saving", "merged"]
+class Loading:
+    """Loads one file or folder; each rank must make one, and call.
+
+    Args:
+        run: The Fabric's strategy.
+        path: The file or folder; rank 0's counts.
+        weights_only: As for `torch.load`.
+    """
+
+    def __init__(self, run: FabricRun, path: Any, weights_only: bool | None) -> None:
+        self._run, self._weights_only = run, weights_only
+        self._is_mapped = False  # what was loaded: what somebody keeps must be copied
+        self._held = HeldObjects(run)
+        self._path = run.collectives.broadcast_object(path)
+
+    def whole(self) -> dict[str, Any]:
+        """Return all that there is, full, under the user's keys."""
+        with failing_together(self._run.collectives):
+            if not is_folder(self._path):
+                return self._file()
+            state = users_state(whole_checkpoint(self._path, "cpu", self._weights_only))
+        state.pop(CHECKPOINT_KEY, None)
+        return state
+
+    def into_object(self, target: Any, *, strict: bool) -> None:
+        """Load a file that is the state of one module or optimizer."""
+        with failing_together(self._run.collectives):
+            saved = self._read()
+        if is_folder(self._path) and isinstance(target, nn.Module):
+            saved = saved.get("state_dict", saved)
+        self._load([(target, saved)], strict=strict)
+
+    def into(self, state: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+        """Load into a state's objects and values, in place; return what was not asked for."""
+        with failing_together(self._run.collectives):
+            saved = self._read()
+        section_of(saved)  # raises for a newer format
+        check_keys_are_there(state.keys(), saved.keys(), strict=strict)
+        known = {key: one for key, one in state.items() if key in saved}
+        pairs = [pair for key, one in known.items() for pair in paired(one, saved[key], (key,))]
+        self._load(pairs, strict=strict)
+        for key, one in known.items():
+            value = saved.pop(key)
+            if next(objects_in(one), None) is None:
+                state[key] = self._to_keep(value)
+        saved.pop(CHECKPOINT_KEY, None)
+        return {key: self._to_keep(one) for key, one in saved.items()}
+
+    def _read(self) -> dict[str, Any]:
+        if not is_folder(self._path):
+            files = self._run.checkpoint_io
+            if type(files) is not CheckpointFiles:
+                return self._file()
+            self._is_mapped = True
+            return files.load_together(self._path, self._weights_only, self._run.collectives)
+        collectives = self._run.collectives
+        run = FolderRun(collectives, None, (), self._run.root_device)
+        return users_state(load_folder(run, self._path, self._weights_only, in_full=False))
+
+    def _to_keep(self, value: Any) -> Any:
+        """Return what was loaded for whoever may hold on to it: read, and in memory of its own."""
+        if self._is_mapped:
+            return in_own_memory(value)
+        return read_all(value) if has_stored(value) else value
+
+    def _file(self) -> dict[str, Any]:
+        return self._run.checkpoint_io.load_checkpoint(self._path, weights_only=self._weights_only)
+
+    def _load(self, pairs: list[tuple[Any, Any]], *, strict: bool) -> None:
+        parts = {
+            held: f"{name}."
+            for one, _ in pairs
+            if isinstance(one, NamedModules)
+            for name, module in one.items()
+            if (held := self._held.of_module(module)) is not None
+        }
+        numbered = [self._checked(*pair, parts) for pair in pairs]
+        for target, saved in pairs:
+            if isinstance(target, NamedModules):
+                for name, module in target.items():
+                    self._load_module(module, part_of(saved, f"{name}."), strict=strict)
+            elif isinstance(target, nn.Module):
+                self._load_module(target, saved, strict=strict)
+        for (target, saved), state in zip(pairs, numbered, strict=True):
+            if isinstance(target, Optimizer):
+                self._load_optimizer(target, state)
+            elif not isinstance(target, (nn.Module, NamedModules)):
+                target.load_state_dict(self._to_keep(saved))
+
+    def _checked(self, target: Any, saved: Any, parts: Mapping[HeldModule, str]) -> Any:
+        """Return an optimizer's state by number, which fits; anything else as it is."""
+        held = self._held.of_optimizer(target) if isinstance(target, Optimizer) else None
+        states = None if held is None else held.state_of(target)
+        if held is None or states is None:
+            return saved
+        return states.checked(without_prefix(saved, parts.get(held, "")), placeholders)
+
+    def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        held = self._held.of_optimizer(optimizer)
+        states = None if held is None else held.state_of(optimizer)
+        if held is None or states is None:
+            optimizer.load_state_dict(self._to_keep(dict(state)))
+            return
+        engine = held.present_engine
+        with engine.user_code.running(False):
+            read = local_optimizer_state if has_stored(state) else local_state_dict
+            states.load(read(state, optimizer, engine))
+
+    def _load_module(self, target: nn.Module, saved: Mapping[str, Any], *, strict: bool) -> None:
+        held = self._held.of_module(target)
+        agree = partial(agree_on_misfit, self._run.collectives)
+        if held is None:
+            full = saved if self._is_mapped and loads_plainly(target) else self._to_keep(saved)
+            load_module_state(target, full, strict=strict, agree=agree)
+        elif held.loads_plainly and (is_stored(saved) or self._is_mapped):
+            self._load_shards(held, saved, strict=strict)
+        else:
+            engine, full = held.present_engine, self._to_keep(saved)
+            with engine.user_code.running(False), engine.optimizer_view(), held.loading_plainly():
+                load_module_state(held.module, full, strict=strict, engine=engine, agree=agree)
+
+    def _load_shards(self, held: HeldModule, saved: Mapping[str, Any], *, strict: bool) -> None:
+        """Let each rank read what it has of a module from a folder, or a mapped file."""
+        module, engine = held.module, held.present_engine
+        found = weight_misfits(module, saved, strict=strict)
+        error = misfit_error(type(module).__name__, found, WEIGHTS_ADVICE) if found else None
+        agree_on_misfit(self._run.collectives, error)
+        with engine.user_code.running(False), torch.no_grad(), held.loading_plainly():
+            load_rest(module, saved)
+            load = read_weights if is_stored(saved) else load_into_shards
+            load(module, saved, engine)

@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 
 from lightning_shard.backends.registry import backend_names
 from lightning_shard.errors import ConfigError
-from lightning_shard.schemes import named_schemes, names_of
-from lightning_shard.strategies.registry import NamedStrategy
+from lightning_shard.schemes import NamedStrategy, named_schemes, names_of
 
 SERVED = ("shard_ddp", "zero1", "zero2", "zero3", "shard_fsdp")
 """The schemes that work under Fabric."""

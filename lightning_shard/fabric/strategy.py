@@ -1,19 +1,30 @@
-"""Replicated data parallel and ZeRO stages 1 to 3 under Fabric: the engine's second adapter."""
+"""Replicated data parallel and ZeRO stages 1 to 3 under Fabric: the engine's second adapter.
+
+Averaging, clipping and the formats of parameters are the strategy's and the engine's: of Fabric's
+precision plugins only a loss scaler has to know of the other ranks.
+"""
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, update_wrapper
 from typing import Any, ClassVar, Unpack
 from weakref import ref
 
-from lightning.fabric.plugins.precision import Precision
+import torch
+from lightning.fabric.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.bucket_choice import BucketChoice, Links, choose
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -22,11 +33,8 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import BackwardSyncControl, empty_initialisation
-from lightning_shard.fabric.checkpoints import Saving
-from lightning_shard.fabric.loading import Loading
-from lightning_shard.fabric.options import FabricOptions, FabricRanksOptions
-from lightning_shard.fabric.precision import checked_plugin, share_scaler
-from lightning_shard.fabric.ranks import RankedStrategy
+from lightning_shard.fabric.checkpoints import Loading, Saving
+from lightning_shard.fabric.ranks import FabricOptions, FabricRanksOptions, RankedStrategy
 from lightning_shard.fabric.sharded_module import (
     Differentiation,
     HeldModule,
@@ -37,10 +45,47 @@ from lightning_shard.fabric.sharded_module import (
 from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
 from lightning_shard.optim.host_step import warn_of_cpu_ranks
 from lightning_shard.precision.policy import dtype_policy
-from lightning_shard.precision.scaler import device_scale
+from lightning_shard.precision.scaler import ShardedGradScaler, device_scale
 from lightning_shard.strategies.configs import DataParallelConfig, RanksConfig
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.names import strategy_name
+
+_KNOWN = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
+
+
+def checked_plugin(plugin: Precision | None) -> Precision | None:
+    """Return a plugin that works on shards.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if plugin is None or type(plugin) in _KNOWN:
+        return plugin
+    raise ConfigError(
+        f"The precision plugin {type(plugin).__name__} does not work on sharded models; use "
+        f"Fabric(precision=...) with 32-true, 64-true, bf16-true, bf16-mixed, 16-true or 16-mixed."
+    )
+
+
+def share_scaler(
+    plugin: Any,
+    view: Callable[[], AbstractContextManager[None]],
+    groups: Sequence[Collectives],
+    device: torch.device,
+) -> None:
+    """Let a plugin's loss scaler, where it has one, see the overflows of all ranks.
+
+    Args:
+        plugin: A plugin of Fabric.
+        view: Shows the optimizers' shards while it is open.
+        groups: The groups over which the shards lie.
+        device: This rank's device.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(scaler, ShardedGradScaler):  # of a launch before this one
+        scaler = scaler.plain()
+    if scaler is not None:
+        plugin.scaler = ShardedGradScaler(scaler, view, groups, device)
 
 
 class FabricStrategy(RankedStrategy):

@@ -2,7 +2,6 @@
 
     with trainer.init_module(empty_init=True):    recorder.py      what is drawn and computed is
         model = Net()                             tape.py          noted, with the generator's state
-                                                  notes.py       what a note is
                                                   recipes.py       a note at every parameter
     model on meta that nobody saw being built     start.py         `reset_parameters` is noted
     engine, one unit after the other                               notes become values, and shards

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_shard.meta_start.notes import Ref
-from lightning_shard.meta_start.tape import Tape
+from lightning_shard.meta_start.tape import Ref, Tape
 
 _ATTRIBUTE = "_lightning_shard_values"  # set on tensors and modules
 

@@ -24,7 +24,6 @@ from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.torch_private import INITIALISERS
 from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.errors import ConfigError
-from lightning_shard.meta_start.notes import Constant
 from lightning_shard.meta_start.recipes import (
     Recipe,
     buffer_recipe,
@@ -35,7 +34,7 @@ from lightning_shard.meta_start.recipes import (
     recipe_of,
 )
 from lightning_shard.meta_start.recorder import noting
-from lightning_shard.meta_start.tape import Tape
+from lightning_shard.meta_start.tape import Constant, Tape
 
 
 def digest(recipes: Mapping[str, Recipe | None]) -> str:

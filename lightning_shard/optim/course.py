@@ -26,7 +26,7 @@ _ROUNDING = {True: 3e-7, False: 1e-15}  # of a value, where a step has written f
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class OptimizerSnapshot:
     """What optimizers hold after a step, or before the first; several are parts of one.
 
     Attributes:
@@ -40,7 +40,7 @@ class Snapshot:
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def snapshot(runs: Sequence[Optimizer]) -> Snapshot:
+def snapshot(runs: Sequence[Optimizer]) -> OptimizerSnapshot:
     """Return what optimizers hold now, each of which has one group."""
     elements: dict[str, list[Tensor]] = {}
     numbers: dict[str, list[Tensor]] = {}
@@ -56,7 +56,7 @@ def snapshot(runs: Sequence[Optimizer]) -> Snapshot:
         for name, value in _own(run):
             _add(numbers, name, value)
     joined = ({name: torch.cat(held) for name, held in one.items()} for one in (elements, numbers))
-    return Snapshot(torch.cat(values), *joined)
+    return OptimizerSnapshot(torch.cat(values), *joined)
 
 
 def _own(run: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -85,8 +85,8 @@ def _flat(tensor: Tensor) -> Tensor:
 class Step:
     """One step of a whole, or of its parts."""
 
-    before: Snapshot
-    after: Snapshot
+    before: OptimizerSnapshot
+    after: OptimizerSnapshot
 
     @property
     def update(self) -> Tensor:
@@ -184,7 +184,7 @@ class Runs:
         except Exception as error:
             raise PartsError(error) from error
 
-    def _snapshots(self) -> list[Snapshot]:
+    def _snapshots(self) -> list[OptimizerSnapshot]:
         """Return what the whole holds, and what the parts do."""
         return [snapshot(self.optimizers[:1]), snapshot(self.optimizers[1:])]
 

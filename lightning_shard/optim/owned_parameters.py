@@ -20,7 +20,7 @@ owners: each part of a matrix and of its gradient is sent once to the owner, and
 once back.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -34,6 +34,7 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import LayerParts, has_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.elementwise import (
+    has_elements_only,
     needs_full_parameters,
     why_not_elementwise,
     why_not_separate,
@@ -211,15 +212,6 @@ def why_not_as_they_lie(optimizer: Optimizer, engine: DataParallelEngine) -> str
         if reason is not None:
             return reason
     return None
-
-
-def has_elements_only(group: Mapping[str, Any], engine: DataParallelEngine) -> bool:
-    """Whether a rank may update single elements of a group's parameters, and no full ones."""
-    if engine.options.stage == 0 and not has_parts(engine.split):
-        return False
-    known, owned = set(engine.model.parameters()), engine.options.owned
-    held = [param for param in group["params"] if param in known]
-    return any(param not in owned for param in held) or not held
 
 
 _MESSAGE_BYTES = 32 << 20  # of this rank's parts, unless one parameter has more

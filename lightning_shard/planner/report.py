@@ -8,8 +8,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_shard.figures import plain_text
 from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
-from lightning_shard.plain_text import plain_text
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

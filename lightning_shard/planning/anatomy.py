@@ -27,9 +27,8 @@ from lightning_shard.planner.report import RankFigures
 from lightning_shard.planner.simulated_model import SimulatedModel
 from lightning_shard.planner.step_trace import StepTrace
 from lightning_shard.planning.candidates import Checkpointing
-from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
-from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
-from lightning_shard.strategies.zero import DDPStrategy
+from lightning_shard.strategies.data_parallel import DDPStrategy
+from lightning_shard.strategies.model_parallel import HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.trainer._lightning import runners_of
 from lightning_shard.trainer.dry_run import SimulatedWorld, step_flops, trace_of

@@ -12,8 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_shard.figures import new_figure
-from lightning_shard.plain_text import plain_text
+from lightning_shard.figures import new_figure, plain_text
 from lightning_shard.planner.report import cell
 from lightning_shard.planning.estimate import Estimate
 from lightning_shard.planning.machine import MachineProfile

@@ -18,5 +18,5 @@ there, too. Stage 3 brings the matrices of blocks together in 16 bits.
 optimizer sees. Over Gloo, 16-bit gradients travel in 16 bits and are summed in fp32; where the
 backend itself sums (NCCL, in process) an average of them travels in fp32.
 
-`asked_formats` keeps layers in the format that user code has asked for before the run.
+`policy` keeps layers in the format that user code has asked for before the run.
 """

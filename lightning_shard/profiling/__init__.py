@@ -1,7 +1,6 @@
 """Callbacks that show what a strategy does: bytes that ranks hold and send, and how time passes."""
 
-from lightning_shard.profiling.held_bytes import HeldBytesTable
-from lightning_shard.profiling.memory_monitor import MemoryMonitor
+from lightning_shard.profiling.held_bytes import HeldBytesTable, MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
 from lightning_shard.profiling.plan_monitor import PlanMonitor
 from lightning_shard.profiling.progress_bar import CompressionRatio, ExpertBalance

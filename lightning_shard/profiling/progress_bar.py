@@ -10,7 +10,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.hybrid_parallel import HybridParallelStrategy
+from lightning_shard.strategies.model_parallel import HybridParallelStrategy
 
 
 class CompressionRatio(Callback):

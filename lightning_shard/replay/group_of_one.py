@@ -34,11 +34,11 @@ from lightning_shard.environments import InProcessEnvironment
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.replay.rank_record import RankRecord
 from lightning_shard.replay.replayer import Shelf
-from lightning_shard.replay.tape import WITHOUT_RESULT, Tape
+from lightning_shard.replay.tape import WITHOUT_RESULT, CallTape
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 
 NAME = "recorded"
-_tapes: list[Tape] = []  # of the one replay that runs, if any
+_tapes: list[CallTape] = []  # of the one replay that runs, if any
 
 
 class RecordedGroup(PythonGroup):
@@ -46,7 +46,7 @@ class RecordedGroup(PythonGroup):
 
     backend_name: ClassVar[str] = NAME
 
-    def __init__(self, tape: Tape, name: str, global_ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(self, tape: CallTape, name: str, global_ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(name, global_ranks, rank)
         self.tape = tape
 
@@ -80,7 +80,7 @@ class _Done(CallWork):
 class _Played(_Done):
     """A call that takes its place on the tape when it begins, and its result when waited for."""
 
-    def __init__(self, call: Call, tape: Tape) -> None:
+    def __init__(self, call: Call, tape: CallTape) -> None:
         super().__init__(call)
         written = [] if call.op in WITHOUT_RESULT else call.results or call.outputs
         self._deliver: Callable[[], None] | None = tape.next(call.op, written)
@@ -154,7 +154,7 @@ class _RecordedExchange(ExchangeCollectives):
 
 
 def _alone(kind: type[Collectives]) -> type[Collectives]:
-    class Alone(kind):  # type: ignore[misc,valid-type]
+    class RankAlone(kind):  # type: ignore[misc,valid-type]
         """Objects, which nobody else has, come back as they are."""
 
         @override
@@ -168,7 +168,7 @@ def _alone(kind: type[Collectives]) -> type[Collectives]:
         def broadcast_object(self, obj: Any, src: int = 0) -> Any:
             return super().broadcast_object(obj, src) if self.group.tape.is_playing else obj
 
-    return Alone
+    return RankAlone
 
 
 _EXCHANGE, _PLAIN = _alone(_RecordedExchange), _alone(Collectives)
@@ -209,7 +209,7 @@ class RecordedBackend(Backend):
 
 
 @contextmanager
-def group_of_one(tape: Tape, num_ranks: int) -> Iterator[None]:
+def group_of_one(tape: CallTape, num_ranks: int) -> Iterator[None]:
     """Let this process be one rank of so many inside, of which no other is there.
 
     Raises:
@@ -254,7 +254,7 @@ def alone(
         Where what comes of it is noted, the strategy of the rank, and what must be around its fit.
     """
     is_cut_short = record.error is not None and record.error[0] == RankFailedError.__name__
-    tape = Tape(rank=record.rank, results=record.results or (), is_cut_short=is_cut_short)
+    tape = CallTape(rank=record.rank, results=record.results or (), is_cut_short=is_cut_short)
     environment = _OneRank(record.rank, record.num_ranks)
     made = strategy.with_options(backend="gloo", num_ranks=None, cluster_environment=environment)
     made._local_ranks.use(RecordedBackend(record.setup["backend"]))
@@ -263,7 +263,7 @@ def alone(
 
 
 @contextmanager
-def _as_rank(tape: Tape, num_ranks: int) -> Iterator[None]:
+def _as_rank(tape: CallTape, num_ranks: int) -> Iterator[None]:
     before = getattr(rank_zero_only, "rank", None)
     try:
         with group_of_one(tape, num_ranks):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.host_copies import host_copy
+from lightning_shard.data_parallel.optimizer_entries import host_copy
 
 
 def take_place(trainer: "pl.Trainer") -> dict[str, Any]:

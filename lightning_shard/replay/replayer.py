@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.random_state import load_random_state
 from lightning_shard.checkpoint.snapshot_loading import load
-from lightning_shard.data_parallel.host_copies import host_copy
+from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.replay.place import set_buffers, set_full, set_place
 from lightning_shard.replay.rank_record import RankRecord, own_error, state_digest
-from lightning_shard.replay.tape import Tape
+from lightning_shard.replay.tape import CallTape
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.trainer._lightning import without_sigterm_broadcast
 from lightning_shard.trainer.hook_advice import OnlyLooks
@@ -54,7 +54,7 @@ class Shelf:
         tape: Answers the calls of a rank that is taken alone.
     """
 
-    def __init__(self, records: Sequence[RankRecord], tape: Tape | None = None) -> None:
+    def __init__(self, records: Sequence[RankRecord], tape: CallTape | None = None) -> None:
         self.records = {one.rank: one for one in records}
         self.outcomes = {rank: Outcome() for rank in self.records}
         self._tape = tape

@@ -26,14 +26,12 @@ from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.meta_start.recorder import recording
 from lightning_shard.meta_start.start import move_to, staying_on_meta
 from lightning_shard.parallel_dimensions.run_view import RunGroups
-from lightning_shard.precision.asked_formats import AskedFormats
 from lightning_shard.precision.plugins import sharded_plugin
-from lightning_shard.precision.policy import TRUE_DTYPES
+from lightning_shard.precision.policy import TRUE_DTYPES, AskedFormats
 from lightning_shard.strategies.configs import RunConfig
-from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.flat_options import OptionNames, part, takes
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks
 from lightning_shard.strategies.names import check_interactive
-from lightning_shard.strategies.option_names import OptionNames
 from lightning_shard.strategies.options import LightningOptions, RunOptions
 from lightning_shard.trainer import termination
 from lightning_shard.trainer._lightning import (
@@ -45,9 +43,8 @@ from lightning_shard.trainer._lightning import (
 )
 from lightning_shard.trainer.batch_samplers import assigns_batch_samplers
 from lightning_shard.trainer.common_values import common_values
-from lightning_shard.trainer.gathered_tensors import gathered
+from lightning_shard.trainer.gathered_tensors import gathered, reduce_op_name, reduced
 from lightning_shard.trainer.layer_sync import layer_sync_over
-from lightning_shard.trainer.logged_reductions import reduce_op_name, reduced
 from lightning_shard.trainer.predictions import merged
 from lightning_shard.trainer.same_settings import SettingsOfSteps, check_same_settings, common_seed
 

@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.files.parts import remove
 from lightning_shard.checkpoint.files.places import is_on_the_web, local_path
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.files.remote_folders import remove_remote
-from lightning_shard.checkpoint.files.torch_archive import Record, records_of, write_archive
+from lightning_shard.checkpoint.files.torch_archive import ArchiveRecord, records_of, write_archive
 from lightning_shard.checkpoint.mapped_file import load_mapped, load_together
 from lightning_shard.errors import CheckpointError
 
@@ -36,7 +36,7 @@ class CheckpointFiles(CheckpointIO):
         self.save_records(records_of(checkpoint), path, storage_options)
 
     def save_records(
-        self, records: Iterable[Record], path: Any, storage_options: Any = None
+        self, records: Iterable[ArchiveRecord], path: Any, storage_options: Any = None
     ) -> None:
         """Save a checkpoint whose records may come one after the other."""
         if storage_options is not None:

@@ -29,7 +29,6 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.files.places import is_folder
-from lightning_shard.checkpoint.frozen import leave_out_frozen, left_out_of
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
 from lightning_shard.checkpoint.lent_values import LentValues
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
@@ -48,14 +47,18 @@ from lightning_shard.checkpoint.run_folders import (
     local_state,
     names_of,
 )
-from lightning_shard.checkpoint.section import section_of, writable_section
+from lightning_shard.checkpoint.section import (
+    leave_out_frozen,
+    left_out_of,
+    section_of,
+    writable_section,
+)
 from lightning_shard.checkpoint.sharded.entries import checkpoint_of
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
 from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
 from lightning_shard.checkpoint.sharded.writing import verify_whole
-from lightning_shard.checkpoint.streamed import StreamedState
-from lightning_shard.checkpoint.streamed_file import StreamedFile
+from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit

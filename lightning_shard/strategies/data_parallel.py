@@ -1,10 +1,19 @@
-"""Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter."""
+"""Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter.
 
+Its ranks choose the size of their buckets, under `bucket_mb="auto"`:
+
+a fit begins        they measure, and choose
+an evaluation       the size of the last fit, whose optimizers' states may lie in such shards;
+                    before any fit the default, which is not measured
+a reconfiguration   of elastic ranks: rank 0's, which has trained, since shards move as they are
+"""
+
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Self, Unpack
 from weakref import WeakSet
 
 import lightning.pytorch as pl
@@ -24,14 +33,19 @@ from lightning_shard.data_parallel.agreement import (
     check_trainable,
     refuse_embeddings_of_batches,
 )
-from lightning_shard.data_parallel.bucket_choice import BucketChoice
+from lightning_shard.data_parallel.bucket_choice import BucketChoice, Links, choose
+from lightning_shard.data_parallel.checkpointed_blocks import (
+    ActivationCheckpointing,
+    checkpointed_blocks,
+)
 from lightning_shard.data_parallel.compression import Compressor, Tally
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
 from lightning_shard.data_parallel.kept_activations import KeptActivations
 from lightning_shard.data_parallel.model_split import ModelSplit, has_parts
-from lightning_shard.data_parallel.options import DTypePolicy, Offload
+from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions, Offload
 from lightning_shard.errors import ConfigError
+from lightning_shard.mesh import NodePlacement
 from lightning_shard.meta_start.start import MetaStart, values_at_start
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.host_step import refuse_offload, warn_of_cpu_ranks
@@ -45,11 +59,10 @@ from lightning_shard.parallel_dimensions.step_runner import (
     StepKind,
     StepRunner,
 )
+from lightning_shard.planner.description import Description, Measure
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
 from lightning_shard.precision.scaler import device_scale
-from lightning_shard.strategies import dry_runs
-from lightning_shard.strategies.bucket_choices import Buckets
 from lightning_shard.strategies.configs import DataParallelConfig, FitEndConfig, RunConfig
 from lightning_shard.strategies.fit_ends import EndingStrategy
 from lightning_shard.strategies.flat_options import part, takes
@@ -62,18 +75,65 @@ from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ra
 from lightning_shard.trainer.callbacks import prepare_callbacks
 from lightning_shard.trainer.dry_run import dry_run
 from lightning_shard.trainer.experiments import shared_experiments
-from lightning_shard.trainer.full_counts import counted_full
+from lightning_shard.trainer.full_counts import counted_full, draw_graphs
 from lightning_shard.trainer.hook_advice import (
     hooks_inside,
     may_change_groups,
     may_edit_gradients,
     usual_clipping,
 )
-from lightning_shard.trainer.model_graphs import draw_graphs
 from lightning_shard.trainer.predictions import PredictedBatches
 from lightning_shard.trainer.same_settings import schedules
 from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
 from lightning_shard.trainer.weight_averaging import AverageOfShards, Averaging, averaging_callbacks
+
+
+class Buckets:
+    """Remembers what a strategy's ranks have chosen.
+
+    Attributes:
+        choice: What they have chosen; None before, and where the size is given.
+    """
+
+    choice: BucketChoice | None = None
+
+    def begin_fit(self) -> None:
+        """Choose anew next time."""
+        self.choice = None
+
+    def share(self, strategy: Any, options: EngineOptions) -> None:
+        """Go on with the choice of rank 0; each rank must call.
+
+        Args:
+            strategy: A `DataParallelStrategy` with its groups.
+            options: Options that the strategy was made with.
+        """
+        if options.bucket_mb == "auto":
+            self.choice = strategy.broadcast(self.choice)
+
+    def sized(
+        self, strategy: Any, options: EngineOptions, split: ModelSplit | None, *, is_fitting: bool
+    ) -> EngineOptions:
+        """Return options with a number for "auto"; each rank must call.
+
+        Args:
+            strategy: A `DataParallelStrategy` with its groups and its model.
+            options: Options of the engine that is to be made.
+            split: How the model is split over other ranks.
+            is_fitting: Whether the engine is to train.
+        """
+        if options.bucket_mb != "auto":
+            return options
+        if self.choice is None and is_fitting:
+            links = Links(
+                groups=strategy.gradient_groups,
+                reducing=strategy._reducing,
+                everybody=strategy.collectives,
+                device=strategy.root_device,
+                are_timed=not strategy.is_in_process,
+            )
+            self.choice = choose(options, strategy.model, links, split)
+        return replace(options, bucket_mb=None if self.choice is None else self.choice.mb)
 
 
 class DataParallelStrategy(EndingStrategy):
@@ -86,11 +146,6 @@ class DataParallelStrategy(EndingStrategy):
     owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
     memory_kinds = memory_kinds
     dry_run = dry_run
-    described = dry_runs.described
-    placement = dry_runs.placement
-    with_checkpointing = dry_runs.with_checkpointing
-    shard_size = property(dry_runs.shard_size)
-    held_besides = property(dry_runs.held_besides)
 
     @takes(RunConfig, DataParallelConfig, FitEndConfig)
     def __init__(self, **options: Unpack[DataParallelOptions]) -> None:
@@ -566,3 +621,75 @@ class DataParallelStrategy(EndingStrategy):
         self._runner, self._replaced = None, ()
         self._may_differ_in_batches = False
         super().teardown()
+
+    @property
+    def shard_size(self) -> int:
+        """How many of the ranks that average gradients share out a copy of the state: here, all."""
+        return self.mesh.dp
+
+    @property
+    def held_besides(self) -> list[str]:
+        """Names of what each rank of a fit holds besides the bytes that can be known before it."""
+        compressed = self._options.compression is not None
+        found = [name for one in self.dimensions for name in one.held_besides]
+        return [*["what compression keeps"] * compressed, *found]
+
+    def placement(self, ranks_per_node: int) -> NodePlacement:
+        """Say which groups reach over nodes of so many neighbouring ranks, and what is slow."""
+        return self.mesh.placement(ranks_per_node)
+
+    def with_checkpointing(self, choice: ActivationCheckpointing | None) -> Self:
+        """Return a copy for a dry run, with other activations computed again."""
+        made = copy.copy(self)
+        made._options = replace(made._options, activation_checkpointing=choice)
+        return made
+
+    def described(
+        self, module: "pl.LightningModule", precision: str, measure: Measure
+    ) -> Description:
+        """Say what the ranks of a world have and do, for a dry run; nothing is set up.
+
+        Args:
+            module: The module to describe, as in `dry_run`.
+            precision: Precision string, as for the Trainer.
+            measure: Measures the blocks of the module.
+        """
+        options = self._options
+        engine = replace(options, dtypes=self._dtypes(precision), compression=None, offload=None)
+        found = Description(
+            mesh=self.mesh,
+            engine=engine,
+            shard_size=self.shard_size,
+            offload=options.offload,
+        )
+        checkpointing = checkpointed_blocks(
+            module, engine.activation_checkpointing, engine.units, reads_buffers=False
+        )
+        with checkpointing:  # which what is measured depends on
+            for one in reversed(self.dimensions):
+                found = one.described(found, module, measure)
+        return found
+
+
+class DDPStrategy(DataParallelStrategy):
+    """Everything replicated; gradients are averaged. `strategy="shard_ddp"`."""
+
+    stage = 0
+
+
+class ZeRO1Strategy(DataParallelStrategy):
+    """Optimizer state in shards. `strategy="zero1"`."""
+
+    stage = 1
+
+
+class ZeRO2Strategy(DataParallelStrategy):
+    """Optimizer state and gradients in shards. `strategy="zero2"`."""
+
+    stage = 2
+
+
+class ZeRO3Strategy(DataParallelStrategy):
+    """Parameters, gradients and optimizer state in shards. `strategy="zero3"`, "shard_fsdp"."""
+
+    stage = 3

@@ -3,44 +3,278 @@
     full     each rank gathers the parameters, rank 0 the optimizers' states (on the host)
     rank 0   of ranks of one process, whose others end with the fit: it gathers, they have NaNs
     shards   nothing is gathered. Engine and groups stay as they are, at rest: `save_checkpoint`
-             works as in the fit. See `data_parallel.shards_at_rest` for what the module says
+             works as in the fit
     states   up to stage 2, where parameters are full anyway: the module is as after any fit, and
              the optimizers' states stay in shards. What says how they are cut is `_cut_states`
     a run    makes the module full first, as at the beginning of any run; after an evaluation its
              ranks have shards again, and the optimizers' states have been there all the time
 
 What "auto" decides is the same on all ranks. After a failure each rank has what it has.
+
+`ShardsAtRest` stands over a module that a run has left in shards, until another run takes it:
+
+module(x), module.state_dict()      an error, which says what to do
+module.load_state_dict(...)
+copy.deepcopy, pickle, torch.save
+name, shape, full_tensor()          as in a hook of the run
+trainer.save_checkpoint             `opened` around what saves
+the next run                        calls `wake`, which makes the module full first
+
+Tensors in shards that user code keeps on its objects become full ones once the run is over:
+
+    self.average = {n: p.detach().clone()}   in a hook, each rank has its shards of them
+    self.activation = output                 in a split layer's hook, each has its part
+    the run ends                             full tensors in these places, on every rank
+    after the fit, and in another run        code goes on with them as on one device
+
+They are looked for in the module and its parts, the callbacks and the data module: in lists, tuples
+and mappings, and in objects of classes of the user's own. What some ranks have kept alone, and what
+shows a parameter and is no copy of it, stays in shards: its use after the run is refused by name.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from types import FunctionType, ModuleType
+from typing import Any, ClassVar, Literal, NoReturn
 from unittest.mock import patch
 from weakref import ref
 
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.free_memory import free_bytes, free_host_bytes
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
+from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import replicated
-from lightning_shard.data_parallel.shards_at_rest import ShardsAtRest, wake
+from lightning_shard.data_parallel.parameter_shard import ShardView
+from lightning_shard.data_parallel.presenting import of_all_ranks
+from lightning_shard.data_parallel.scripted import hookable
+from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.errors import ConfigError
+from lightning_shard.launchers.replicas import find_owners
 from lightning_shard.layout.flat import FlatLayout
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
+from lightning_shard.pipeline_parallel.containers import with_values
 from lightning_shard.sizes import format_bytes
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
 from lightning_shard.strategies.options import AfterFit
-from lightning_shard.trainer.kept_shards import complete_kept
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 from lightning_shard.trainer.weight_averaging import AverageOfShards
 
+_Exchange = Callable[[str, Tensor], Tensor]
+_OTHERS = (nn.Module, pl.Trainer, pl.Callback, pl.LightningDataModule, Optimizer, Dataset)
+_NO_HOLDERS = (*_OTHERS, DataLoader, type, FunctionType, ModuleType)
+_PLAIN = {type(None), bool, int, float, str, bytes}
+_DEPTH, _MOST = 8, 10_000  # of what holds what, and entries: a data module may hold its samples
+_PACKAGES = ("builtins", "torch", "lightning", "pytorch_lightning", "lightning_shard")
+_STANDS = "_lightning_shard_at_rest"  # set on such modules
 StatesAtRest = Literal["keep", "gather", "drop"]
 _USED_AT_MOST = 0.9  # of the memory that is free
+
+
+@torch.no_grad()
+def complete_kept(trainer: "pl.Trainer", collectives: Collectives, live: Collection[int]) -> None:
+    """Put full tensors where user code keeps what was read in shards; each rank must call.
+
+    Args:
+        trainer: The Trainer whose run ends.
+        collectives: Group of all ranks.
+        live: Storages of the parameters, by `storage_key`.
+    """
+    own: dict[str, Tensor] = {}
+
+    def note(place: str, tensor: Tensor) -> Tensor:
+        local = _local(tensor)
+        if local is not None and storage_key(local) not in live:
+            own[place] = tensor
+        return tensor
+
+    _exchange_all(trainer, note)
+    common = set.intersection(*map(set, collectives.all_gather_object([*own])))
+    full: dict[int, Tensor] = {}  # by what it was: two names of one tensor stay so
+    for place in sorted(common):
+        joined = _full(own[place])  # also of the same tensor, which another rank may have copied
+        full.setdefault(id(own[place]), joined)
+    if common:
+        _exchange_all(trainer, lambda place, one: full[id(one)] if place in common else one)
+
+
+def _local(tensor: Tensor) -> Tensor | None:
+    """Return this rank's elements of a tensor in shards that can be full; None for any other."""
+    if isinstance(tensor, DimShardedTensor):
+        return tensor.part.local
+    base = _base(tensor)
+    return None if base is None or of_all_ranks(base.spread) is None else base.local
+
+
+def _base(tensor: Tensor) -> ShardedTensor | None:
+    """Return the sharded tensor that a tensor is or shows; None for any other."""
+    if isinstance(tensor, AveragedGradient):
+        return tensor.own  # none in one that stands for the optimizer's
+    base = tensor.base if isinstance(tensor, ShardView) else tensor
+    return base if isinstance(base, ShardedTensor) else None
+
+
+def _full(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DimShardedTensor):
+        return tensor.part.gather_detached()
+    base = _base(tensor)
+    assert base is not None
+    base.spread = of_all_ranks(base.spread) or base.spread
+    return tensor.full_tensor() if isinstance(tensor, ShardView) else base.full_tensor()
+
+
+def _exchange_all(trainer: "pl.Trainer", exchange: _Exchange) -> None:
+    """Exchange the tensors of the user's objects, each with a name of its place."""
+    seen = set[int]()
+    datamodule = getattr(trainer, "datamodule", None)
+    for name, owner in find_owners(trainer, (datamodule,), {}).items():
+        is_module = isinstance(owner, nn.Module)
+        for path, part in owner.named_modules() if is_module else [("", owner)]:
+            seen.add(id(vars(part).get("_parameters")))  # which are shown full by others
+            _exchanged(vars(part), f"{name} {path}", exchange, seen)
+
+
+def _exchanged(value: Any, place: str, exchange: _Exchange, seen: set[int]) -> Any:
+    """Return a value with its tensors exchanged, in the same lists, mappings and objects."""
+    if isinstance(value, Tensor):
+        return exchange(place, value)
+    if type(value) in _PLAIN or place.count("/") > _DEPTH:
+        return value
+    if isinstance(value, tuple):
+        held = {
+            index: _exchanged(one, f"{place}/{index}", exchange, seen)
+            for index, one in enumerate(value)
+        }
+        is_same = all(one is value[index] for index, one in held.items())
+        return value if is_same else with_values(value, held)
+    holder = vars(value) if _is_holder(value) else value
+    if not isinstance(holder, dict | list | deque) or len(holder) > _MOST or id(holder) in seen:
+        return value
+    seen.add(id(holder))
+    for number, key in enumerate([*holder] if isinstance(holder, dict) else range(len(holder))):
+        before = holder[key]
+        after = _exchanged(before, f"{place}/{number}", exchange, seen)
+        if after is not before:
+            holder[key] = after
+    return value
+
+
+def _is_holder(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's own that may hold tensors."""
+    if not hasattr(value, "__dict__") or isinstance(value, _NO_HOLDERS):
+        return False
+    return type(value).__module__.partition(".")[0] not in _PACKAGES
+
+
+class ShardsAtRest:
+    """Refuses by name what would take a rank's shards for the parameters.
+
+    Args:
+        module: The module that is left in shards.
+        rank: This rank, for error messages.
+        wake: Makes the module full; each rank must call. Returns False if that cannot be any more.
+    """
+
+    def __init__(self, module: nn.Module, rank: int, wake: Callable[[], bool]) -> None:
+        self.wake = wake
+        self._module, self._rank = module, rank
+        self._is_open = False
+        self._parts = [
+            part for part in hookable(module) if next(part.parameters(), None) is not None
+        ]
+        self._handles = [handle for part in self._parts for handle in self._hooks(part)]
+        for part in self._parts:
+            vars(part)[_STANDS] = self
+
+    def _hooks(self, part: nn.Module) -> list[Any]:
+        called, saved, loaded = (
+            _Refusal(self, what)
+            for what in (
+                "{} is called",
+                "the state_dict of {} is asked for",
+                "{} loads a state_dict",
+            )
+        )
+        return [
+            part.register_forward_pre_hook(called, prepend=True),
+            part.register_state_dict_pre_hook(saved),  # type: ignore[no-untyped-call]
+            part.register_load_state_dict_pre_hook(loaded),  # type: ignore[no-untyped-call]
+        ]
+
+    def refuse(self, what: str, module: nn.Module) -> None:
+        """Raise ConfigError unless this is `opened`.
+
+        Args:
+            what: What is done to the module, whose class is named at "{}".
+            module: The module, or a part of it.
+        """
+        if not self._is_open:
+            raise self.error(what.format(f"the {type(module).__name__}"))
+
+    def error(self, what: str) -> ConfigError:
+        """Return the error for what takes shards for the parameters."""
+        return ConfigError(
+            f"Rank {self._rank}: {what}, but the fit has left the parameters in shards, expected "
+            f"full ones. Save with trainer.save_checkpoint and load the file, go on with "
+            f"trainer.fit, validate, test or predict on all ranks, or set "
+            f"full_parameters_after_fit=True."
+        )
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Refuse nothing inside."""
+        before, self._is_open = self._is_open, True
+        try:
+            yield
+        finally:
+            self._is_open = before
+
+    def end(self) -> None:
+        """Stand over the module no more."""
+        while self._handles:
+            self._handles.pop().remove()
+        for part in self._parts:
+            vars(part).pop(_STANDS, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise self.error(f"the {type(self._module).__name__}, or a part of it, is copied")
+
+    def __reduce__(self) -> NoReturn:
+        raise self.error(f"the {type(self._module).__name__}, or a part of it, is pickled")
+
+
+class _Refusal:
+    """A hook that refuses; copied or pickled with its module, it does so, too."""
+
+    def __init__(self, rest: ShardsAtRest, what: str) -> None:
+        self._rest, self._what = rest, what
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._rest.refuse(self._what, module)
+
+
+def wake(module: nn.Module) -> None:
+    """Make a module full that another strategy's run has left in shards; each rank must call.
+
+    Raises:
+        ConfigError: That strategy is gone.
+    """
+    stands: ShardsAtRest | None = vars(module).get(_STANDS)
+    if stands is not None and not stands.wake():
+        raise stands.error(
+            f"the {type(module).__name__} is to run, whose strategy, which has its shards, is gone"
+        )
 
 
 class EndingStrategy(CheckpointingStrategy):

@@ -31,8 +31,7 @@ from lightning_shard.data_parallel.compression.state import with_means
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, storage_bytes
-from lightning_shard.data_parallel.local_sgd.engine import LocalEngine
-from lightning_shard.data_parallel.local_sgd.local_sgd import LocalSGD, check_model
+from lightning_shard.data_parallel.local_sgd.local_sgd import LocalEngine, LocalSGD, check_model
 from lightning_shard.data_parallel.local_sgd.optimizer_state import (
     averaged_state,
     state_by_name,

@@ -1,15 +1,26 @@
-"""The base of the strategies whose ranks split one model: their groups, and the same batches."""
+"""Tensor, context and pipeline parallel as Lightning strategies, by themselves and on one mesh.
+
+Their ranks have groups, and the same batches. Which hosts they are on is said when a run begins: a
+mesh takes neighbouring ranks to share a host. Launchers number ranks host by host unless told
+otherwise, and then ranks that share a layer are apart though the mesh looks as it should:
+
+    mpirun --map-by slot, srun --distribution=block     hosts 0 0 1 1    tp groups 0 1 | 2 3
+    mpirun --map-by node, srun --distribution=cyclic    hosts 0 1 0 1    each of them crosses
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any, Unpack
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,15 +29,42 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import Axis, ParallelMesh
+from lightning_shard.expert_parallel.load import ExpertLoad
+from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
 from lightning_shard.meta_start.start import MetaStart, noted_alike
+from lightning_shard.parallel_dimensions.context import ContextDimension
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
+from lightning_shard.parallel_dimensions.experts import ExpertDimension
 from lightning_shard.parallel_dimensions.run_view import RunGroups, RunView
 from lightning_shard.parallel_dimensions.step_runner import WrappedRunner
+from lightning_shard.pipeline_parallel.pipeline import Pipeline
+from lightning_shard.pipeline_parallel.schedules import Schedule
+from lightning_shard.strategies.configs import (
+    ContextParallelConfig,
+    FitEndConfig,
+    GradientConfig,
+    HybridParallelConfig,
+    PipelineParallelConfig,
+    PlanConfig,
+    RunConfig,
+    ScheduleConfig,
+    TensorParallelConfig,
+)
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.host_placement import tell_placement
-from lightning_shard.strategies.hybrid_sharding import replicate_ranks, shard_ranks
-from lightning_shard.strategies.options import SplitOptions
+from lightning_shard.strategies.flat_options import part, takes
+from lightning_shard.strategies.hybrid_sharding import (
+    replicate_ranks,
+    shard_ranks,
+    shard_size,
+    warning_of_unshards,
+)
+from lightning_shard.strategies.options import (
+    ContextParallelOptions,
+    HybridParallelOptions,
+    PipelineParallelOptions,
+    SplitOptions,
+    TensorParallelOptions,
+)
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 from lightning_shard.trainer._lightning import seed_workers
 from lightning_shard.trainer.batch_counts import (
@@ -35,13 +73,83 @@ from lightning_shard.trainer.batch_counts import (
     check_same_lengths,
     lengths_on_ranks,
 )
-from lightning_shard.trainer.default_group import default_group_is
+from lightning_shard.trainer.default_group import MetricGroups, default_group_is
 from lightning_shard.trainer.hook_advice import hooks_inside
-from lightning_shard.trainer.metric_groups import MetricGroups
 from lightning_shard.trainer.weight_averaging import averaging_callbacks
 from lightning_shard.trainer.weights_in_hooks import WeightsInHooks
 
 _OF_FAILURES = ("on_exception",)  # hooks in which the other ranks may be elsewhere
+
+
+def tell_placement(
+    mesh: ParallelMesh, placement: NodePlacement, hosts: Sequence[int], *, announces: bool
+) -> None:
+    """Say which axes stay inside a host, and warn of groups that wait for the network.
+
+    Args:
+        mesh: The ranks of the run, on several hosts.
+        placement: Where the ranks of its groups would lie if those of a host were neighbours.
+        hosts: The host of each rank.
+        announces: Whether to say what is no warning, too.
+    """
+    if not are_neighbours(hosts):
+        rank_zero_warn(warning_of_scattered_ranks(mesh, hosts))
+        return
+    for warning in placement.warnings:
+        rank_zero_warn(warning)
+    if announces:
+        rank_zero_info(f"{mesh!r} on {placement}")
+
+
+def are_neighbours(hosts: Sequence[int]) -> bool:
+    """Whether the ranks of each host follow each other; `hosts` has the host of each rank."""
+    changes = sum(one != other for one, other in pairwise(hosts))
+    return changes == len(set(hosts)) - 1
+
+
+def warning_of_scattered_ranks(mesh: ParallelMesh, hosts: Sequence[int]) -> str:
+    """Return what to say when the ranks of a host are not neighbours.
+
+    Args:
+        mesh: The ranks of the run.
+        hosts: The host of each rank.
+    """
+    first = ", ".join(str(rank) for rank, host in enumerate(hosts) if host == hosts[0])
+    layers, copies = mesh.groups("tp"), _copies_of_state(mesh)
+    told = [
+        f"The mesh takes the ranks of a host to be neighbours, but rank 0's host has ranks {first}."
+    ]
+    if crossing := _num_crossing(layers, hosts):
+        told.append(
+            f"So {crossing} of {len(layers)} tp groups cross hosts, and every layer of theirs "
+            "waits for the network between them."
+        )
+    if crossing := _num_crossing(copies, hosts):
+        told.append(
+            f"So {crossing} of {len(copies)} copies of the state cross hosts, and gathers wait for "
+            "the network between them."
+        )
+    told.append(
+        "Have the ranks numbered host by host: `mpirun --map-by slot` or "
+        "`srun --distribution=block`."
+    )
+    return " ".join(told)
+
+
+def _copies_of_state(mesh: ParallelMesh) -> list[tuple[int, ...]]:
+    """Return the ranks of each copy of the state, where there is more than one."""
+    size = mesh.shard or mesh.dp
+    if size == mesh.dp:
+        return []
+    return [
+        group[first : first + size]
+        for group in mesh.groups("dp")
+        for first in range(0, mesh.dp, size)
+    ]
+
+
+def _num_crossing(groups: Sequence[Sequence[int]], hosts: Sequence[int]) -> int:
+    return sum(len({hosts[rank] for rank in group}) > 1 for group in groups)
 
 
 class ModelParallelStrategy(DataParallelStrategy):
@@ -379,3 +487,156 @@ class ModelParallelStrategy(DataParallelStrategy):
         if self._metrics is not None:
             self._metrics.restore()
         self._metrics = self._same_batches = self._weights = None
+
+
+class ContextParallelStrategy(ModelParallelStrategy):
+    """A part of every sequence on each rank; `strategy="context_parallel"`.
+
+    Raises:
+        ConfigError: A size or stage that cannot be.
+    """
+
+    @takes(RunConfig, ContextParallelConfig, GradientConfig, FitEndConfig)
+    def __init__(self, **options: Unpack[ContextParallelOptions]) -> None:
+        sequences = ContextParallelConfig.of(options)
+        dimension = ContextDimension(sequences.context_parallel_size)
+        super().__init__(
+            [dimension], zero_stage=sequences.zero_stage, **part(SplitOptions, options)
+        )
+
+
+class TensorParallelStrategy(ModelParallelStrategy):
+    """Wide layers in parts over the ranks of a group; `strategy="tensor_parallel"`.
+
+    Raises:
+        ConfigError: A size, stage or plan that cannot be.
+    """
+
+    @takes(RunConfig, TensorParallelConfig, GradientConfig, FitEndConfig)
+    def __init__(self, **options: Unpack[TensorParallelOptions]) -> None:
+        layers = TensorParallelConfig.of(options)
+        dimension = layers.dimension(
+            layers.tensor_parallel_size, sequence_parallel=layers.sequence_parallel
+        )
+        super().__init__([dimension], zero_stage=layers.zero_stage, **part(SplitOptions, options))
+
+
+class PipelineParallelStrategy(ModelParallelStrategy):
+    """Consecutive layers on each rank, microbatches in flight; `strategy="pipeline_parallel"`.
+
+    Raises:
+        ConfigError: A size, schedule or split that cannot be.
+    """
+
+    @takes(RunConfig, PipelineParallelConfig, GradientConfig, FitEndConfig)
+    def __init__(self, **options: Unpack[PipelineParallelOptions]) -> None:
+        stages = PipelineParallelConfig.of(options)
+        self._stages = stages.dimension(
+            stages.pipeline_parallel_size,
+            recomputes=options.get("activation_checkpointing") is not None,
+        )
+        super().__init__([self._stages], **part(SplitOptions, options))
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline; there from `setup` to `teardown`."""
+        return self._stages.pipeline
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a batch that has as many samples."""
+        return self._stages.options.num_parts(self.mesh.pp)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks of the pipeline."""
+        return self._stages.options.num_stages(self.mesh.pp)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return what the ranks do with a batch of so many parts.
+
+        Raises:
+            ConfigError: The schedule does not allow it.
+        """
+        return self._stages.options.table(self.mesh.pp, num_microbatches)
+
+
+class HybridParallelStrategy(ModelParallelStrategy):
+    """Stages of split layers, and copies of them on other data; `strategy="hybrid_parallel"`.
+
+    Raises:
+        ConfigError: Sizes that do not fit the ranks, or what either of the two refuses.
+    """
+
+    @takes(
+        RunConfig, HybridParallelConfig, PlanConfig, ScheduleConfig, GradientConfig, FitEndConfig
+    )
+    def __init__(self, **options: Unpack[HybridParallelOptions]) -> None:
+        grid = HybridParallelConfig.of(options)
+        layers = PlanConfig.of(options).dimension(grid.tensor_parallel_size)
+        self._stages = ScheduleConfig.of(options).dimension(
+            grid.pipeline_parallel_size,
+            recomputes=options.get("activation_checkpointing") is not None,
+        )
+        sequences = ContextDimension(grid.context_parallel_size)
+        self._experts = ExpertDimension(grid.expert_parallel_size)
+        super().__init__(
+            [layers, self._experts, sequences, self._stages],
+            zero_stage=grid.zero_stage,
+            **part(SplitOptions, options),
+        )
+        self._data_parallel_size = grid.data_parallel_size
+        self._axis_order = grid.axis_order
+
+    @property
+    @override
+    def mesh(self) -> ParallelMesh:
+        dp = self._data_parallel_size if isinstance(self._data_parallel_size, int) else -1
+        mesh = ParallelMesh.of_world(
+            self.mesh_size, **self._sizes(), dp=dp, axis_order=self._axis_order
+        )
+        if isinstance(self._data_parallel_size, int) or self.stage == 0:
+            return mesh
+        return replace(mesh, shard=shard_size(self._data_parallel_size, mesh.dp))
+
+    @property
+    @override
+    def shard_size(self) -> int:
+        dp = self.mesh.dp  # a copy of the state is in shards on all that share its sequences
+        return shard_size(self._data_parallel_size, dp) * (super().shard_size // dp)
+
+    @override
+    def placement(self, ranks_per_node: int) -> NodePlacement:
+        mesh, found = self.mesh, super().placement(ranks_per_node)
+        about = mesh.shard and warning_of_unshards(mesh, mesh.shard, ranks_per_node)
+        return replace(found, warnings=(*found.warnings, about)) if about else found
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline; there from `setup` to `teardown`."""
+        return self._stages.pipeline
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a batch that has as many samples."""
+        return self._stages.options.num_parts(self.mesh.pp)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks of the pipeline."""
+        return self._stages.options.num_stages(self.mesh.pp)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return what the ranks do with a batch of so many parts.
+
+        Raises:
+            ConfigError: The schedule does not allow it.
+        """
+        return self._stages.options.table(self.mesh.pp, num_microbatches)
+
+    def expert_load(self) -> Mapping[str, ExpertLoad]:
+        """Return by name how the tokens of each mixture were shared out in this fit, or the last.
+
+        Each rank must call while the fit runs.
+        """
+        return self._experts.load()

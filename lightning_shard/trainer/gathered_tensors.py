@@ -1,4 +1,6 @@
-"""`self.all_gather(...)`: the tensors of all data-parallel ranks, with gradients where asked for.
+"""`self.all_gather(...)` and `strategy.reduce`: tensors of all data-parallel ranks together.
+
+Gathered tensors have gradients where asked for:
 
     forward    x of rank r            ──> [x of rank 0, x of rank 1, ...] on every rank
     backward   sum over ranks of the  <── each rank's own gradient of its own loss
@@ -11,16 +13,29 @@ ddp.
 """
 
 from contextlib import nullcontext
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.rank_order import ReduceOpName
 from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import is_placeholder
 from lightning_shard.tensor_parallel.regions import gather_to_region
 
 _MAX_DIMS = 15  # whose sizes are compared
+_NAMES: dict[str, ReduceOpName] = {
+    "mean": "avg",
+    **{name: name for name in get_args(ReduceOpName)},
+}
+_BY_OP: list[tuple[Any, ReduceOpName]] = [
+    (ReduceOp.SUM, "sum"),
+    (ReduceOp.AVG, "avg"),
+    (ReduceOp.MAX, "max"),
+    (ReduceOp.MIN, "min"),
+]
 
 
 def gathered(tensor: Tensor, collectives: Collectives, *, sync_grads: bool) -> Tensor:
@@ -63,3 +78,30 @@ def _check_shapes(tensor: Tensor, collectives: Collectives) -> None:
                 f"smaller on some ranks is what usually differs: let the loader leave it out "
                 f"(drop_last=True), or pad the tensor."
             )
+
+
+def reduce_op_name(op: ReduceOp | str | None) -> ReduceOpName:
+    """Return the name in `Collectives` of one of Lightning's reductions.
+
+    Raises:
+        ConfigError: The reduction is not a mean, sum, maximum or minimum.
+    """
+    if op is None:
+        return "sum"
+    if isinstance(op, str):
+        if op.lower() in _NAMES:
+            return _NAMES[op.lower()]
+    else:
+        for known, name in _BY_OP:
+            if op == known:
+                return name
+    raise ConfigError(f"Cannot reduce by {op!r}; expected one of {', '.join(_NAMES)}.")
+
+
+def reduced(tensor: Tensor, op: ReduceOpName, collectives: Collectives) -> Tensor:
+    """Return a reduced copy; averages of integers are floats. Each rank must call."""
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if op == "avg" and not (result.is_floating_point() or result.is_complex()):
+        result = result.float()
+    collectives.all_reduce(result, op).wait()
+    return result

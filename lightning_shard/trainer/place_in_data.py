@@ -55,7 +55,7 @@ from lightning_shard.checkpoint.random_state import (
 )
 from lightning_shard.checkpoint.run_folders import CheckpointedRun
 from lightning_shard.checkpoint.section import section_of
-from lightning_shard.checkpoint.streamed_file import StreamedFile
+from lightning_shard.checkpoint.streamed import StreamedFile
 from lightning_shard.data_parallel.compression.state import (
     load_state,
     own_state,
@@ -63,7 +63,7 @@ from lightning_shard.data_parallel.compression.state import (
     with_means,
 )
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.host_copies import host_copy
+from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.pipeline_parallel.containers import digest
 from lightning_shard.trainer._lightning import (
     around_validation,

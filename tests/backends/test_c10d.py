@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from lightning_shard.backends import _c10d
-from lightning_shard.backends.object_transfers import guard_torch
+from lightning_shard.backends.objects import guard_torch
 
 
 def test_the_module_globals_are_there() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from lightning_shard.backends.c10d_reduce_ops import reduce_tensors
+from lightning_shard.backends.rank_order import reduce_tensors
 from lightning_shard.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_shard.backends import freed_memory
-from lightning_shard.backends.freed_memory import keep_freed_memory
+from lightning_shard.backends import free_memory
+from lightning_shard.backends.free_memory import keep_freed_memory
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -53,10 +53,10 @@ def test_a_step_faulted_in_what_the_last_one_had_freed(faults: Callable[[], int]
 )
 def test_who_sets_glibcs_variables_keeps_their_values(name: str, value: str) -> None:
     with patch.dict(os.environ, {name: value}):
-        assert not freed_memory._keep.__wrapped__()
+        assert not free_memory._keep.__wrapped__()
 
 
 def test_a_gpu_changes_nothing_on_the_host() -> None:
-    with patch.object(freed_memory, "_keep") as keep:
+    with patch.object(free_memory, "_keep") as keep:
         keep_freed_memory(torch.device("cuda", 0))
     keep.assert_not_called()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard.checkpoint.optimizer_misfits import optimizer_misfits
+from lightning_shard.checkpoint.misfits import optimizer_misfits
 from tests.checkpoint.test_misfits import (
     STRATEGIES,
     Counted,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_shard import CheckpointError
-from lightning_shard.checkpoint import full_parameters
+from lightning_shard.checkpoint import arriving
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
@@ -65,7 +65,7 @@ def test_frozen_parameters_were_gathered_to_be_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gathered: list[str] = []
-    bring = full_parameters.slices_of
+    bring = arriving.slices_of
 
     def slices_of(flat: FlatParameters, index: int, *args: Any) -> Any:
         gathered.append(flat.layout.slots[index].name)
@@ -73,9 +73,9 @@ def test_frozen_parameters_were_gathered_to_be_left_out(
 
     class Saving(Adapted):
         def on_train_end(self) -> None:
-            monkeypatch.setattr(full_parameters, "slices_of", slices_of)
+            monkeypatch.setattr(arriving, "slices_of", slices_of)
             self.trainer.save_checkpoint(tmp_path / "adapter.ckpt")
-            monkeypatch.setattr(full_parameters, "slices_of", bring)
+            monkeypatch.setattr(arriving, "slices_of", bring)
 
     fit(LAYOUTS["zero3-3"](save_trainable_only=True), Saving())
     frozen = {name for name, one in Adapted().named_parameters() if not one.requires_grad}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_shard.checkpoint.streamed_file import StreamedFile
+from lightning_shard.checkpoint.streamed import StreamedFile
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.strategies import checkpoint_files
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy

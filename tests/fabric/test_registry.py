@@ -18,7 +18,7 @@ from lightning_shard.fabric.registry import SERVED
 from lightning_shard.on_pytorch_lightning import fabric as mirrored
 from lightning_shard.schemes import SCHEMES
 from tests.fabric.nets import Net, adam, assert_close, on_one, weights_of
-from tests.fabric.test_launching import fitted
+from tests.fabric.test_ranks import fitted
 
 
 @pytest.mark.parametrize("root", [lightning.fabric, lightning_fabric])

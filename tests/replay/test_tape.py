@@ -15,8 +15,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
 from lightning_shard.replay.group_of_one import RecordedBackend, group_of_one
-from lightning_shard.replay.result_recorder import ResultRecorder
-from lightning_shard.replay.tape import Result, Tape, from_plain, plain
+from lightning_shard.replay.tape import CallTape, Result, ResultRecorder, from_plain, plain
 from lightning_shard.testing import run_ranks
 
 RANKS, RANK = 3, 1
@@ -78,7 +77,7 @@ def _same(got: Any, expected: Any) -> bool:
 def test_one_rank_alone_gets_what_it_got_among_others(recorded: str) -> None:
     kind = ExchangeCollectives if recorded == "gloo" else Collectives
     expected, results = run_ranks(lambda rank: _noted(rank, many_calls, kind), RANKS)[RANK]
-    tape = Tape(rank=RANK, results=list(from_plain(plain(results))), is_playing=True)
+    tape = CallTape(rank=RANK, results=list(from_plain(plain(results))), is_playing=True)
     with group_of_one(tape, RANKS):
         got = many_calls(RANK, RecordedBackend(recorded).collectives)  # type: ignore[arg-type]
     assert len(got) == len(expected)
@@ -91,7 +90,7 @@ def test_before_and_after_a_tape_peers_are_copies_of_the_rank() -> None:
         return _without_senders(kind, rank)
 
     expected = run_ranks(lambda rank: same_on_all(rank, Collectives), RANKS)[RANK]
-    with group_of_one(Tape(rank=RANK, results=[]), RANKS):
+    with group_of_one(CallTape(rank=RANK, results=[]), RANKS):
         for recorded in ("nccl", "gloo"):
             kind: Any = RecordedBackend(recorded).collectives
             got = _without_senders(kind, RANK)
@@ -128,13 +127,13 @@ def _without_senders(kind: Any, rank: int) -> list[Any]:
     ],
 )
 def test_calls_of_another_step_are_refused(results: list[Result], message: str) -> None:
-    tape = Tape(rank=RANK, results=results, is_playing=True)
+    tape = CallTape(rank=RANK, results=results, is_playing=True)
     with group_of_one(tape, RANKS), pytest.raises(CheckpointError, match=message):
         dist.all_reduce(torch.ones(4))
 
 
 def test_a_call_that_had_no_result_raises_that_a_peer_has_failed() -> None:
-    tape = Tape(rank=RANK, results=[Result(operation="all_reduce")], is_playing=True)
+    tape = CallTape(rank=RANK, results=[Result(operation="all_reduce")], is_playing=True)
     with group_of_one(tape, RANKS):
         work = dist.all_reduce(torch.ones(4), async_op=True)
         with pytest.raises(RankFailedError, match="Rank 1: all_reduce, operation 0 of the record"):
@@ -143,9 +142,9 @@ def test_a_call_that_had_no_result_raises_that_a_peer_has_failed() -> None:
 
 def test_a_group_that_stands_already_is_refused() -> None:
     with (
-        group_of_one(Tape(rank=0, results=[]), 2),
+        group_of_one(CallTape(rank=0, results=[]), 2),
         pytest.raises(ConfigError, match="one stands already"),
-        group_of_one(Tape(rank=0, results=[]), 2),
+        group_of_one(CallTape(rank=0, results=[]), 2),
     ):
         pass
 
@@ -157,7 +156,7 @@ def test_calls_of_other_threads_and_of_pauses_are_not_noted() -> None:
     def call() -> None:
         dist.all_reduce(torch.ones(1))
 
-    with group_of_one(Tape(rank=0, results=[]), 2), recorder.noting(lambda: is_on[0]):
+    with group_of_one(CallTape(rank=0, results=[]), 2), recorder.noting(lambda: is_on[0]):
         call()
         other = threading.Thread(target=call)
         other.start()
@@ -187,7 +186,7 @@ def test_calls_of_a_backward_pass_in_another_thread_are_noted() -> None:
         Summed.apply(torch.ones(2, requires_grad=True)).sum().backward()
 
     recorder = ResultRecorder()
-    with group_of_one(Tape(rank=0, results=[]), 2), recorder.noting(lambda: True):
+    with group_of_one(CallTape(rank=0, results=[]), 2), recorder.noting(lambda: True):
         other = threading.Thread(target=backward)  # as autograd's own thread of a GPU
         other.start()
         other.join()

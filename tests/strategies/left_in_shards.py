@@ -25,7 +25,7 @@ from lightning_shard import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
-from lightning_shard.checkpoint.conversion.whole import whole_checkpoint
+from lightning_shard.checkpoint.conversion.source import whole_checkpoint
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies import fit_ends
 from tests.checkpoint.sharded.runs import SAVED_AFTER, Model, quiet_trainer

@@ -16,7 +16,7 @@ from lightning_shard.data_parallel.bucket_choice import BucketChoice, LinkTrial
 from lightning_shard.fabric import ZeRO3Strategy as FabricZeRO3
 from lightning_shard.fabric import strategy as fabric_strategy
 from lightning_shard.replay import RecordSteps, replay
-from lightning_shard.strategies import bucket_choices
+from lightning_shard.strategies import data_parallel
 from lightning_shard.testing import Fault
 from tests.elastic.runs import fit as elastic_fit
 from tests.fabric.loops import fabric_of
@@ -78,7 +78,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Give:
         def choose(*_: Any) -> BucketChoice:
             return BucketChoice(mb=sizes[min(next(times), len(sizes) - 1)], reason=MEASURED)
 
-        monkeypatch.setattr(bucket_choices, "choose", choose)
+        monkeypatch.setattr(data_parallel, "choose", choose)
         monkeypatch.setattr(fabric_strategy, "choose", choose)
 
     return give

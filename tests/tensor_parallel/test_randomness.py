@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
+from lightning_shard.strategies.model_parallel import TensorParallelStrategy
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel

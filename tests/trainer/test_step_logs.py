@@ -27,7 +27,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import Placeholder
 from lightning_shard.testing import run_ranks
 from lightning_shard.trainer import _torchmetrics
-from lightning_shard.trainer.metric_groups import MetricGroups
+from lightning_shard.trainer.default_group import MetricGroups
 from lightning_shard.trainer.step_logs import MetricSources, StepLogs
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.pipeline_parallel.pipelined import (

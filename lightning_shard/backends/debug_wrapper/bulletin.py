@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
+from lightning_shard.backends.calls import mismatch_error
 from lightning_shard.backends.debug_wrapper.fingerprint import Fingerprint
-from lightning_shard.backends.mismatch import mismatch_error
 from lightning_shard.errors import RankFailedError
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.00005, 0.005

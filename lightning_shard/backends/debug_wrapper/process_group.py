@@ -29,7 +29,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d
-from lightning_shard.backends.calls import Call, tensor_key
+from lightning_shard.backends.calls import Call, Side, describe_disagreement, tensor_key
 from lightning_shard.backends.debug_wrapper.bulletin import Bulletin, growing_pauses
 from lightning_shard.backends.debug_wrapper.fingerprint import Fingerprint, find_misfit
 from lightning_shard.backends.debug_wrapper.torch_groups import (
@@ -41,11 +41,14 @@ from lightning_shard.backends.debug_wrapper.torch_groups import (
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.group_handle import CoalescedWork, GroupHandle, describe_group
 from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_backend
-from lightning_shard.backends.mismatch import Side, describe_disagreement
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup, Tensors, as_list
 from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
+
+MakeGroup = Callable[[Any, Any], dist.ProcessGroup]
+"""Makes a rank's handle of a group from c10d's `_DistributedBackendOptions` and its own options."""
+_OPS: dict[str, Any] = {**C10D_OPS, "avg": ReduceOp.AVG}
 
 
 class ComparedReceive:
@@ -279,10 +282,6 @@ class ReceivedWork(MessageWork):
         return self._awaited.source
 
     _source_rank = source_rank
-
-
-MakeGroup = Callable[[Any, Any], dist.ProcessGroup]
-"""Makes a rank's handle of a group from c10d's `_DistributedBackendOptions` and its own options."""
 
 
 class Comparer(PythonGroup):
@@ -563,9 +562,6 @@ def register_debug(backend: str, make_inner: MakeGroup, devices: Sequence[str]) 
 if dist.is_available():
     register_debug("gloo", make_gloo, ["cpu"])
     register_debug("nccl", make_nccl, ["cuda"])
-
-
-_OPS: dict[str, Any] = {**C10D_OPS, "avg": ReduceOp.AVG}
 
 
 def exchange_collectives(group: dist.ProcessGroup) -> ExchangeCollectives:

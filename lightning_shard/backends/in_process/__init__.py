@@ -1,7 +1,7 @@
 """Ranks as threads of one process, one running at a time, switched at collectives.
 
-run_ranks / launcher ─► World.run ─► Run (threads) ─► Scheduler (the token, deadlocks)
-                            │                              └─ RankGlobals (swapped at each switch)
+run_ranks / launcher ─► World.run ─► RanksRun ─► Scheduler (the token, deadlocks)
+                            │                         └─ RankGlobals (swapped at each switch)
 torch.distributed ─► InProcessGroup ─► World.post ─► Channel ─► SEMANTICS (the arithmetic)
                             └─ InProcessWork.wait ─► Scheduler.wait
 """

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_shard.backends.c10d_reduce_ops import reduce_tensors
 from lightning_shard.backends.calls import Call, Disagreement, describe_tensor, message_key
 from lightning_shard.backends.group_handle import describe_group
 from lightning_shard.backends.in_process.gloo_order import all_reduce_in_ring
 from lightning_shard.backends.in_process.rank_globals import for_all_ranks
 from lightning_shard.backends.packing import raw, unaliased, write
 from lightning_shard.backends.python_group import ANY_SOURCE
+from lightning_shard.backends.rank_order import reduce_tensors
 from lightning_shard.backends.streams import join_streams, mark_streams
 
 Calls = Sequence[Call]

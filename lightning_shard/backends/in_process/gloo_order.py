@@ -23,9 +23,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_shard.backends.c10d_reduce_ops import fold_of
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.packing import pack, unpack
+from lightning_shard.backends.rank_order import fold_of
 
 _SEGMENT_BYTES = 1 << 20  # the most that Gloo sends at once
 _like_gloo: list[bool] = [False]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from lightning_shard.backends.mismatch import mismatch_error
+from lightning_shard.backends.calls import mismatch_error
 from lightning_shard.errors import DeadlockError, RankFailedError
 
 ErrorMaker = Callable[[int, str], Exception]

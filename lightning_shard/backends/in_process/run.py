@@ -39,7 +39,7 @@ def _leave_garbage_to_parents() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
 
 
-class Run(Generic[T]):
+class RanksRun(Generic[T]):
     """Runs a function on the ranks: rank 0 on this thread, each other on one of its own.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from lightning_shard.backends import _c10d
 from lightning_shard.backends._c10d import StoreBase
 from lightning_shard.backends.call_site import CallSite, find_call_site
-from lightning_shard.backends.calls import Call, Disagreement
+from lightning_shard.backends.calls import Call, Disagreement, Side, describe_disagreement
 from lightning_shard.backends.in_process.channel import Channel, Meeting
 from lightning_shard.backends.in_process.failures import Failure, Failures
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
@@ -30,10 +30,9 @@ from lightning_shard.backends.in_process.rank_errors import (
     peer_failed_error_maker,
 )
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
-from lightning_shard.backends.in_process.run import Run
+from lightning_shard.backends.in_process.run import RanksRun
 from lightning_shard.backends.in_process.scheduler import Scheduler
 from lightning_shard.backends.in_process.termination import RanksTermination, Termination
-from lightning_shard.backends.mismatch import Side, describe_disagreement
 from lightning_shard.errors import ConfigError, RankFailedError
 
 T = TypeVar("T")
@@ -248,7 +247,7 @@ class World:
         self.termination = Termination()
         self._failures: Failures
         self._losses: Losses
-        self._run: Run[Any]
+        self._run: RanksRun[Any]
         self.scheduler: Scheduler
 
     @property
@@ -293,7 +292,7 @@ class World:
         self._failures = Failures(
             self.scheduler, self._channels.values(), is_elastic=self.is_elastic
         )
-        run = self._run = Run(self.scheduler, function, self.has_ended)
+        run = self._run = RanksRun(self.scheduler, function, self.has_ended)
         _active.append(self)
         try:
             with _c10d.in_process_c10d(BACKEND_NAME, self._rendezvous):

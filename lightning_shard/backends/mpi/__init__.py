@@ -5,7 +5,7 @@ are summed in float32, and the results equal those of the in-process backend bit
 
     torch.distributed ─► MPIGroup ─► OPERATIONS: one generator per operation, which yields MPI
                                      requests and goes on once they are complete
-                          MPIWork ─► Flight ◄─ ProgressThread (when nobody waits)
+                          MPIWork ─► MPIFlight ◄─ ProgressThread (when nobody waits)
 """
 
 from lightning_shard.backends.mpi.backend import MPIBackend

@@ -1,12 +1,17 @@
 """MPI: ranks started by mpirun or a cluster's own launcher.
 
 Each rank has a process group over MPI, with communicators, message lanes and time-outs.
+
+MPI makes progress when it is called. A waiting rank calls it all the time; otherwise a thread does
+so every half a millisecond, as long as something is in flight, so that transfers go on beside the
+computation and a peer never waits for a rank that is busy elsewhere.
 """
 
 import os
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -29,14 +34,13 @@ from lightning_shard.backends.debug_wrapper import debug_name, exchange_collecti
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.guarded.store import JobStore, store_at
 from lightning_shard.backends.guarded.token import JobAddress, remember
-from lightning_shard.backends.in_flight import FlightWork, OperationWatch
+from lightning_shard.backends.in_flight import FlightWork, InFlight, OperationWatch
 from lightning_shard.backends.meeting_place import serve
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.backends.mpi.departures import COLLECTIVE, MADE, Need
-from lightning_shard.backends.mpi.flight import Flight, progress
 from lightning_shard.backends.mpi.operations import OPERATIONS, GroupOfRanks, Steps
-from lightning_shard.backends.mpi.runtime import is_cuda_aware, mpi
-from lightning_shard.backends.object_transfers import guard_torch
+from lightning_shard.backends.mpi.runtime import given_up, is_cuda_aware, lock, mpi
+from lightning_shard.backends.objects import guard_torch
 from lightning_shard.backends.packing import raw, write
 from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
@@ -46,6 +50,7 @@ from lightning_shard.errors import CollectiveMismatchError, ConfigError, RankFai
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+_PERIOD_SECONDS = 0.0005
 BACKEND_NAME = "mpi4py"  # c10d keeps the name "mpi" for its own, even where torch lacks it
 _POLL_SECONDS = 0.0005
 _RECV_ANY = f"recv {ANY_SOURCE}"
@@ -53,6 +58,119 @@ _RECV_ANY = f"recv {ANY_SOURCE}"
 # on cores of their own, and leave the core to them when they do not.
 _SPINS, _YIELDS = 50, 500
 _SLEEP_SECONDS = 0.0001
+INIT_METHOD = "mpi://"
+
+
+class MPIFlight(InFlight):
+    """The steps of one operation; each begins when the requests of the one before are complete.
+
+    Args:
+        steps: Generator that yields lists of MPI requests and does the arithmetic between them. It
+            is sent the status of a single request.
+        watch: Tells when the operation can never end, and what MPI's errors mean.
+    """
+
+    def __init__(self, steps: Generator[list[Any], Any, None], watch: "_OperationWatch") -> None:
+        super().__init__(lock)
+        self._status: Any = None
+        self._steps, self._watch = steps, watch
+        self._requests: list[Any] = []
+        with lock:
+            self._next_step()
+
+    def poll(self) -> bool:
+        """Move on as far as possible without waiting; return whether it has ended."""
+        with lock:
+            try:
+                while not self.done and self._are_complete():
+                    self._next_step()
+            except Exception as error:
+                self._fail(self._watch.explain(error))
+        if self.done:
+            self.call_back()
+        return self.done
+
+    def check(self) -> None:
+        """End the flight if it can never end by itself."""
+        if not self.done and (error := self._watch.why_it_stops()) is not None:
+            self._fail(error)
+            self.call_back()
+
+    def _fail(self, error: Exception) -> None:
+        """End the flight with an error; its memory is kept, since MPI may still write to it."""
+        with lock:
+            if not self.done:
+                self.error = error
+                given_up.append(self)
+                self.done = True
+
+    @property
+    @override
+    def source(self) -> int:
+        return -1 if not self.done or self._status is None else int(self._status.Get_source())
+
+    def _are_complete(self) -> bool:
+        if len(self._requests) == 1:
+            self._status = mpi().Status()
+            complete: bool = self._requests[0].Test(self._status)
+            return complete
+        return bool(mpi().Request.Testall(self._requests))
+
+    def _next_step(self) -> None:
+        with torch.inference_mode():
+            try:
+                self._requests = self._steps.send(self._status)
+            except StopIteration:
+                self.done = True
+
+
+class ProgressThread:
+    """Moves the flights of this process on while nobody waits for them."""
+
+    def __init__(self) -> None:
+        self._flights: list[MPIFlight] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._waiting = 0
+        self._ended = False
+
+    def add(self, flight: MPIFlight) -> None:
+        """Take over a flight that has not ended."""
+        with self._changed:
+            if self._ended:
+                return
+            self._flights.append(flight)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mpi-progress", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Stop the thread, before MPI ends."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._flights and not self._ended:
+                    self._changed.wait()
+                if self._ended:
+                    return
+                flights = list(self._flights)
+            for flight in flights:
+                if not flight.poll() and flight.is_followed:
+                    flight.check()  # since nobody may be waiting who would
+            ended = {id(flight) for flight in flights if flight.done}
+            with self._changed:
+                self._flights = [one for one in self._flights if id(one) not in ended]
+            time.sleep(_PERIOD_SECONDS)
+
+
+progress = ProgressThread()
 
 
 def must_stage(tensors: Sequence[Tensor]) -> bool:
@@ -92,7 +210,7 @@ def _warn_once() -> None:
 class MPIWork(FlightWork):
     """One rank's handle of one operation over MPI."""
 
-    _flight: Flight
+    _flight: MPIFlight
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the results are there.
@@ -215,7 +333,7 @@ class MPIGroup(PythonGroup):
             if (failure := watch.peer_failure()) is not None:
                 raise failure
             try:
-                flight = Flight(self._steps(call), watch)
+                flight = MPIFlight(self._steps(call), watch)
             except runtime.mpi().Exception as error:
                 raise watch.explain(error) from error
             self._tally[own] += 1
@@ -307,9 +425,6 @@ class _OperationWatch(OperationWatch):
             )
         made.__cause__ = error
         return made
-
-
-INIT_METHOD = "mpi://"
 
 
 class MPIBackend(Backend):

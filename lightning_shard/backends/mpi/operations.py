@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_shard.backends.c10d_reduce_ops import reduce_tensors
 from lightning_shard.backends.calls import Call, describe_tensor
 from lightning_shard.backends.mpi.runtime import mpi
 from lightning_shard.backends.packing import pack, raw, room_for, unaliased, unpack
 from lightning_shard.backends.python_group import ANY_SOURCE
+from lightning_shard.backends.rank_order import reduce_tensors
 from lightning_shard.backends.streams import drain_streams
 from lightning_shard.errors import CollectiveMismatchError, ConfigError, LayoutError
 

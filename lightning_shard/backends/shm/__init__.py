@@ -11,7 +11,7 @@ wakes a rank that sleeps.
 
     torch.distributed ─► ShmGroup ─► OPERATIONS: one generator per operation, which yields what it
                                      waits for on the boards
-                          ShmWork ─► Flight ◄─ ProgressThread (when nobody waits)
+                          ShmWork ─► ShmFlight ◄─ ProgressThread (when nobody waits)
 
 The memory vanishes with the last process that maps it, however that ends: there is nothing to
 clean up, and `/dev/shm` is not used, whose size containers limit.

@@ -23,7 +23,7 @@ _LEFT, _READ = 0, 1
 _ROUNDS = 8
 
 
-class Place(NamedTuple):
+class HeapPlace(NamedTuple):
     """Where a tensor lies in its rank's heap.
 
     Attributes:
@@ -48,7 +48,7 @@ class Offer(NamedTuple):
     code: int
     operation: int
     dtype: int
-    places: Sequence[Place]
+    places: Sequence[HeapPlace]
 
 
 class Letter(NamedTuple):
@@ -123,7 +123,7 @@ class Board:
         start = _ROUNDS + number % NUM_ROUNDS * _RECORD
         code, operation, dtype, count = self._words[start + 1 : start + 5]
         words = self._words[start + 5 : start + 5 + 2 * count].tolist()
-        places = [Place(*pair) for pair in zip(words[::2], words[1::2], strict=True)]
+        places = [HeapPlace(*pair) for pair in zip(words[::2], words[1::2], strict=True)]
         return Offer(code, operation, dtype, places)
 
     def code(self, number: int) -> int:

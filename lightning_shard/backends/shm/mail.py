@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.packing import raw, write
 from lightning_shard.backends.python_group import ANY_SOURCE
-from lightning_shard.backends.shm.board import NUM_MESSAGES, Letter, Place
+from lightning_shard.backends.shm.board import NUM_MESSAGES, HeapPlace, Letter
 from lightning_shard.backends.shm.room import DTYPE_NUMBERS, DTYPES, STAGED_LIMIT_BYTES, Room
 from lightning_shard.errors import CollectiveMismatchError
 
@@ -130,7 +130,7 @@ class Mail:
     def _data(self, one: _Waiting) -> Tensor:
         if one.data is not None:
             return one.data
-        place = Place(one.letter.place, one.letter.numel)
+        place = HeapPlace(one.letter.place, one.letter.numel)
         return self._room.view(one.source, place, DTYPES[one.letter.dtype])
 
     def _copied_out(self, one: _Waiting) -> _Waiting:

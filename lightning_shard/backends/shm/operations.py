@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.backends.c10d_reduce_ops import reduce_tensors
 from lightning_shard.backends.calls import Call, describe_tensor, op_name
 from lightning_shard.backends.packing import pack, raw, room_for, unpack, write
-from lightning_shard.backends.shm.board import Place
+from lightning_shard.backends.rank_order import reduce_tensors
+from lightning_shard.backends.shm.board import HeapPlace
 from lightning_shard.backends.shm.mail import Mail
 from lightning_shard.backends.shm.room import Offered, Room
 from lightning_shard.errors import CollectiveMismatchError
 
 
 @dataclass(frozen=True)
-class Wait:
+class BoardWait:
     """What an operation waits for.
 
     Attributes:
@@ -40,7 +40,7 @@ class Wait:
     absent: Callable[[], list[int]]
 
 
-Steps = Generator[Wait, Any, int | None]
+Steps = Generator[BoardWait, Any, int | None]
 """What a receive returns is the group rank of its source."""
 
 # Up to here every rank reads every rank's tensor: one round, where two would take longer.
@@ -53,7 +53,7 @@ _PLAIN_SUMS = ("SUM", "AVG")
 def _posting(room: Room, number: int, call: Call, make: Callable[[], Offered], size: int) -> Any:
     """Post an offer once there is room for it, and wait for the turn to read the round."""
     if not room.may_post(number, size):
-        yield Wait(lambda: room.may_post(number, size), lambda: room.undrained(number))
+        yield BoardWait(lambda: room.may_post(number, size), lambda: room.undrained(number))
     offered = make()
     room.post(number, call, offered)
     yield _turn(room, number)
@@ -61,15 +61,15 @@ def _posting(room: Room, number: int, call: Call, make: Callable[[], Offered], s
     return offered
 
 
-def _turn(room: Room, number: int) -> Wait:
-    return Wait(lambda: room.is_turn(number), lambda: room.missing(number))
+def _turn(room: Room, number: int) -> BoardWait:
+    return BoardWait(lambda: room.is_turn(number), lambda: room.missing(number))
 
 
 def _ending(room: Room, number: int, offered: Offered) -> Steps:
     """End a round that this rank has read; wait for its peers where they read in place."""
     room.has_read(number)
     if offered.in_place and room.undrained(number):
-        yield Wait(lambda: not room.undrained(number), lambda: room.undrained(number))
+        yield BoardWait(lambda: not room.undrained(number), lambda: room.undrained(number))
     return None
 
 
@@ -254,7 +254,7 @@ def _send(room: Room, mail: Mail, call: Call) -> Steps:
             return mail.may_send(call.root, number, size)
 
         if not may_send():
-            yield Wait(may_send, lambda: [call.root])
+            yield BoardWait(may_send, lambda: [call.root])
         mail.send(peer, number, tensor, call.tag or 0)
     return None
 
@@ -270,7 +270,7 @@ def _recv(room: Room, mail: Mail, call: Call) -> Steps:
 
     mail.ask(call)
     if not has_come():
-        yield Wait(has_come, lambda: [call.root] if call.root >= 0 else [])
+        yield BoardWait(has_come, lambda: [call.root] if call.root >= 0 else [])
     return source
 
 
@@ -292,7 +292,7 @@ def _part(room: Room, number: int, rank: int, index: int, slot: Tensor, call: Ca
         CollectiveMismatchError: It has another number of elements than the slot.
     """
     places = room.places(number, rank)
-    place = places[index] if index < len(places) else Place(0, -1)
+    place = places[index] if index < len(places) else HeapPlace(0, -1)
     if place.numel != slot.numel():
         raise CollectiveMismatchError(
             f"Rank {room.rank} of the group, {call} at {call.site}: rank {rank} gives "

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch.futures import Future
@@ -24,26 +24,18 @@ from lightning_shard.backends.python_group import PythonGroup
 from lightning_shard.backends.shm.doorbell import Doorbell
 from lightning_shard.backends.shm.heap import own_heap
 from lightning_shard.backends.shm.mail import Mail
-from lightning_shard.backends.shm.operations import OPERATIONS, Steps, Wait
+from lightning_shard.backends.shm.operations import OPERATIONS, BoardWait, Steps
 from lightning_shard.backends.shm.room import Room
 from lightning_shard.errors import RankFailedError
 
 _SPINS, _YIELDS = 20, 200
 _SLEEP_SECONDS = 0.02
 _UNWATCHED_SLEEP_SECONDS = 0.005
+BACKEND_NAME = "shm"
+_left_rooms: list[Room] = []  # at whose boards peers may still look
 
 
-class Watch(Protocol):
-    """Tells a flight whether it can still end."""
-
-    def why_it_stops(self, wait: Wait) -> Exception | None:
-        """Return the error of an operation that can never go on, else None."""
-
-    def broke(self, error: Exception) -> None:
-        """Take note that an operation has failed, after which the ranks are out of step."""
-
-
-class Flight(InFlight):
+class ShmFlight(InFlight):
     """The steps of one operation.
 
     Args:
@@ -51,11 +43,11 @@ class Flight(InFlight):
         watch: Tells when the operation can never end.
     """
 
-    def __init__(self, steps: Steps, watch: Watch) -> None:
+    def __init__(self, steps: Steps, watch: "_OperationWatch") -> None:
         super().__init__(flights.lock)
         self._source = -1
         self._steps, self._watch = steps, watch
-        self._wait: Wait | None = None
+        self._wait: BoardWait | None = None
 
     @property
     @override
@@ -97,12 +89,12 @@ class Flights:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._flights: list[Flight] = []
+        self._flights: list[ShmFlight] = []
         self._waiting = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def begin(self, flight: Flight) -> None:
+    def begin(self, flight: ShmFlight) -> None:
         """Start a flight."""
         with self.lock:
             self._flights.append(flight)
@@ -118,7 +110,7 @@ class Flights:
         for flight in ended:
             self._call_back(flight)
 
-    def wait(self, flight: Flight, doorbell: Doorbell, until: float | None) -> bool:
+    def wait(self, flight: ShmFlight, doorbell: Doorbell, until: float | None) -> bool:
         """Return once a flight has ended, or at a time of `time.monotonic`; whether it has."""
         polls = 0
         self._waiting += 1
@@ -142,7 +134,7 @@ class Flights:
         self._call_back(flight)
         return True
 
-    def _sleep(self, flight: Flight | None, doorbell: Doorbell, seconds: float) -> None:
+    def _sleep(self, flight: ShmFlight | None, doorbell: Doorbell, seconds: float) -> None:
         word = doorbell.listen()
         try:
             self.poll()
@@ -151,7 +143,7 @@ class Flights:
         finally:
             doorbell.end_sleep()
 
-    def _poll_locked(self) -> list[Flight]:
+    def _poll_locked(self) -> list[ShmFlight]:
         for flight in self._flights:
             flight.poll()
         ended = [flight for flight in self._flights if flight.done]
@@ -159,7 +151,7 @@ class Flights:
             self._flights = [flight for flight in self._flights if not flight.done]
         return ended
 
-    def _call_back(self, flight: Flight) -> None:
+    def _call_back(self, flight: ShmFlight) -> None:
         if flight.done and flight.is_followed:
             flight.call_back()
 
@@ -201,10 +193,6 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=flights.forget)
 
 
-BACKEND_NAME = "shm"
-_left_rooms: list[Room] = []  # at whose boards peers may still look
-
-
 class ShmWork(FlightWork):
     """One rank's handle of one operation.
 
@@ -214,9 +202,9 @@ class ShmWork(FlightWork):
         doorbell: By which peers wake this process.
     """
 
-    _flight: Flight
+    _flight: ShmFlight
 
-    def __init__(self, flight: Flight, call: Call, doorbell: Doorbell) -> None:
+    def __init__(self, flight: ShmFlight, call: Call, doorbell: Doorbell) -> None:
         super().__init__(flight, call)
         self._doorbell = doorbell
 
@@ -294,7 +282,7 @@ class ShmGroup(PythonGroup):
         watch = _OperationWatch(self, call)
         if (failure := self._failure or watch.peer_failure()) is not None:
             raise failure
-        flight = Flight(OPERATIONS[call.op](self._room, self._mail, call), watch)
+        flight = ShmFlight(OPERATIONS[call.op](self._room, self._mail, call), watch)
         flights.begin(flight)
         return ShmWork(flight, call, self._room.heap.doorbell)
 
@@ -357,7 +345,7 @@ class _OperationWatch(OperationWatch):
         """Have the group's later operations raise the same error."""
         self._group.break_off(error)
 
-    def why_it_stops(self, wait: Wait) -> Exception | None:
+    def why_it_stops(self, wait: BoardWait) -> Exception | None:
         """Return the error when a rank has failed or left, or the time-out is over; else None."""
         group, lifeline = self._group, liveness.current()
         failure = group.failure or self.peer_failure()

@@ -22,8 +22,8 @@ from lightning_shard.backends.shm.board import (
     MOST_PLACES,
     NUM_ROUNDS,
     Board,
+    HeapPlace,
     Offer,
-    Place,
     num_words,
 )
 from lightning_shard.backends.shm.heap import Heap
@@ -64,7 +64,7 @@ class Offered(NamedTuple):
         in_place: Whether any is the caller's own memory.
     """
 
-    places: list[Place]
+    places: list[HeapPlace]
     copies: Tensor | None
     in_place: bool
 
@@ -125,13 +125,13 @@ class Room:
             written: Tensors that this rank writes before its peers have read; what overlaps them is
                 copied.
         """
-        places, others = dict[int, Place](), list[int]()
+        places, others = dict[int, HeapPlace](), list[int]()
         for index, tensor in enumerate(tensors):
             offset = self.heap.offset_of(tensor) if tensor.is_contiguous() else None
             if offset is None or any(_overlap(tensor, one) for one in written):
                 others.append(index)
             else:
-                places[index] = Place(offset, tensor.numel())
+                places[index] = HeapPlace(offset, tensor.numel())
         copies = None
         if sum(tensors[index].numel() for index in others):
             copies = self.heap.empty(sum(_room_for(tensors[index]) for index in others), torch.int8)
@@ -140,10 +140,10 @@ class Room:
                 tensor = raw(tensors[index])
                 target = copies[start : start + tensor.nbytes].view(tensor.dtype)
                 target.view(tensor.shape).copy_(tensor)
-                places[index] = Place(_offset(self.heap, copies) + start, tensor.numel())
+                places[index] = HeapPlace(_offset(self.heap, copies) + start, tensor.numel())
                 start += _room_for(tensor)
         for index in others:
-            places.setdefault(index, Place(0, 0))
+            places.setdefault(index, HeapPlace(0, 0))
         in_place = len(others) < len(tensors)
         return Offered([places[index] for index in range(len(tensors))], copies, in_place)
 
@@ -158,7 +158,7 @@ class Room:
             table = self.heap.empty(2 * len(places), torch.int64)
             table.copy_(torch.tensor([word for place in places for word in place]))
             self._copies.append((number, table))
-            places = [Place(_offset(self.heap, table), -len(places))]
+            places = [HeapPlace(_offset(self.heap, table), -len(places))]
         self.own.post(number, Offer(*head, places))
         self.ring()
 
@@ -199,16 +199,16 @@ class Room:
             f"the same from each: {calls}. Pass debug=True to see each rank's line."
         )
 
-    def places(self, number: int, rank: int) -> Sequence[Place]:
+    def places(self, number: int, rank: int) -> Sequence[HeapPlace]:
         """Return where a rank's tensors of a round lie in its heap."""
         board = self.boards[rank]
         places = board.offer(number).places
         if len(places) == 1 and places[0].numel < 0:
             words = board.heap.words(places[0].offset, -2 * places[0].numel).tolist()
-            return [Place(*pair) for pair in zip(words[::2], words[1::2], strict=True)]
+            return [HeapPlace(*pair) for pair in zip(words[::2], words[1::2], strict=True)]
         return places
 
-    def view(self, rank: int, place: Place, dtype: torch.dtype) -> Tensor:
+    def view(self, rank: int, place: HeapPlace, dtype: torch.dtype) -> Tensor:
         """Return a rank's tensor as 1-D, where it lies."""
         return self.boards[rank].heap.view(place.offset, place.numel, dtype)
 

@@ -22,6 +22,7 @@ Operations wait for their messages: they run on a group's thread, one after the 
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -36,16 +37,22 @@ from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
-from lightning_shard.backends.c10d_reduce_ops import reduce_tensors
 from lightning_shard.backends.calls import Call, describe_tensor, op_name
 from lightning_shard.backends.group_handle import CallWork
 from lightning_shard.backends.liveness.interruption import end_at_exit
 from lightning_shard.backends.packing import pack, raw, room_for, unaliased, unpack, write
 from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup
+from lightning_shard.backends.rank_order import reduce_tensors
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 from lightning_shard.backends.shm.heap import own_heap
 from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
 from lightning_shard.errors import CollectiveMismatchError
+
+_AT_ONCE_BYTES = 64 << 10  # up to here three steps take longer than one over Gloo
+_SUMS = ("SUM", "AVG")
+_CHECK_SECONDS = 0.05
+_LONGEST_END_SECONDS = 5.0
+_GATHERS = ("all_gather", "all_gather_single")
 
 
 class GlooRanks:
@@ -247,12 +254,6 @@ OPERATIONS: dict[str, Callable[[GlooRanks, Call], None]] = {
 }
 
 
-_AT_ONCE_BYTES = 64 << 10  # up to here three steps take longer than one over Gloo
-_SUMS = ("SUM", "AVG")
-_CHECK_SECONDS = 0.05
-_LONGEST_END_SECONDS = 5.0
-
-
 class LineWork(CallWork):
     """The handle of one operation in a line.
 
@@ -357,7 +358,7 @@ class Line:
             work.end(self._failure)
 
 
-class MessageWork(CallWork):
+class GlooMessageWork(CallWork):
     """The handle of one message.
 
     Args:
@@ -411,14 +412,14 @@ class MessageWork(CallWork):
         return future
 
 
-def send(ranks: GlooRanks, call: Call) -> MessageWork:
+def send(ranks: GlooRanks, call: Call) -> GlooMessageWork:
     """Start to send a call's tensors to its root."""
     kept = [pack([tensor]) for tensor in call.inputs]
     works = [ranks.group.send([bytes_of(one)], call.root, call.tag or 0) for one in kept]
-    return MessageWork(call, works, kept, lambda: None)
+    return GlooMessageWork(call, works, kept, lambda: None)
 
 
-def receive(ranks: GlooRanks, call: Call) -> MessageWork:
+def receive(ranks: GlooRanks, call: Call) -> GlooMessageWork:
     """Start to receive a call's tensors from its root, or from whichever rank sends first."""
     rooms, tag = [room_for([tensor]) for tensor in call.outputs], call.tag or 0
     works = [
@@ -432,7 +433,7 @@ def receive(ranks: GlooRanks, call: Call) -> MessageWork:
         for room, tensor in zip(rooms, call.outputs, strict=True):
             unpack(room, [tensor])
 
-    return MessageWork(call, works, rooms, finish)
+    return GlooMessageWork(call, works, rooms, finish)
 
 
 class Levels:
@@ -478,7 +479,8 @@ class Levels:
         self.inner.reduce_scatter([own], [inputs]).wait()
         sizes = [one.numel() for one in self._of_place(given, self.place)]
         total = own.new_empty(output.numel())
-        reduce_scatter(self.across, _as_sum(call), torch.split(own, sizes), total)
+        as_sum = replace(call, reduce_op=dist.ReduceOp.SUM)
+        reduce_scatter(self.across, as_sum, torch.split(own, sizes), total)
         self._average(total, call)
         write(output, total.to(output.dtype))
 
@@ -517,19 +519,6 @@ def _column(parts: Sequence[Tensor]) -> Tensor:
     for slot, part in zip(torch.split(column, sizes), parts, strict=True):
         slot.copy_(part)
     return column
-
-
-def _as_sum(call: Call) -> Call:
-    return Call(
-        op=call.op,
-        rank=call.rank,
-        inputs=call.inputs,
-        outputs=call.outputs,
-        agreed=call.agreed,
-        site=call.site,
-        results=call.results,
-        reduce_op=dist.ReduceOp.SUM,
-    )
 
 
 class TwoLevelGroup(PythonGroup):
@@ -579,7 +568,7 @@ class TwoLevelGroup(PythonGroup):
         return Levels(members, host, inner, across)
 
     @override
-    def _start(self, call: Call) -> LineWork | MessageWork:
+    def _start(self, call: Call) -> LineWork | GlooMessageWork:
         description = f"{call} of {self.group_desc} at {call.site}"
         lifeline = liveness.current()
         if lifeline is not None and lifeline.has_verdict:
@@ -636,6 +625,3 @@ def _is_worth_two(call: Call) -> bool:
     return call.op in _GATHERS or (
         tensors[0].is_floating_point() and op_name(call.reduce_op) in _SUMS
     )
-
-
-_GATHERS = ("all_gather", "all_gather_single")

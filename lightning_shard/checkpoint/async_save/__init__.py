@@ -1,8 +1,7 @@
 """Checkpoints of the sharded format that are written while training goes on.
 
-    what a rank writes, copied to host memory          staged_items
-    one save, from the copy to its place               save_in_flight
-    a rank's saves, and where in a run they end        background_saves
+    one save, from its copy in host memory to its place      save_in_flight
+    a rank's saves, and where in a run they end              background_saves
 
     rank 0   copy ─┬─ steps ─────────┬─ steps ───────────┬─ steps
              plan  │ writer: my file │ index, rename     │ complete

@@ -11,5 +11,5 @@ any path as a checkpoint           source, folder_source
 what is written                    targets, hugging_face
 all of it                          consolidating
 what there is to say of a path     description
-weights into a module              loading, hugging_face_names
+weights into a module              loading
 """

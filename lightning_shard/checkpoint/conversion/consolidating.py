@@ -9,7 +9,12 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from lightning_shard.checkpoint.conversion.safetensors_files import check_formats, write_safetensors
-from lightning_shard.checkpoint.conversion.source import INDEX_OF_SAFETENSORS, Source, open_source
+from lightning_shard.checkpoint.conversion.source import (
+    INDEX_OF_SAFETENSORS,
+    Source,
+    open_source,
+    verify,
+)
 from lightning_shard.checkpoint.conversion.unread import (
     Cast,
     Unread,
@@ -20,11 +25,10 @@ from lightning_shard.checkpoint.conversion.unread import (
     memory_of,
     tensors_in,
 )
-from lightning_shard.checkpoint.conversion.verifying import verify
 from lightning_shard.checkpoint.files.new import new_file, new_folder
 from lightning_shard.checkpoint.files.places import inside, remote_place
-from lightning_shard.checkpoint.files.torch_archive import Record, records_of, write_archive
-from lightning_shard.checkpoint.files.untouched import untouched
+from lightning_shard.checkpoint.files.tensor_parts import untouched
+from lightning_shard.checkpoint.files.torch_archive import ArchiveRecord, records_of, write_archive
 from lightning_shard.errors import ConfigError
 
 _OF_HUGGING_FACE = ("model.safetensors", "model-*-of-*.safetensors", INDEX_OF_SAFETENSORS)
@@ -72,7 +76,7 @@ class Consolidation:
 
 
 @dataclass
-class Outcome:
+class Consolidated:
     """What was written.
 
     Attributes:
@@ -163,7 +167,7 @@ def _index(names: list[str], shards: list[dict[str, Unread]]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
 
 
-def _records(content: Any, written: Written) -> Iterator[Record]:
+def _records(content: Any, written: Written) -> Iterator[ArchiveRecord]:
     """Yield the records of a file, the elements of each tensor as they are read."""
     memory: dict[int, torch.Tensor] = {}
     by_address: dict[int, Unread] = {}
@@ -193,7 +197,7 @@ def consolidate(
     output: Any,
     options: Consolidation | None = None,
     progress: Progress = lambda done, total: None,
-) -> Outcome:
+) -> Consolidated:
     """Write a checkpoint as another kind of file; the output is there whole, or not at all.
 
     Args:
@@ -225,7 +229,7 @@ def consolidate(
 
     progress(0, total)
     _target(to, options)(output, content, written)
-    return Outcome(to, len(tensors), total, left_out)
+    return Consolidated(to, len(tensors), total, left_out)
 
 
 def _format_of(output: Any) -> Format:

@@ -5,24 +5,201 @@
 A module is a plain one, before the fit, on the CPU, a GPU or "meta" (its parameters are made when
 their values come); or a run's, in a hook, where each rank keeps its shard of the tensor at hand.
 Where a module on meta is being built for a run, the file is read when the ranks make their shards.
+
+The module of a Hugging Face model finds tensors under its names, as its `from_pretrained` gives
+them:
+
+    h.0.ln_1.weight                    transformer.h.0.ln_1.weight      the prefix of its base model
+    LayerNorm.gamma                    LayerNorm.weight                 names of older versions
+    experts.0.w1, experts.0.w3, ...    experts.gate_up_proj             put together when it is read
+    h.0.attn.bias                      left out                         what its class ignores
+
+Private names of transformers, which is not imported here: `_keys_to_ignore_on_load_unexpected` and
+`_keys_to_ignore_on_load_missing`. The rules themselves are its `conversion_mapping` and
+`core_model_loading`; versions without them (before 5) have the prefix alone.
 """
 
-from collections.abc import Mapping
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.checkpoint.conversion.hugging_face_names import named_as
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.checkpoint.conversion.unread import Unread, is_unread
 from lightning_shard.checkpoint.misfits import dtype_misfit, misfit_error, shape_misfit
+from lightning_shard.data_parallel.torch_private import without_function_modes
+from lightning_shard.errors import CheckpointError
 from lightning_shard.meta_start.recorder import read_at_start
 
+_BASE = ("transformers.modeling_utils", "PreTrainedModel")
+_MOVED = ("rotary_emb.inv_freq", "position_ids")  # buffers that files of older versions have
 _ADVICE = (
     "Pass the module that has these names, such as the model in a LightningModule; names that "
     "differ on purpose are left out with strict=False."
 )
+
+
+@dataclass
+class Named:
+    """Tensors by a module's names.
+
+    Attributes:
+        tensors: Those of the file; others than the module's are under their own names.
+        may_lack: Names of the module that its class does without.
+    """
+
+    tensors: dict[str, Any]
+    may_lack: set[str] = field(default_factory=set)
+
+
+def named_as(module: nn.Module, own: Iterable[str], stored: Mapping[str, Any]) -> Named:
+    """Return a file's tensors under the names that a module has for them; none is read.
+
+    Args:
+        module: Any module; the tensors of one that is not Hugging Face's keep their names.
+        own: The module's names.
+        stored: The file's tensors by name.
+    """
+    names = set(own)
+    if not _is_hugging_face(module) or (names <= stored.keys() and len(names) == len(stored)):
+        return Named(dict(stored))
+    found = _renamed(module, names, stored)
+    unexpected = _patterns(module, "_keys_to_ignore_on_load_unexpected")
+    buffers = [name for name, _ in module.named_buffers()]
+    unexpected += [
+        rf"(^|\.){re.escape(leaf)}$"
+        for leaf in _MOVED
+        if any(name.endswith(leaf) for name in buffers)
+    ]
+    missing = _patterns(module, "_keys_to_ignore_on_load_missing")
+    return Named(
+        {name: one for name, one in found.items() if name in names or not _any(unexpected, name)},
+        {name for name in names if _any(missing, name)},
+    )
+
+
+def _renamed(module: nn.Module, names: set[str], stored: Mapping[str, Any]) -> dict[str, Any]:
+    rename, renamings, converters, order = _rules(module)
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    known = dict.fromkeys(names, True)
+    prefix = str(getattr(module, "base_model_prefix", ""))
+    found: dict[str, Any] = {}
+    parts: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name in sorted(stored, key=order):
+        renamed, pattern = rename(name, renamings, converters, prefix, known)
+        if renamed not in names and name in names:
+            renamed, pattern = name, None
+        if pattern is None or not is_unread(stored[name]):
+            found[renamed] = stored[name]
+        else:
+            parts[renamed].append((name, pattern))
+    for first, sources in parts.items():
+        together = _Together(
+            first,
+            by_pattern[sources[0][1]],
+            [(name, pattern, stored[name]) for name, pattern in sources],
+            module,
+        )
+        found |= together.tensors()
+    return found
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Tensors of a file that a model has in another form, as one for all experts.
+
+    Attributes:
+        first: The model's name of what they become, or of the first of several.
+        rule: How they become it.
+        sources: Name, the rule's pattern for it, and tensor.
+        module: The model of Hugging Face that has it.
+    """
+
+    first: str
+    rule: Any
+    sources: list[tuple[str, str, Unread]]
+    module: nn.Module
+
+    def tensors(self) -> dict[str, Unread]:
+        """Return what they become, by the model's names."""
+        made = self.made(lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
+        return {name: _Converted(self, name, one.shape, one.dtype) for name, one in made.items()}
+
+    def made(self, read: Callable[[Unread], Tensor]) -> dict[str, Tensor]:
+        """Put them together, each as `read` gives it."""
+        rule = copy.deepcopy(self.rule)
+        for name, pattern, tensor in self.sources:
+            rule.add_tensor(self.first, name, pattern, lambda tensor=tensor: read(tensor))
+        try:
+            with without_function_modes(), torch.no_grad():
+                made = rule.convert(
+                    self.first, model=self.module, config=getattr(self.module, "config", None)
+                )
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.first!r} of {type(self.module).__name__} cannot be made of "
+                f"{', '.join(repr(name) for name, *_ in self.sources[:4])} as transformers says "
+                f"({type(error).__name__}: {error}); expected a folder that its from_pretrained "
+                f"reads. Save the model with save_pretrained of the installed version first."
+            ) from error
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """One tensor of those that several of a file become."""
+
+    together: _Together
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """Read what it is made of, and make it."""
+        return self.together.made(lambda one: one.read())[self.name].contiguous()
+
+
+def _rules(module: nn.Module) -> tuple[Any, list[Any], list[Any], Any]:
+    """Return how names become others, the rules for names and tensors, and the order of names."""
+    try:
+        loading = import_module("transformers.core_model_loading")
+        mapping = import_module("transformers.conversion_mapping")
+        rules = mapping.get_model_conversion_mapping(module)
+        return (
+            loading.rename_source_key,
+            [one for one in rules if isinstance(one, loading.WeightRenaming)],
+            [one for one in rules if isinstance(one, loading.WeightConverter)],
+            loading.dot_natural_key,
+        )
+    except (ImportError, AttributeError):
+        return _with_prefix, [], [], str
+
+
+def _with_prefix(
+    name: str, renamings: Any, converters: Any, prefix: str, known: Mapping[str, bool]
+) -> tuple[str, None]:
+    """Add or take away the name of the base model."""
+    if name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in known:
+        return name.removeprefix(f"{prefix}."), None
+    return (f"{prefix}.{name}" if f"{prefix}.{name}" in known else name), None
+
+
+def _is_hugging_face(module: nn.Module) -> bool:
+    return any((kind.__module__, kind.__name__) == _BASE for kind in type(module).__mro__)
+
+
+def _patterns(module: nn.Module, attribute: str) -> list[str]:
+    return list(getattr(module, attribute, None) or ())
+
+
+def _any(patterns: Iterable[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 class Misses(NamedTuple):

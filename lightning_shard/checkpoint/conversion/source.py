@@ -4,27 +4,40 @@ a folder with .metadata                           torch.distributed.checkpoint
 a folder with model.safetensors[.index.json]      Hugging Face
 a file that begins as an archive                  torch.save: .ckpt, .pt
 *.safetensors                                     safetensors
+
+Whether it is complete, and as it was written, lengths tell, or checksums once it is read.
+
+Lightning's `load_from_checkpoint` gets a folder as the dictionary of a whole checkpoint.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from lightning_shard.checkpoint.conversion.archive import ArchiveFile
 from lightning_shard.checkpoint.conversion.safetensors_files import read_safetensors
-from lightning_shard.checkpoint.conversion.unread import is_unread, present
+from lightning_shard.checkpoint.conversion.unread import exchanged, is_unread, present
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
-from lightning_shard.checkpoint.files.places import file_sizes, inside, local_path, remote_place
-from lightning_shard.checkpoint.files.reading import read_file
+from lightning_shard.checkpoint.files.places import (
+    file_sizes,
+    fresh_place,
+    inside,
+    local_path,
+    remote_place,
+)
+from lightning_shard.checkpoint.files.reading import read_file, verify_file
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.checkpoint.sharded.entries import nothing_kept
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
 from lightning_shard.checkpoint.sharded.folder_parts import is_flattened, parts_of
 from lightning_shard.checkpoint.sharded.rank_entries import stored_entries
+from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 
 Kind = Literal["sharded", "full", "weights", "safetensors", "huggingface"]
@@ -32,6 +45,7 @@ INDEX_OF_SAFETENSORS = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 _PART = re.compile(r".*-\d+-of-\d+\.safetensors")
 _ARCHIVE = b"PK\x03\x04"
+_STATES = "optimizer_states"
 
 
 def folder_checkpoint(
@@ -241,3 +255,85 @@ def _of_content(path: Any, content: Any) -> Source:
 
 def _of_weights(path: Any, kind: Kind, weights: Mapping[str, Any]) -> Source:
     return Source(path, kind, {**nothing_kept(), "state_dict": weights})
+
+
+def verify(path: Any) -> bool:
+    """Compare a checkpoint with the checksums that it has, and say whether it has any.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    filesystem, inner = fresh_place(path)
+    if not filesystem.isdir(inner):
+        return filesystem.isfile(inner) and _verify_file(path)
+    if filesystem.isfile(inside(inner, INDEX_FILE)):
+        return verify_whole(path)
+    return False
+
+
+def _verify_file(path: Any) -> bool:
+    filesystem, inner = remote_place(path)
+    with filesystem.open(inner, "rb") as file:
+        if file.read(len(_ARCHIVE)) != _ARCHIVE:
+            return False
+    verify_file(path)
+    return True
+
+
+class UnreadStates(Sequence[Any]):
+    """The optimizers' states, which are read when somebody asks for one: a model needs none.
+
+    Args:
+        states: With unread tensors.
+        read: Returns one with its tensors.
+    """
+
+    def __init__(self, states: Sequence[Any], read: Callable[[Any], Any]) -> None:
+        self._states, self._read = states, read
+
+    @override
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._read(self._states[index])
+
+
+def whole_checkpoint(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Read a folder, which is compared with its checksums first.
+
+    Args:
+        path: Local, or any path of fsspec's.
+        map_location: As in `torch.load`: where its tensors, which lie on the CPU, are wanted.
+        weights_only: As in `torch.load`, of what is no tensor.
+
+    Raises:
+        CheckpointError: It is damaged, not complete, or no checkpoint.
+    """
+    verify(path)
+    checkpoint = open_source(path, objects=True, trust=weights_only is False).checkpoint
+
+    def read(nested: Any) -> Any:
+        return exchanged(nested, lambda one: _mapped(one.read(), map_location))
+
+    states = checkpoint.pop(_STATES, None)
+    whole: dict[str, Any] = read(checkpoint)
+    if states is not None:
+        whole[_STATES] = UnreadStates(states, read)
+    return whole
+
+
+def _mapped(tensor: Tensor, map_location: Any) -> Tensor:
+    if map_location is None:
+        return tensor
+    if isinstance(map_location, Mapping):
+        return tensor.to(map_location.get("cpu", "cpu"))
+    if isinstance(map_location, (str, int, torch.device)):
+        return tensor.to(map_location)
+    storage = map_location(tensor.untyped_storage(), "cpu")
+    return tensor if storage is None else tensor.to(storage.device)

@@ -77,7 +77,7 @@ def _product(one: int, other: int) -> int:
     return total
 
 
-class Record(NamedTuple):
+class ArchiveRecord(NamedTuple):
     """One record of an archive that is yet to be written.
 
     Attributes:
@@ -92,22 +92,22 @@ class Record(NamedTuple):
     num_bytes: int
 
 
-def records_of(obj: object) -> list[Record]:
+def records_of(obj: object) -> list[ArchiveRecord]:
     """Return the records of which `torch.save` would make its file, in order; nothing is copied."""
     collected = _Collected()
     _save(obj, collected, pickle, 2, False)  # type: ignore[no-untyped-call]
-    return [*collected.records, Record("version", b"3\n", 2)]
+    return [*collected.records, ArchiveRecord("version", b"3\n", 2)]
 
 
 class _Collected:
     """Takes what torch writes, in the place of its writer."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[ArchiveRecord] = []
 
     def write_record(self, name: str, content: Any, num_bytes: int) -> None:
         data = content.encode() if isinstance(content, str) else content
-        self.records.append(Record(name, data, num_bytes))
+        self.records.append(ArchiveRecord(name, data, num_bytes))
 
 
 def bytes_of(content: Any, num_bytes: int) -> memoryview:
@@ -118,7 +118,7 @@ def bytes_of(content: Any, num_bytes: int) -> memoryview:
     return memoryview(content)[:num_bytes]
 
 
-def write_archive(file: BinaryIO, records: Iterable[Record]) -> "Archive":
+def write_archive(file: BinaryIO, records: Iterable[ArchiveRecord]) -> "Archive":
     """Write a file that `torch.load` reads; return the archive, which knows its checksum."""
     archive = Archive(file)
     for record in records:

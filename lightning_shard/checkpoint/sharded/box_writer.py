@@ -27,9 +27,13 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.files.checksums import Checksum
 from lightning_shard.checkpoint.files.open_folder import OpenFolder, WrittenFile
-from lightning_shard.checkpoint.files.tensor_parts import parts_of
-from lightning_shard.checkpoint.files.torch_archive import Archive, Record, bytes_of, records_of
-from lightning_shard.checkpoint.files.untouched import untouched
+from lightning_shard.checkpoint.files.tensor_parts import parts_of, untouched
+from lightning_shard.checkpoint.files.torch_archive import (
+    Archive,
+    ArchiveRecord,
+    bytes_of,
+    records_of,
+)
 
 _ELEMENTS = "data/0"
 
@@ -166,7 +170,7 @@ def _write_tensor(archive: Archive, tensor: Tensor) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _records_around(shape: torch.Size, dtype: torch.dtype) -> tuple[Record, ...]:
+def _records_around(shape: torch.Size, dtype: torch.dtype) -> tuple[ArchiveRecord, ...]:
     """Return the records of any tensor of this kind, without its elements."""
     records = records_of(untouched(shape, dtype))
     return tuple(one._replace(content=None) if one.name == _ELEMENTS else one for one in records)

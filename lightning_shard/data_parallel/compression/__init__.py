@@ -7,9 +7,14 @@ exchange.begin(values, out)      # each rank
 exchange.wait()                  # `out` holds the average
 """
 
-from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.codec import Codec
-from lightning_shard.data_parallel.compression.compressor import Compressor, Exchange, Tally, Turn
+from lightning_shard.data_parallel.compression.compressor import (
+    Compressor,
+    Exchange,
+    FlatBuffer,
+    Tally,
+    Turn,
+)
 from lightning_shard.data_parallel.compression.one_bit import OneBit
 from lightning_shard.data_parallel.compression.power_sgd import PowerSGD
 from lightning_shard.data_parallel.compression.rounding import BF16, FP16, Int8

@@ -19,8 +19,12 @@ from collections.abc import Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.data_parallel.compression.buffer import FlatBuffer
-from lightning_shard.data_parallel.compression.compressor import Compressor, Exchange, Turn
+from lightning_shard.data_parallel.compression.compressor import (
+    Compressor,
+    Exchange,
+    FlatBuffer,
+    Turn,
+)
 from lightning_shard.data_parallel.compression.exchange import CodecExchange
 
 

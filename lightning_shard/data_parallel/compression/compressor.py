@@ -10,19 +10,96 @@
 All three may start communication, so each rank must call them for its buffers in the same order;
 that of the next buffer's `begin` is a good moment for `proceed`, since then most of it moves while
 backward computes. Non-finite values stay visible: the average is NaN, and nothing of them is kept.
+
+An exchange sees the flat buffer that it averages so:
+
+values    [ slot ][ slot ]..[ slot ].......   . = gaps: alignment and padding, always zero
+segments  |-- rank 0 --|-- rank 1 --|         one for each rank, all of one size
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_shard.data_parallel.compression.buffer import FlatBuffer
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.layout.flat import FlatLayout
 
 State = dict[str, dict[str, Tensor]]  # kind of state -> name -> tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatBuffer:
+    """A flat buffer: where its tensors lie and which ranks average it.
+
+    Attributes:
+        layout: Layout of the tensors; it has one shard, or one per rank.
+        ranks: Group of the ranks that average the buffer.
+        keeps_all: Whether each rank needs the full average, or its own segment only.
+        number: Number that tells this buffer from the others of a model, for random streams.
+        device: Device of the values.
+        dense_itemsize: Bytes of a value that travels uncompressed.
+    """
+
+    layout: FlatLayout
+    ranks: Collectives
+    keeps_all: bool = True
+    number: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dense_itemsize: int = 4
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole buffer."""
+        return self.layout.full_numel
+
+    @property
+    def segment_numel(self) -> int:
+        """Number of elements of each rank's segment; all segments may be longer than the buffer."""
+        return -(-self.numel // self.ranks.size)
+
+    @property
+    def dense_numel(self) -> int:
+        """Number of elements that this rank would send for a dense average (ring model)."""
+        once = self.segment_numel * (self.ranks.size - 1)
+        return 2 * once if self.keeps_all else once
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that this rank would send for a dense average (ring model)."""
+        return self.dense_numel * self.dense_itemsize
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, in buffer order."""
+        return [slot.name for slot in self.layout.slots]
+
+    @property
+    def gaps(self) -> Iterator[slice]:
+        """Slices of the buffer between and behind the tensors."""
+        end = 0
+        for slot in self.layout.slots:
+            if slot.offset > end:
+                yield slice(end, slot.offset)
+            end = slot.stop
+        if self.numel > end:
+            yield slice(end, self.numel)
+
+    def within(self, segment: int, slot: int) -> slice:
+        """Return a tensor's slice within a segment, counted from the segment's beginning."""
+        first, one = segment * self.segment_numel, self.layout.slots[slot]
+        start, stop = (
+            min(max(place - first, 0), self.segment_numel) for place in (one.offset, one.stop)
+        )
+        return slice(start, stop)
+
+    def views(self, full: Tensor) -> dict[str, Tensor]:
+        """Return each tensor by name, in its shape, as a view of `full`, (numel,) or longer."""
+        slots = self.layout.slots
+        return {slot.name: full[slot.offset : slot.stop].view(slot.shape) for slot in slots}
 
 
 class Compressor(ABC):

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.traffic import ring_share
-from lightning_shard.data_parallel.compression.buffer import FlatBuffer
-from lightning_shard.data_parallel.compression.compressor import State, if_sound
+from lightning_shard.data_parallel.compression.compressor import FlatBuffer, State, if_sound
 
 _GAPS = "_gaps"  # of a kind of kept values: those that belong to no tensor
 

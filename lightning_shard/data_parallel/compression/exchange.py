@@ -23,9 +23,9 @@ from lightning_shard.backends.pending import Pending
 from lightning_shard.backends.streams import sent_up
 from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.compression import wire
-from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import (
     Exchange,
+    FlatBuffer,
     State,
     Turn,
     if_sound,

@@ -26,10 +26,10 @@ from typing_extensions import override
 from lightning_shard.backends.pending import Pending
 from lightning_shard.backends.streams import sent_up
 from lightning_shard.backends.traffic import ring_share
-from lightning_shard.data_parallel.compression.buffer import FlatBuffer
 from lightning_shard.data_parallel.compression.compressor import (
     Compressor,
     Exchange,
+    FlatBuffer,
     State,
     if_sound,
     scale_up,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.local_sgd.packing import mean_over_ranks
+from lightning_shard.data_parallel.local_sgd.rules import mean_over_ranks
 
 _StateKey = tuple[int, str]  # the parameter's number and the key of its state
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_shard import DDPStrategy, ZeRO3Strategy
-from lightning_shard.checkpoint.conversion.whole import whole_checkpoint
+from lightning_shard.checkpoint.conversion.source import whole_checkpoint
 from lightning_shard.checkpoint.files.reading import read_file
 from tests.checkpoint.interrupted import RANKS, Dropping, fit
 

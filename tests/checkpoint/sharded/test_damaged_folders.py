@@ -16,7 +16,7 @@ from lightning_shard.checkpoint.by_rank import in_memory
 from lightning_shard.checkpoint.conversion.consolidating import consolidate
 from lightning_shard.checkpoint.conversion.description import describe
 from lightning_shard.checkpoint.conversion.loading import load_safetensors
-from lightning_shard.checkpoint.conversion.whole import whole_checkpoint
+from lightning_shard.checkpoint.conversion.source import whole_checkpoint
 from lightning_shard.checkpoint.sharded.entries import checkpoint_of
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all
 from lightning_shard.checkpoint.sharded.index import read_index

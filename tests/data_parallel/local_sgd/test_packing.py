@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_shard.data_parallel.local_sgd.packing import pack, unpack
+from lightning_shard.data_parallel.local_sgd.rules import pack, unpack
 
 
 def test_every_kind_comes_back() -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lightning_shard import ConfigError
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.precision.asked_formats import AskedFormats
+from lightning_shard.precision.policy import AskedFormats
 from tests.strategies.models import Trained
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
 

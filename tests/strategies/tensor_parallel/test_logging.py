@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lightning_shard import TensorParallelStrategy
 from lightning_shard.testing import run_ranks
-from lightning_shard.trainer.metric_groups import MetricGroups
+from lightning_shard.trainer.default_group import MetricGroups
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
+from lightning_shard.strategies.model_parallel import TensorParallelStrategy
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.tensor_parallel import TensorParallelStrategy
+from lightning_shard.strategies.model_parallel import TensorParallelStrategy
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,

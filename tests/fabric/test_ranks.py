@@ -1,6 +1,11 @@
-"""Launches of ranks that are threads: what they run on, and what they leave."""
+"""On two processes over Gloo: the Trainer's losses, and a script that `fabric.launch()` runs.
+
+Launches of ranks that are threads: what they run on, and what they leave.
+"""
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -12,8 +17,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard.errors import ConfigError
-from tests.fabric.loops import fabric_of, strategy_of
+from tests.fabric.loops import NUM_STEPS, Run, assert_same, fabric_of, run_of, strategy_of
 from tests.fabric.nets import Net, adam, assert_close, batch_of, on_one, on_ranks, weights_of
+from tests.processes import check, run_alone, run_processes
+from tests.strategies.parity import (
+    STRATEGIES,
+    UPSTREAM_WARNINGS,
+    Case,
+    ignore_upstream_warnings,
+    train_ranks,
+)
 
 SHARED = Net()  # among a module's globals, so every rank's
 
@@ -269,3 +282,81 @@ def test_loaders_are_made_as_before_after_a_launch() -> None:
     fabric = fabric_of(strategy)
     fabric.launch(lambda fabric: fabric.barrier())
     assert (DataLoader.__init__, Own.__init__) == before
+
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+
+
+def both(strategies: list[str], num_steps: int = NUM_STEPS) -> list[tuple[Run, Run]]:
+    """Train by hand and under a Trainer, one stage after the other; for `run_processes`."""
+    ignore_upstream_warnings()
+    return [
+        (run_of(strategy_of(one, "gloo"), "gpt", num_steps), under_trainer(one, num_steps))
+        for one in strategies
+    ]
+
+
+def under_trainer(strategy: str, num_steps: int) -> Run:
+    case = Case(model="gpt", strategy=strategy, num_ranks=2, num_steps=num_steps)
+    return train_ranks(case, "gloo")
+
+
+def test_a_few_steps_equal_the_trainers() -> None:
+    for [(run, expected)] in run_processes(both, 2, strategies=["zero3"], num_steps=3):
+        assert_same(run, expected)
+
+
+@pytest.mark.slow
+def test_20_steps_equal_the_trainers_under_every_stage() -> None:
+    for runs in run_processes(both, 2, strategies=list(STRATEGIES)):
+        for run, expected in runs:
+            assert_same(run, expected)
+
+
+SCRIPT = """
+import sys
+
+import torch
+from lightning.fabric import Fabric
+
+import lightning_shard
+
+fabric = Fabric(strategy="zero3", accelerator="cpu", devices=2)
+fabric.launch()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+for step in range(3):
+    fabric.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+if sys.argv[1:] == ["fail"] and fabric.global_rank == 1:
+    raise ValueError("of rank 1")
+fabric.barrier()
+fabric.save("saved", {"model": model, "optimizer": optimizer})
+fabric.print(f"done on {fabric.world_size} ranks")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]:
+        monkeypatch.delenv(name)
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.replace('"saved"', repr(str(tmp_path / "saved"))))
+    return path
+
+
+@pytest.mark.slow
+def test_a_script_launches_its_ranks(script: Path) -> None:
+    finished = run_alone(str(script))
+    check([finished])
+    assert finished.output.count("done on 2 ranks") == 1
+    assert (script.parent / "saved").is_file()
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_script(script: Path) -> None:
+    finished = run_alone(str(script), "fail")
+    assert finished.returncode != 0
+    assert "of rank 1" in finished.output

@@ -1,12 +1,16 @@
-"""`fit(ckpt_path="last")`, and a job that SLURM starts again, find checkpoints on object stores.
+"""What Lightning's own functions take for a checkpoint: folders too, and what is on object stores.
 
-Lightning 2.6 leaves the protocol out of what it finds behind fsspec (`s3://bucket/run/last.ckpt`
-becomes `bucket/run/last.ckpt`, which is not there), asks a folder for the time of its change, which
-object stores do not know, and takes a folder that was never completed for a checkpoint. Where a
-run's checkpoints lie behind fsspec these two look-ups go another way here, once this package is
-imported; for local folders nothing changes.
+Lightning 2.6 leaves the protocol out of what `fit(ckpt_path="last")`, and a job that SLURM starts
+again, find behind fsspec (`s3://bucket/run/last.ckpt` becomes `bucket/run/last.ckpt`, which is not
+there), asks a folder for the time of its change, which object stores do not know, and takes a
+folder that was never completed for a checkpoint. Where a run's checkpoints lie behind fsspec these
+two look-ups go another way here, once this package is imported; for local folders nothing changes.
 
-Private names of Lightning stand here; `tests/test_resume_from_remote.py` fails when they change.
+`Model.load_from_checkpoint(path)` takes a folder of the sharded format, as it takes a file: each
+root of Lightning reads a file with one function, `core.saving.pl_load`, which reads folders, too.
+
+Private names of Lightning stand here; `tests/test_checkpoint_paths.py` and
+`tests/test_load_from_checkpoint.py` fail when they change.
 """
 
 import os
@@ -84,3 +88,30 @@ def _is_remote(path: Any) -> bool:
 
 def _found() -> Any:
     return import_module("lightning_shard.checkpoint.found")
+
+
+def take_folders(lightning: str) -> None:
+    """Let modules and data modules of a root of Lightning load from folders.
+
+    Args:
+        lightning: Root of Lightning: "lightning.pytorch" or "pytorch_lightning".
+    """
+    saving = import_module(f"{lightning}.core.saving")
+    read_file = getattr(saving, "pl_load", None)
+    if read_file is None:
+        return  # a release that we do not serve is imported as if we were not there
+
+    @wraps(read_file)
+    def read(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if _is_folder(path):
+            whole = import_module("lightning_shard.checkpoint.conversion.source")
+            return whole.whole_checkpoint(path, map_location, weights_only)
+        return read_file(path, map_location=map_location, weights_only=weights_only)
+
+    vars(saving)["pl_load"] = read
+
+
+def _is_folder(path: Any) -> bool:
+    if not isinstance(path, (str, os.PathLike)):
+        return False
+    return bool(import_module("lightning_shard.checkpoint.files.places").is_folder(path))

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.data_parallel.sync_batch_norm import sync_batch_norm
 from lightning_shard.testing import run_ranks
+from lightning_shard.trainer.layer_sync import sync_batch_norm
 
 SHAPES = {"1d": (7, 3), "sequence": (7, 3, 5), "2d": (7, 3, 4, 2)}
 CUTS = [(0, 4), (4, 6), (6, 7)]

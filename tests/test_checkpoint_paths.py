@@ -12,7 +12,7 @@ import pytest
 import pytorch_lightning as other_root
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_shard.resume_from_remote import _newest_last, _newest_requeued
+from lightning_shard.checkpoint_paths import _newest_last, _newest_requeued
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_the_look_ups_of_lightning_are_there(root: Any) -> None:
     trainer = root.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False)
     connector = trainer._checkpoint_connector
     assert connector._parse_ckpt_path.__wrapped__.__module__.startswith(root.__name__)
-    assert type(connector)._hpc_resume_path.fget.__module__ == "lightning_shard.resume_from_remote"
+    assert type(connector)._hpc_resume_path.fget.__module__ == "lightning_shard.checkpoint_paths"
     assert connector._hpc_resume_path is None
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_shard.backends.traffic import OperationTraffic
 from lightning_shard.profiling.axis_counters import AxisTraffic
-from lightning_shard.profiling.step_clock import StepClock
+from lightning_shard.profiling.step_monitor import StepClock
 
 
 class World:
