@@ -175,6 +175,11 @@ def _go_on_timing(trainer: "pl.Trainer") -> None:
             timer._start_time[RunningStage.TRAINING] = time.monotonic()
 
 
+def is_time(owner: Any, name: str) -> bool:
+    """Whether an attribute is a Timer's time, which goes on from what was loaded."""
+    return isinstance(owner, Timer) and name in ("_start_time", "_end_time", "_offset")
+
+
 def _model_savers(trainer: "pl.Trainer") -> list[ModelCheckpoint]:
     return [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
 

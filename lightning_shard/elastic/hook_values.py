@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.elastic._lightning import training_dataset
+from lightning_shard.elastic._lightning import is_time, training_dataset
 from lightning_shard.launchers.adoption import OF_LIGHTNING, put
 
 Values = dict[tuple[str, str], Any]  # by owner and attribute
@@ -193,5 +193,5 @@ def _values(trainer: "pl.Trainer") -> Values:
         (owner, name): _frozen(value, _MOST_OF_DATA if owner.startswith("data") else _MOST)
         for owner, one in _owners(trainer)
         for name, value in vars(one).items()
-        if name not in OF_LIGHTNING or name == "training"
+        if (name not in OF_LIGHTNING or name == "training") and not is_time(one, name)
     }
