@@ -146,6 +146,22 @@ def test_a_strategy_that_was_made_for_lightning_is_taken_with_its_options() -> N
     assert isinstance(back.strategy, lightning.strategies.ParallelStrategy)
 
 
+@pytest.mark.parametrize("package", [lightning, pytorch_lightning])
+def test_a_strategy_of_another_trainer_is_made_anew_with_its_options(package: Any) -> None:
+    """Forecasting packages give all their Trainers one object: "accelerator set through both"."""
+    strategy = lightning_shard.ZeRO2Strategy(backend="in_process", bucket_mb=2)
+    options = {"accelerator": "cpu", "devices": 2, "strategy": strategy}
+    model, trainer = model_of(package), trainer_of(package, **options)
+    trainer.fit(model)
+    other = trainer_of(package, **options)
+    predicted = torch.cat(other.predict(model))
+    assert trainer.strategy is strategy
+    assert type(other.strategy) is type(strategy)
+    assert other.strategy is not strategy
+    assert other.strategy._options.bucket_mb == 2
+    torch.testing.assert_close(predicted, torch.cat(trainer.predict(model)))
+
+
 def test_a_class_derived_from_lightnings_strategy_is_told_what_to_import() -> None:
     class Mine(lightning_shard.ZeRO2Strategy):
         pass

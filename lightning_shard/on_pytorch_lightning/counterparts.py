@@ -1,8 +1,9 @@
-"""Lets a Trainer take a strategy that was made for the other root of Lightning.
+"""Lets a Trainer take a strategy that was made for another Trainer or another root of Lightning.
 
 `lightning_shard.ZeRO3Strategy(...)` is built on `lightning.pytorch`. Before a Trainer of
 `pytorch_lightning` reads it, the same object is made anew with the same options, as one of the
-class of the same name that is built on the Trainer's own root.
+class of the same name that is built on the Trainer's own root. A strategy that another Trainer has
+is left to it, and a new one of the same options taken.
 
 The private names of Lightning that this touches are here alone;
 `tests/test_on_pytorch_lightning.py` fails when one changes.
@@ -36,6 +37,8 @@ def take_counterparts(lightning: str, packages: Mapping[str, str]) -> None:
         for flag in (*args, *flags.values()):
             _adopt(flag, lightning, packages)
         _refuse_misspelt(flags.get("strategy"), lightning)
+        if "strategy" in flags:
+            flags["strategy"] = _unused(flags["strategy"], packages)
         check(self, *args, **flags)
 
     connector._check_config_and_set_final_flags = check_own
@@ -61,6 +64,17 @@ def _refuse_misspelt(strategy: Any, lightning: str) -> None:
             f"{', '.join(map(repr, near))}. `lightning-shard strategies` lists those of this "
             "package."
         )
+
+
+def _unused(strategy: Any, packages: Mapping[str, str]) -> Any:
+    """Return a strategy that no Trainer has given its accelerator and plugins yet.
+
+    A library that makes a Trainer for each call, to fit and to predict, gives them one object.
+    """
+    is_own = any(_package_of(kind, packages) for kind in type(strategy).__mro__)
+    if is_own and strategy.accelerator and "accelerator" not in strategy.given_options[1]:
+        return strategy.with_options()
+    return strategy
 
 
 def _derive(base: str, lightning: str) -> None:

@@ -164,6 +164,8 @@ class MicrobatchedSteps(StepRunner):
         reader = self._readers[key]
         size = reader.num_samples(batch)
         num_parts = min(self._num_parts, size)
+        if kind == "predict" and num_parts == size:  # 1 is the size of many a dimension
+            num_parts = max(1, size // 2)
         if num_parts > 1 and reader.lists == "auto" and reader.is_ragged(batch, size):
             num_parts = 1
             if not self._ragged:

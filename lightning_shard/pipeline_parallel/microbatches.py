@@ -106,6 +106,7 @@ def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     |------------------------------------------------------------|-----------------------------|
     | tensors with the microbatch's size, or one and the same    | concatenated                |
     | multiple of it (flattened tokens), as first dimension      |                             |
+    | tensors of which only a later dimension has that size      | concatenated along it       |
     | tensors of differing first dimension, else of one shape    | concatenated                |
     | other tensors of one shape, scalars among them; numbers    | equal ones kept, else the   |
     |                                                            | mean by size                |
@@ -165,20 +166,29 @@ def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 
 def _hold_samples(output: Any, size: int) -> bool:
-    if not any(len(one) == size for one in held_tensors(output)):
-        return True
+    tensors = list(held_tensors(output))
+    if not any(len(one) == size for one in tensors):
+        return not tensors or are_alike(output)
     return are_alike(output) and not may_be_fields(output, size)
 
 
 def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-    shapes = [output.shape for output in outputs]
-    if all(shapes) and len({shape[1:] for shape in shapes}) == 1:
-        per_sample = {shape[0] / size for shape, size in zip(shapes, sizes, strict=True)}
-        multiple = per_sample.pop()
-        same_multiple = not per_sample and multiple > 0 and multiple.is_integer()
-        if same_multiple or len(set(shapes)) > 1:
-            return torch.cat(list(outputs))
-    return _merge_leaves(outputs, sizes)
+    dim = _samples_dim([output.shape for output in outputs], sizes)
+    return _merge_leaves(outputs, sizes) if dim is None else torch.cat(list(outputs), dim)
+
+
+def _samples_dim(shapes: Sequence[torch.Size], sizes: Sequence[int]) -> int | None:
+    """Return the dimension of samples, the second of (draws, samples, steps); None without one."""
+    if not all(shapes):
+        return None
+    others = [{shape[:dim] + shape[dim + 1 :] for shape in shapes} for dim in range(len(shapes[0]))]
+    fits = [dim for dim, rest in enumerate(others) if len(rest) == 1]
+    later = [dim for dim in fits if dim and [shape[dim] for shape in shapes] == [*sizes]]
+    multiples = {shape[0] / size for shape, size in zip(shapes, sizes, strict=True)}
+    has_samples = len(multiples) == 1 and all(one > 0 and one.is_integer() for one in multiples)
+    if later and not (has_samples and 0 in fits):
+        return later[0]
+    return 0 if 0 in fits and (has_samples or len(set(shapes)) > 1) else None
 
 
 def _merge_leaves(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

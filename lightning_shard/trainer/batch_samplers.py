@@ -3,6 +3,7 @@
     the user's      b0  b1  b2  b3  b4
     rank 0 of 2     b0      b2      b4
     rank 1 of 2         b1      b3      b0      ranks take the same steps; predictions repeat none
+                                                unless ranks would have no other
 
 The batches are those of one device. Lightning would make a batch sampler anew with a sampler for
 each rank in place of the user's, or leave it out together with its batch size. All ranks assign
@@ -69,23 +70,23 @@ class AssignedBatches:
         *,
         repeats: bool,
     ) -> None:
-        self._batches = batches
+        self.batches = batches
         self._place = place
         self._broadcast = broadcast
         self._repeats = repeats
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_batches" not in self.__dict__:
+        if name.startswith("__") or "batches" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._batches, name)
+        return getattr(self.batches, name)
 
     def __len__(self) -> int:
-        return len(self._numbers(len(self._batches)))
+        return len(self._numbers(len(self.batches)))
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Iterate over this rank's batches; each rank must call."""
         # One that goes on for ever ends where Lightning would stop to ask
-        drawn = self._broadcast(list(islice(self._batches, len(self._batches))))
+        drawn = self._broadcast(list(islice(self.batches, len(self.batches))))
         return iter([drawn[number] for number in self._numbers(len(drawn))])
 
     def _numbers(self, num_batches: int) -> list[int]:
@@ -123,26 +124,29 @@ def assigns_batch_samplers(
         if type(batches) is BatchSampler and not repeats and len(batches) < ranks:
             size = max(1, len(batches.sampler) // ranks)  # type: ignore[arg-type]
             batches = BatchSampler(batches.sampler, size, drop_last=False)  # one for each rank
+        repeats = repeats or (predictions and len(batches) < ranks)  # which are merged into one
         rank_zero_info(f"Rank r of N takes batches r, r + N ... of {type(batches).__name__}.")
         return AssignedBatches(batches, place, broadcast, repeats=repeats)
 
     def prepare_or_assign(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
-        has_batches = has_own_batches(dataloader) or (
-            predictions
-            and mode == RunningStage.PREDICTING
-            and getattr(dataloader, "batch_sampler", None) is not None
-        )
+        own, sampler = (getattr(dataloader, one, None) for one in ("batch_sampler", "sampler"))
+        in_place = own is None and isinstance(sampler, BatchSampler)  # of batches made elsewhere
+        if mode == RunningStage.PREDICTING:
+            has_batches = own is not None and (predictions or has_own_batches(dataloader))
+        else:
+            has_batches = in_place or has_own_batches(dataloader)
         if not (has_batches and is_assigned_by_trainer(trainer, dataloader)):
-            keeps_order = isinstance(getattr(dataloader, "sampler", None), SequentialSampler)
+            keeps_order = isinstance(sampler, SequentialSampler)
             if keeps_order and place()["num_replicas"] == 1:  # as on one device
                 shuffle = False
             return _prepared(trainer, dataloader, partial(prepare, dataloader), shuffle, mode)
         if mode == RunningStage.PREDICTING:
             with without_samplers_of_ranks(trainer):
                 return _assign_predictions(dataloader, partial(prepare, shuffle=shuffle), assign)
-        loader, own = copy.copy(dataloader), dataloader.batch_sampler
+        loader, own = copy.copy(dataloader), sampler if in_place else own
         if (training or mode != RunningStage.TRAINING) and not _is_assigned(own):
-            replace_samplers(loader, loader.sampler, assign(own, repeats=True))
+            batches = assign(own, repeats=True)
+            replace_samplers(loader, *((batches, None) if in_place else (sampler, batches)))
         return loader
 
     with patch.object(connector, name, prepare_or_assign):

@@ -10,6 +10,7 @@ stream, a sampler of one's own) batches come in turn, unless all ranks were give
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from sys import maxsize
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,10 +34,8 @@ class PredictedBatches:
 
     def __init__(self, trainer: "pl.Trainer", rank: int) -> None:
         self.rank = rank
-        loaders = prediction_loaders(trainer)
-        self.digests: list[list[int] | None] = [
-            None if _is_assigned(one) else [] for one in loaders
-        ]
+        self.totals = [_num_assigned(one) for one in prediction_loaders(trainer)]
+        self.digests: list[list[int] | None] = [[] if one is None else None for one in self.totals]
 
     def note(self, batch: Any, *numbers: int) -> None:
         """Take down the next batch of a loader that nobody assigns.
@@ -50,11 +49,13 @@ class PredictedBatches:
             digests.append(digest(batch))
 
 
-def _is_assigned(loader: Any) -> bool:
+def _num_assigned(loader: Any) -> int | None:
+    """Return how many batches all ranks have at most; None where nobody assigns them any."""
     batches = noted_batches(getattr(loader, "batch_sampler", None))
+    if isinstance(batches, AssignedBatches):
+        return len(batches.batches)
     samplers = [getattr(loader, "sampler", None), getattr(batches, "sampler", None)]
-    is_of_ranks = any(isinstance(one, DistributedSampler) for one in samplers)
-    return is_of_ranks or isinstance(batches, AssignedBatches)
+    return maxsize if any(isinstance(one, DistributedSampler) for one in samplers) else None
 
 
 def merged(results: Sequence[Any], trainers: Sequence["pl.Trainer | None"]) -> Any:
@@ -70,12 +71,14 @@ def merged(results: Sequence[Any], trainers: Sequence["pl.Trainer | None"]) -> A
     shares: dict[int, Any] = {}  # by rank of other samples
     for result, trainer in zip(results, trainers, strict=True):
         strategy: Any = None if trainer is None else trainer.strategy
-        shares.setdefault(strategy.predicted.rank, (result, strategy.predicted.digests))
+        shares.setdefault(strategy.predicted.rank, (result, strategy.predicted))
     of_all = [shares[rank] for rank in sorted(shares)]
-    is_only = len(of_all[0][1]) == 1  # then the result is that of the only loader
+    totals = of_all[0][1].totals
+    is_only = len(totals) == 1  # then the result is that of the only loader
     for number, loader in enumerate(results[:1] if is_only else results[0]):
         mine = [one if is_only else one[number] for one, _ in of_all]
-        loader[:] = _in_turn(mine, [given[number] for _, given in of_all])
+        digests = [given.digests[number] for _, given in of_all]
+        loader[:] = _in_turn(mine, digests)[: totals[number]]  # those of which ranks had none twice
     return results[0]
 
 

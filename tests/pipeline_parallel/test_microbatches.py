@@ -169,6 +169,24 @@ def test_tensors_of_samples_tokens_and_selections_are_concatenated() -> None:
     assert merge_outputs(arrays, [2, 1]).tolist() == [[0] * 3, [0] * 3, [1] * 3]
 
 
+def test_samples_along_a_later_dimension_are_concatenated_along_it() -> None:
+    """Forecasts of (draws, samples, steps) were averaged: each sample got the mean of several."""
+    forecasts = torch.arange(12.0).view(1, 4, 3)
+    assert torch.equal(merge_outputs([forecasts[:, :2], forecasts[:, 2:]], [2, 2]), forecasts)
+    assert torch.equal(merge_outputs([forecasts[:, :3], forecasts[:, 3:]], [3, 1]), forecasts)
+    states = torch.arange(8.0).view(1, 4, 2)  # the first of two dimensions that could be
+    assert torch.equal(merge_outputs([states[:, :2], states[:, 2:]], [2, 2]), states)
+
+
+def test_a_tuple_of_fields_as_long_as_a_microbatch_is_merged_field_by_field() -> None:
+    """Three fields, of which a tensor is one, were taken for three samples."""
+    outputs = [(torch.full((1, 3, 2), float(i)), ["name"] * 3, [i] * 3) for i in range(2)]
+    values, names, numbers = merge_outputs(outputs, [3, 3])
+    assert values.shape == (1, 6, 2)
+    assert names == ["name"] * 6
+    assert numbers == [0, 0, 0, 1, 1, 1]
+
+
 def test_containers_are_merged_value_by_value() -> None:
     outputs = [
         {

@@ -60,6 +60,15 @@ class OwnBatches(BatchSampler):
         super().__init__(SequentialSampler(SAMPLES), size, drop_last=True)
 
 
+class InPlace(DataLoader[Any]):
+    """Its sampler yields batches for its samples to look up; one that is given yields samples."""
+
+    def __init__(self, samples: Tensors, *, size: int, sampler: Any = None, **others: Any) -> None:
+        own = BatchSampler(SequentialSampler(samples), size, True)
+        batch_size = None if sampler is None else size
+        super().__init__(samples, batch_size=batch_size, sampler=sampler or own, **others)
+
+
 Make = Callable[[], DataLoader[Any]]
 PLAIN: Make = lambda: DataLoader(SAMPLES, batch_size=4, drop_last=True)  # noqa: E731
 KINDS: dict[str, Make] = {
@@ -78,6 +87,7 @@ KINDS_WITH_BATCHES: dict[str, Make] = {
         SAMPLES, 1, None, None, BatchSampler(SequentialSampler(SAMPLES), 4, True)
     ),
     "own by position": lambda: DataLoader(SAMPLES, 1, None, None, OwnBatches(4)),
+    "own in the sampler's place": lambda: InPlace(SAMPLES, size=4),
 }
 Seen = dict[str, list[list[list[int]]]]
 
@@ -139,6 +149,7 @@ def test_a_constructor_that_lightning_could_not_call_was_an_error(kind: str, hoo
 
 @pytest.mark.parametrize("kind", KINDS_WITH_BATCHES)
 def test_batches_passed_by_position_are_assigned(kind: str) -> None:
+    """In a sampler's place they were taken for samples, of which batches were made once more."""
     seen, expected = seen_in(KINDS_WITH_BATCHES[kind], hooked=True), seen_of_keywords(True)
     if kind.startswith("own"):  # Lightning cannot tell it not to leave out the rest
         seen.pop("predict")

@@ -56,14 +56,16 @@ class Adding(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def predict(strategy: str, devices: int, loaders: Any, **options: Any) -> Any:
+def predict(
+    strategy: str, devices: int, loaders: Any, module: type[Adding] = Adding, **options: Any
+) -> Any:
     callbacks = options.pop("callbacks", [])
     torch.manual_seed(0)
     trainer = L.Trainer(
         strategy=strategy, devices=devices, accelerator="cpu", logger=False, callbacks=callbacks,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    return trainer.predict(Adding(), loaders, **options)
+    return trainer.predict(module(), loaders, **options)
 
 
 def loader(length: int, batch: int = 4) -> DataLoader[Any]:
@@ -115,6 +117,37 @@ def test_fewer_batches_than_ranks_are_made_smaller(length: int) -> None:
     got = predict("zero2_in_process", 2, loader(length, 32))
     rows = torch.cat([one["x"] for one in got])
     assert rows.flatten().tolist() == list(range(length))
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_fewer_samples_than_ranks_are_predicted_once(length: int) -> None:
+    """A forecast of one series: Lightning refused the rank that was left without any."""
+    expected, got = (
+        predict("auto", 1, loader(length)),
+        predict("zero3_in_process", 3, loader(length)),
+    )
+    assert len(got) == length
+    for name in ("x", "y"):
+        rows, all_ = (torch.cat([one[name] for one in given]) for given in (got, expected))
+        torch.testing.assert_close(rows, all_)
+
+
+class Drawing(Adding):
+    """Predicts (1, samples, 1)."""
+
+    @override
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.blocks(batch)[None]
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_samples_of_a_later_dimension_come_one_after_the_other_from_a_pipeline(length: int) -> None:
+    """Microbatches of one sample each were put behind each other along the first dimension."""
+    expected, got = (
+        predict(strategy, devices, loader(length, 8), module=Drawing)
+        for strategy, devices in (("auto", 1), ("pipeline_parallel_in_process", 2))
+    )
+    torch.testing.assert_close(got, expected)
 
 
 class Writes(BasePredictionWriter):
