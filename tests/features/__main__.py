@@ -1,14 +1,15 @@
 """Write the table of features: `python -m tests.features --write docs/features.md`."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.features.page import page
 
 
-def main() -> None:
-    """Write the page to a file, or print it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(page: Callable[[], str]) -> None:
+    """Write a page to a file, or print it."""
+    parser = argparse.ArgumentParser(description="Writes a table of the documentation.")
     parser.add_argument("--write", type=Path, metavar="FILE")
     written = parser.parse_args().write
     if written is None:
@@ -19,4 +20,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(page)

@@ -4,13 +4,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_shard.errors import ShardError
 from tests.features.columns import COLUMNS, Here
 from tests.features.network import Report
 
 Trial = Callable[[Here], Report]
+# Ours, and Lightning's own of what it does not do with several ranks, whatever the strategy.
+REFUSALS = (ShardError, MisconfigurationException, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,6 +50,20 @@ class Feature:
     def name(self) -> str:
         """The title, in one word."""
         return self.title.replace(" ", "_").replace("`", "")
+
+    def check(self, here: Here, expected: Callable[["Feature"], Report]) -> None:
+        """Try the feature under a strategy, and compare with what one device does, or was said."""
+        column = here.column.name
+        if column in self.refused:
+            with pytest.raises(REFUSALS, match=self.refused[column]):
+                self.run(here)
+            return
+        comparison = Comparison(rtol=self.rtol, own=column in self.own)
+        if column in self.broken:
+            with pytest.raises(Exception, match=self.broken[column]):
+                comparison.check(self.run(here), expected(self))
+            return
+        comparison.check(self.run(here), expected(self))
 
 
 FEATURES: list[Feature] = []

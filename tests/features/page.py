@@ -1,6 +1,6 @@
 """The table of the documentation, written from what is declared, which the tests try."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from tests.features.columns import COLUMNS
@@ -25,30 +25,36 @@ docs/features.md`.
 
 def page() -> str:
     """Return the Markdown page."""
-    return "\n".join([HEAD, _counts(), *_lines()]) + "\n"
+    return (
+        "\n".join([HEAD, counts(FEATURES, COLUMNS, "features"), *tables(FEATURES, COLUMNS)]) + "\n"
+    )
 
 
-def _counts() -> str:
-    cells = [_cell(feature, column) for feature in FEATURES for column in COLUMNS]
+def counts(rows: Sequence[Feature], columns: Collection[str], called: str) -> str:
+    """Return the sentence that counts the cells of rows that are called features, say."""
+    cells = [_cell(row, column) for row in rows for column in columns]
     refused, broken = cells.count("no"), cells.count("broken")
     return (
-        f"{len(FEATURES)} features under {len(COLUMNS)} strategies: "
+        f"{len(rows)} {called} under {len(columns)} strategies: "
         f"{len(cells) - refused - broken} cells work, {refused} are refused by name, "
         f"{broken} are broken.\n"
     )
 
 
-def _lines() -> Iterator[str]:
-    for group in dict.fromkeys(feature.group for feature in FEATURES):
-        rows = [feature for feature in FEATURES if feature.group == group]
+def tables(
+    rows: Sequence[Feature], columns: Collection[str], first: str = "feature"
+) -> Iterator[str]:
+    """Yield the lines of a table for each group, and of what refusals say."""
+    for group in dict.fromkeys(row.group for row in rows):
+        of_group = [row for row in rows if row.group == group]
         yield f"## {group}\n"
-        yield f"| feature | {' | '.join(f'`{name}`' for name in COLUMNS)} |"
-        yield "|---" * (len(COLUMNS) + 1) + "|"
-        for feature in rows:
-            cells = (_cell(feature, column) for column in COLUMNS)
-            yield f"| {feature.title} | {' | '.join(cells)} |"
+        yield f"| {first} | {' | '.join(f'`{name}`' for name in columns)} |"
+        yield "|---" * (len(columns) + 1) + "|"
+        for row in of_group:
+            cells = (_cell(row, column) for column in columns)
+            yield f"| {row.title} | {' | '.join(cells)} |"
         yield ""
-        yield from _refusals(rows)
+        yield from _refusals(of_group)
 
 
 def _refusals(rows: list[Feature]) -> Iterator[str]:

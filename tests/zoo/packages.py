@@ -1,12 +1,24 @@
-"""How packages are imported whose wheels do not fit the CPU's torch."""
+"""How packages are imported that do not fit beside the others.
+
+torchvision's wheel on PyPI does not fit the CPU's torch. pytorch-tabular and litgpt ask for older
+releases of pandas, torchmetrics, huggingface-hub and jsonargparse than the others need, and work
+with those.
+"""
 
 import re
 import sys
 from pathlib import Path
 
-# `make test-all` installs torchvision here and not beside the other packages: torchmetrics, and so
-# Lightning, imports it wherever it finds it, and that fails where its own operators do not load.
+# `make test-all` installs them here, without what they ask for, and not beside the other packages:
+# torchmetrics, and so Lightning, imports torchvision wherever it finds it, and that fails where its
+# own operators do not load.
 FOLDER = Path(sys.prefix) / "zoo"
+
+
+def add_folder() -> None:
+    """Let what lies in the folder be imported."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
 
 
 def import_torchvision() -> None:
@@ -21,8 +33,7 @@ def import_torchvision() -> None:
     """
     import torch
 
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
+    add_folder()
     while "torchvision" not in sys.modules:
         try:
             import torchvision  # noqa: F401
