@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_shard.errors import ShardError
 from lightning_shard.proving.comparison import Comparison, Difference, compare, tolerance_of
-from lightning_shard.proving.random_causes import first_random
+from lightning_shard.proving.random_causes import cause_in_shared_values, first_random
 from lightning_shard.proving.records import Kind, Record, Run
 from lightning_shard.proving.rounding import exact_tolerance
 from lightning_shard.proving.runs import EXACT, RunFailedError, Subject
@@ -112,7 +112,8 @@ def _largest(ranks: Sequence[_Rank]) -> dict[Kind, float]:
 def _cause(subject: Subject, rank: _Rank) -> Cause:
     moved = first_random(subject, rank.batches, rank.tolerance)
     if moved is not None:
-        return Cause(
+        shared = cause_in_shared_values(subject, rank.batches, rank.tolerance)
+        return shared or Cause(
             name="random numbers",
             because=f"{moved} draws random numbers, other ones on each rank",
             evidence="one device differs from itself with another seed",

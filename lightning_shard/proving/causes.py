@@ -1,5 +1,7 @@
 """Finds out why ranks and one device differ, by experiments in the order of how much they explain.
 
+    has the loss of one device run away?                            divergence
+    does one device differ from itself, with the same seed?         an attribute of a class
     does one device differ from itself, with another seed?          random numbers, dropout
     is it gone with fixed statistics?                               batch norm
     does one device's loss of a batch follow from its parts' losses? sum, unequal counts, batch
@@ -27,6 +29,8 @@ from lightning_shard.proving.runs import RunFailedError
 from lightning_shard.proving.update_causes import cause_in_update
 from lightning_shard.proving.verdict import Cause, CauseName
 
+_DIVERGED = 1e6  # times the first loss
+
 Experiment = Callable[[Laboratory], Cause | None]
 
 
@@ -46,6 +50,20 @@ def find_cause(lab: Laboratory) -> Cause:
         "ranks, hooks and callbacks were tried, each by itself",
         advice="look at the tensor that is named above, on that rank; "
         "strategy='shard_ddp' is the simplest case to compare with",
+    )
+
+
+def _divergence(lab: Laboratory) -> Cause | None:
+    values, last = lab.alone.records[0].values.items(), lab.first.place.step
+    losses = [float(of[-1]) for place, of in values if place.kind == "loss" and place.step <= last]
+    if all(abs(one) <= _DIVERGED * max(1.0, abs(losses[0])) for one in losses):  # not so of NaN
+        return None
+    return Cause(
+        name="divergence",
+        because=f"the fit diverges, on one device too: its loss goes from {losses[0]:.3g} to "
+        f"{losses[-1]:.3g}, and rounding grows with it",
+        evidence="the losses of one device up to this step",
+        advice="prove with a smaller learning rate, or with clipped gradients",
     )
 
 
@@ -150,6 +168,7 @@ def _callbacks(lab: Laboratory) -> Cause | None:
 
 
 _EXPERIMENTS: tuple[Experiment, ...] = (
+    _divergence,
     cause_in_random_numbers,
     _batch_norm,
     cause_in_loss,

@@ -1,13 +1,19 @@
 """Experiments with seeds: what draws random numbers, of which each rank has its own."""
 
+import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor, nn
 
 from lightning_shard.proving import changes
 from lightning_shard.proving.comparison import compare
 from lightning_shard.proving.laboratory import Laboratory
 from lightning_shard.proving.runs import Subject
 from lightning_shard.proving.verdict import Cause
+
+_COUNTING = (int, float, list, dict, set, Tensor, itertools.count)
 
 
 def cause_in_random_numbers(lab: Laboratory) -> Cause | None:
@@ -16,6 +22,8 @@ def cause_in_random_numbers(lab: Laboratory) -> Cause | None:
     moved = first_random(*tried)
     if moved is None:
         return None
+    if (shared := cause_in_shared_values(*tried)) is not None:
+        return shared
     names = changes.dropouts_of(lab.subject.module)
     told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
     advice = (
@@ -53,15 +61,48 @@ def _rest(lab: Laboratory, change: changes.Change) -> str:
     return "; nothing else differs" if lab.vanishes(change) else "; something else differs, too"
 
 
+def cause_in_shared_values(
+    subject: Subject, batches: Sequence[Any], tolerance: float
+) -> Cause | None:
+    """Return which of its classes' or files' values a run leaves to the next one; None for none."""
+    before = _shared_values(subject.module)
+    moved = first_random(subject, batches, tolerance, seeds=(0, 0))
+    changed = [n for n, value in _shared_values(subject.module).items() if before.get(n) != value]
+    if moved is None or not changed:
+        return None
+    return Cause(
+        name="shared attribute",
+        because=f"{' and '.join(changed[:3])} belongs to a class or a file, and not to the module: "
+        "ranks that are threads of one process share it, and each changes it for the others",
+        evidence="one device differs from itself with the same seed, and this value has changed",
+        advice="ranks that are processes have one each, and may train as one device does. To prove "
+        "the rest, keep it in the module: self.name = ... in __init__",
+    )
+
+
+def _shared_values(module: nn.Module) -> dict[str, str]:
+    """Return in text what its classes have as attributes, and its file as globals."""
+    kinds = {kind for one in module.modules() for kind in type(one).__mro__}
+    owners = {kind.__qualname__: vars(kind) for kind in kinds}
+    owners["its file"] = vars(sys.modules[type(module).__module__])
+    return {
+        f"{owner}.{name}": repr(value)
+        for owner, values in owners.items()
+        for name, value in list(values.items())
+        if isinstance(value, _COUNTING)
+    }
+
+
 def first_random(
     subject: Subject,
     batches: Sequence[Any],
     tolerance: float,
     change: changes.Change | None = None,
+    seeds: tuple[int, int] = (0, 1),
 ) -> str | None:
     """Return what differs first between two seeds on one device, in words; None for nothing."""
     one, two = (
-        subject.on_one_device(batches, change=change, seed=subject.seed + more) for more in (0, 1)
+        subject.on_one_device(batches, change=change, seed=subject.seed + more) for more in seeds
     )
     first = compare(two, one, tolerance)
     if not first.differences:

@@ -17,6 +17,8 @@ CauseName = Literal[
     "batch norm",
     "dropout",
     "random numbers",
+    "shared attribute",
+    "divergence",
     "rank dependent",
     "counted once per rank",
     "number of ranks",

@@ -365,3 +365,37 @@ def test_a_mistake_under_what_differs_by_design_is_named(strategy: str) -> None:
     verdict = prove(SumOfErrors(), loader(), strategy=strategy)
     assert verdict.cause is not None
     assert verdict.cause.name == "sum"
+
+
+class CountsInItsClass(Net):
+    """Scales its loss by how many steps there were, as its class has counted them."""
+
+    num_steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        type(self).num_steps += 1
+        return super().training_step(batch, batch_idx) * (1 + self.num_steps % 7)
+
+
+def test_a_counter_that_threads_share_was_called_random_numbers() -> None:
+    verdict = prove(CountsInItsClass(), loader())
+    assert verdict.cause is not None
+    assert verdict.cause.name == "shared attribute"
+    assert "CountsInItsClass.num_steps belongs to a class" in verdict.cause.because
+
+
+class RunsAway(Net):
+    """Learns so fast that its loss grows without end, and with it what ranks do otherwise."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * 1e4
+        return loss * (1 + self.global_rank * (loss.detach() > 1e15))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e4)
+
+
+def test_a_fit_that_diverges_on_one_device_was_blamed_on_the_ranks() -> None:
+    verdict = prove(RunsAway(), loader(), num_steps=3)
+    assert verdict.cause is not None
+    assert verdict.cause.name == "divergence"
