@@ -35,7 +35,7 @@ class _Run:
         first_sample: The place of its first sample in the step.
         num_samples: R, its samples.
         first_share: Its first share, numbered microbatch by microbatch and in these by rank.
-        num_shares: Its shares.
+        num_shares: The number of its shares.
         num_batches: K, the user's batches in it.
     """
 
