@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def cause_in_shared_values(
 def _shared_values(module: nn.Module) -> dict[str, str]:
     """Return in text what its classes have as attributes, and its file as globals."""
     kinds = {kind for one in module.modules() for kind in type(one).__mro__}
-    owners = {kind.__qualname__: vars(kind) for kind in kinds}
+    owners: dict[str, Mapping[str, Any]] = {kind.__qualname__: vars(kind) for kind in kinds}
     owners["its file"] = vars(sys.modules[type(module).__module__])
     return {
         f"{owner}.{name}": repr(value)
