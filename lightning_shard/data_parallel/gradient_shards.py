@@ -8,7 +8,7 @@ agree on what is known, because all of them see the same events: gradients that 
 on `.grad`, the optimizer's view.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -168,6 +168,11 @@ class ParameterSpread:
     bounds: tuple[int, int] | None
     cuts: Sequence[tuple[int, int]] = ()
     lent: LentMemory
+
+    @property
+    def places(self) -> Hashable:
+        """What is equal, on all ranks or none, for tensors whose elements lie alike."""
+        return tuple(self.cuts), self.split.placement(self.param)
 
     @property
     def groups(self) -> Sequence[Collectives]:

@@ -5,7 +5,7 @@ parallelism a rank has some of the parameters only. The engine keeps what is her
 ranks that hold the same; saving, loading and the norm of the gradient ask the split for the rest.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -108,6 +108,9 @@ class ModelSplit(Protocol):
     def is_shared(self, param: nn.Parameter) -> bool:
         """Whether several ranks of the split have the same elements of `param`, and not all."""
 
+    def placement(self, param: nn.Parameter) -> Hashable:
+        """Return what is equal, on all ranks or none, for parameters whose parts lie alike."""
+
     def counts(self, param: nn.Parameter) -> bool:
         """Whether a norm over `groups_of` counts this rank's elements of `param`."""
 
@@ -170,6 +173,10 @@ class BaseSplit:
     def is_shared(self, param: nn.Parameter) -> bool:
         """Return False."""
         return False
+
+    def placement(self, param: nn.Parameter) -> Hashable:
+        """Return None, as of all parameters."""
+        return None
 
     def counts(self, param: nn.Parameter) -> bool:
         """Return True: each element is on every rank, and counts once."""

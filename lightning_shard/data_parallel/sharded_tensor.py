@@ -8,7 +8,7 @@ Without it a reduction would silently give another number on every rank. A reduc
 call: each rank that has a part must make it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -48,8 +48,8 @@ class Spread(Protocol):
         """Return the device for partial results."""
 
     @property
-    def cuts(self) -> Sequence[tuple[int, int]]:
-        """Return the bounds of every rank's elements; equal for tensors that are cut alike."""
+    def places(self) -> Hashable:
+        """Return what is equal, on all ranks or none, for tensors whose elements lie alike."""
 
     @property
     def lent(self) -> "Any":
@@ -324,4 +324,6 @@ def is_alike(tensor: ShardedTensor, other: ShardedTensor) -> bool:
     if tensor.shape != other.shape:
         return False
     gathers = tensor.gathers or other.gathers
-    return tensor.spread is other.spread or (gathers and tensor.spread.cuts == other.spread.cuts)
+    return tensor.spread is other.spread or (
+        gathers and tensor.spread.places == other.spread.places
+    )

@@ -6,7 +6,7 @@
 Each rank has all other parameters. An expert that is not here has parameters without elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,10 @@ class ExpertSplit(BaseSplit):
     def is_spread(self, param: nn.Parameter) -> bool:
         """Whether a parameter is of experts, some of which are on other ranks."""
         return param in self._batched or param in self._owners
+
+    def placement(self, param: nn.Parameter) -> Hashable:
+        """Return whose an expert's parameter is, and whether it is batched; None for others."""
+        return (param in self._batched, self._owners.get(param)) if self.is_spread(param) else None
 
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank has elements that no other one of the group has, or all have."""

@@ -3,7 +3,7 @@
 whole ──tensor parallel──> this rank's part of every layer ──pipeline──> of its stages' layers
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import reduce
 
 import torch
@@ -73,6 +73,10 @@ class CombinedSplit(BaseSplit):
     def is_shared(self, param: nn.Parameter) -> bool:
         """Whether several ranks of one of the two have a parameter, and not all."""
         return self._outer.is_shared(param) or self._inner.is_shared(param)
+
+    def placement(self, param: nn.Parameter) -> Hashable:
+        """Return what is equal for parameters whose parts lie alike in both."""
+        return self._inner.placement(param), self._outer.placement(param)
 
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank's elements count in both."""

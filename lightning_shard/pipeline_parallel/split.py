@@ -7,7 +7,7 @@ A parameter that is not here has no elements; it stays the object that optimizer
 hold. A parameter that two stages share is on both: its gradients are summed, so both take one step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -121,6 +121,10 @@ class PipelineSplit(BaseSplit):
     def is_shared(self, param: nn.Parameter) -> bool:
         """Whether several ranks of the pipeline have a parameter."""
         return len(self._ranks[param]) > 1
+
+    def placement(self, param: nn.Parameter) -> Hashable:
+        """Return another value for each parameter: other stages do not know how it is cut."""
+        return id(param)
 
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank is the first that has a parameter."""

@@ -1,7 +1,7 @@
 """Splitting a model in place by a plan, and restoring its full layers."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -308,6 +308,10 @@ class SplitModel(BaseSplit):
     def is_spread(self, param: nn.Parameter) -> bool:
         """Whether a parameter is split."""
         return self._copies.original(param) in self.shardings
+
+    def placement(self, param: nn.Parameter) -> Hashable:
+        """Return how a parameter is cut; None for one that is not."""
+        return self.shardings.get(self._copies.original(param))
 
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
         """Return this rank's shard of a tensor of the full shape of `param`; others as is."""

@@ -372,3 +372,39 @@ def test_elements_of_weights_of_other_stages_were_nothing(hook: str) -> None:
     setattr(Asking, hook, ask)
     with pytest.raises(ConfigError, match=r"reads elements of 'head.weight' outside of autograd"):
         fit_stack(Asking, "1f1b")
+
+
+class UpAndDown(nn.Module):
+    """Two square weights, of which tensor parallel splits one by rows and one by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class MixesSquares(Stack):
+    """Computes with both in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.blocks = nn.ModuleList([UpAndDown() for _ in range(2)])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        up, down = self.blocks[0].up.weight, self.blocks[0].down.weight
+        down.add_(up, alpha=0.1)
+        self.seen += [(up * down).sum().item(), torch.dot(up.flatten(), down.flatten()).item()]
+
+
+def test_weights_that_layers_split_otherwise_were_mixed_by_their_parts() -> None:
+    """Equal numbers of elements were taken for the same elements: weights were .2 off."""
+    strategy = HybridParallelStrategy(
+        backend="in_process", tensor_parallel_size=2, pipeline_parallel_size=1, zero_stage=3
+    )
+    got, alone = fit(MixesSquares, strategy, devices=4), fit(MixesSquares)
+    torch.testing.assert_close(got.weights, alone.weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.model.seen, alone.model.seen, rtol=1e-5, atol=1e-6)
