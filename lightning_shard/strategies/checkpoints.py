@@ -156,7 +156,7 @@ class CheckpointingStrategy(ShardStrategy):
     @property
     def _own_trainer(self) -> "pl.Trainer | None":
         """The module's trainer; None before it has one."""
-        with suppress(RuntimeError):  # as Lightning says then
+        with suppress(RuntimeError, AttributeError):  # Lightning's, and that of a deleted one
             return None if self.lightning_module is None else self.lightning_module.trainer
         return None
 
