@@ -27,7 +27,6 @@ _ONE_CPU = (
     "--trainer.devices=1",
     "--trainer.num_nodes=1",
     "--trainer.logger=false",
-    "--trainer.callbacks=[]",
 )
 
 
@@ -77,6 +76,7 @@ def _planned(given: Namespace) -> Plan:
     with patch.object(sys, "argv", sys.argv[:1]):  # which Lightning warns of beside `args`
         cli = _Configured(config, on_meta=not given.values)
     precision = given.precision or str(cli.trainer.precision)
+    cli.model.trainer = cli.trainer  # whose callbacks and options the strategies are asked about
     return plan(
         cli.model,
         _first_batch(cli),

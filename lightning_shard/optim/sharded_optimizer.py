@@ -376,9 +376,7 @@ class ShardedOptimizer:
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._replaced = ReplacedParameters(optimizer, engine)
-        _check_parts(optimizer, engine)
-        _check_form(optimizer, engine)
-        _check_same_parameters(optimizer, engine)
+        check_optimizer(optimizer, engine)
         self._later = LaterSteps(optimizer, engine)
         self.optimizer = optimizer
         self.engine = engine
@@ -548,6 +546,18 @@ class ShardedOptimizer:
         self.engine.view.leave()
         self._edited_state.look()
         self.engine.publish(self.params)
+
+
+def check_optimizer(optimizer: Optimizer, engine: Any) -> None:
+    """Raise ConfigError if an optimizer would not update right what `engine` holds.
+
+    Args:
+        optimizer: Created on the model's parameters.
+        engine: The engine, or what has a `model`, `options`, `split` and `collectives` as it.
+    """
+    _check_parts(optimizer, engine)
+    _check_form(optimizer, engine)
+    _check_same_parameters(optimizer, engine)
 
 
 def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:

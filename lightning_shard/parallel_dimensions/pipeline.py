@@ -77,6 +77,9 @@ class PipelineDimension(ParallelDimension):
         num_ranks = run.mesh.size(self.axis)
         if num_ranks > 1:
             _check_steps(run.module)
+            refuse_scripted_parts(run.model, "a pipeline")
+            refuse_quantised_parts(run.model, run.rank, "a pipeline")
+            check_calls(run.model, find_blocks(run.model, self.options.blocks))
         num_parts = self.options.num_parts(num_ranks)
         is_in_parts = run.is_fitting and num_ranks > 1 and num_parts > 1
         if is_in_parts:
@@ -100,8 +103,6 @@ class PipelineDimension(ParallelDimension):
             return None
         model, group = run.model, run.groups[self.axis]
         refuse_leftover_shards(model)
-        refuse_scripted_parts(model, "a pipeline")
-        refuse_quantised_parts(model, run.rank, "a pipeline")
         check_same_model(model, group)
         self._run = run
         partition = self._stages(run, num_ranks)
@@ -126,7 +127,6 @@ class PipelineDimension(ParallelDimension):
 
     def _stages(self, run: RunView, num_ranks: int) -> Partition:
         blocks = find_blocks(run.model, self.options.blocks)
-        check_calls(run.model, blocks)
         measured: BlockCosts | None = None
         if self.options.measured is not None:
             group = run.groups[self.axis]

@@ -56,13 +56,17 @@ class TensorDimension(ParallelDimension):
         self._engine: DataParallelEngine | None = None
 
     @override
+    def check(self, run: RunView) -> None:
+        if run.mesh.size(self.axis) > 1:
+            refuse_scripted_parts(run.model, "tensor parallel")
+
+    @override
     def split(self, run: RunView) -> ModelSplit | None:
         model, group = run.model, run.groups[self.axis]
         refuse_leftover_shards(model)
         check_same_model(model, group)
         if group.size == 1:  # nothing is split, so nothing has to be splittable
             return None
-        refuse_scripted_parts(model, "tensor parallel")
         self._found = layers = self._planned_layers(model, group.size)
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:  # those are made alike on every rank

@@ -82,9 +82,9 @@ def measure_blocks(
     except Exception as error:
         if any(param.is_meta for param in model.parameters()):
             raise ConfigError(
-                f"split={what!r} runs a step of {type(model).__name__}, which failed on parameters "
-                f"without values ({type(error).__name__}: {error}); expected a step that does "
-                f"not ask for them. Use split='parameters', or give the first block of each stage."
+                f"Blocks are measured in a step of {type(model).__name__}, which failed on "
+                f"parameters without values ({type(error).__name__}: {error}); expected a step "
+                f"that does not ask for them."
             ) from error
         costs = _measure(model, blocks, run, what, _Values())
     return costs if what == "flops" else _with_parameters(model, blocks, costs)

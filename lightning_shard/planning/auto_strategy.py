@@ -171,11 +171,6 @@ class AutoStrategy(DataParallelStrategy):
     def _planned(self, trainer: "pl.Trainer", memory: int | None) -> Plan:
         module = self.lightning_module
         assert module is not None
-        if not module.automatic_optimization:
-            raise ConfigError(
-                "the module steps by hand (automatic_optimization=False), so that how many batches "
-                "make a step is no choice."
-            )
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(one, GradientAccumulationScheduler) for one in callbacks):
             raise ConfigError(

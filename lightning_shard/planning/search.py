@@ -4,7 +4,8 @@ fits in memory  ──>  fastest  ──>  of those within 2 %, the one with the
                         └ its dry run, rank by rank, in place of the estimate
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -14,13 +15,15 @@ import lightning.pytorch as pl
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import Axis
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
+from lightning_shard.planner.no_elements import NoElements
 from lightning_shard.planner.report import DryRun, RankFigures
 from lightning_shard.planning.anatomy import Anatomy
 from lightning_shard.planning.candidates import Candidate, Checkpointing, SearchSpace
 from lightning_shard.planning.estimate import Estimate, Estimator
 from lightning_shard.planning.machine import MachineProfile, machine_profile
 from lightning_shard.planning.plan import Plan
-from lightning_shard.trainer.dry_run import trace_of
+from lightning_shard.trainer._lightning import asked_layer_sync, runners_of
+from lightning_shard.trainer.dry_run import attached, trace_of
 
 _ALIKE = 1.02  # times of estimates that say nothing about which is faster
 _TP_SIZES = (1, 2, 4, 8)
@@ -104,28 +107,70 @@ def _searched(
 
 
 def _estimated(estimator: Estimator, space: SearchSpace) -> tuple[list[Estimate], list[str]]:
-    """Return every candidate's figures, and why pipelines are left out where they cannot be.
+    """Return the figures of every candidate that would train, and why others are left out.
 
     Raises:
         ConfigError: There is no candidate.
     """
-    found, reasons = list[Estimate](), dict[str, None]()
-    for one in space.candidates():
-        if one.pp > 1 and reasons:
-            continue
-        try:
-            found.append(estimator.estimate(one))
-        except ConfigError as error:
-            if one.pp == 1:
-                raise
-            reasons[f"pipelines: {error}"] = None
+    found, left_out = list[Estimate](), dict[str, dict[str, None]]()
+    with _asking(estimator.anatomy) as why_not:
+        for one in space.candidates():
+            if one.pp > 1 and ["pipelines"] in map(list, left_out.values()):
+                continue
+            reason, name = why_not(one), _named(one)
+            try:
+                found += [] if reason else [estimator.estimate(one)]
+            except ConfigError as error:
+                if one.pp == 1:
+                    raise
+                reason, name = str(error), "pipelines"
+            if reason:
+                left_out.setdefault(reason, {})[name] = None
+    reasons = [f"{', '.join(names)}: {reason}" for reason, names in left_out.items()]
     if not found:
         raise ConfigError(
-            f"No candidate: {space.global_batch} samples a step cannot be shared by "
-            f"{space.num_ranks} devices; expected a global batch that a number of data-parallel "
-            f"ranks divides."
+            f"No candidate for {space.global_batch} samples a step of {space.num_ranks} devices; "
+            f"expected a global batch that a number of data-parallel ranks divides, and a module "
+            f"that a strategy takes. {' '.join(reasons)}"
         )
-    return found, list(reasons)
+    return found, reasons
+
+
+@contextmanager
+def _asking(anatomy: Anatomy) -> Iterator[Callable[[Candidate], str]]:
+    """Yield what says why a candidate would not train: what its strategy checks for a fit."""
+    module = NoElements().module(anatomy.module, left_out=runners_of(anatomy.module)).train()
+    trainers = runners_of(anatomy.module)
+    known: dict[Any, str] = {}
+
+    def why_not(made: Candidate) -> str:
+        if made.accumulated > 1 and not module.automatic_optimization:
+            return "a module that steps by hand accumulates no batches by a Trainer's option"
+        if not optimizers and (made.zero_stage or made.pp * made.tp > 1):
+            return "configure_optimizers makes none for parameters without values"
+        key = _named(made), made.dp > 1, made.tp > 1, made.num_microbatches > 1
+        if key not in known:
+            known[key] = ""
+            ranks = made.pp * made.dp * made.tp
+            try:
+                strategy_of(anatomy, made).check_fit(
+                    module, optimizers, world_size=ranks, layer_sync=layer_sync
+                )
+            except ConfigError as error:
+                known[key] = str(error)
+        return known[key]
+
+    with attached(module):
+        trainer: Any = module.trainer
+        trainer.callbacks = [one for each in trainers for one in each.callbacks]
+        optimizers = trainer.optimizers
+        layer_sync = next(map(asked_layer_sync, trainers), None)
+        yield why_not
+
+
+def _named(made: Candidate) -> str:
+    stage = f" of ZeRO stage {made.zero_stage}" if made.pp * made.tp > 1 else ""
+    return made.strategy + stage + (f" with offload={made.offload!r}" if made.offload else "")
 
 
 def recommended(found: Sequence[Estimate], limit: int) -> Estimate | None:
@@ -209,9 +254,7 @@ def _passing(anatomy: Anatomy, one: Estimate, fullest: RankFigures) -> int:
 
 def dry_run_of_candidate(anatomy: Anatomy, made: Candidate, ranks_per_node: int = 8) -> DryRun:
     """Return the dry run of a candidate's strategy."""
-    package = import_module("lightning_shard")
-    strategy = getattr(package, made.class_name)(**made.options(anatomy.plan_of(made.tp)))
-    run: DryRun = strategy.dry_run(
+    run: DryRun = strategy_of(anatomy, made).dry_run(
         anatomy.module,
         anatomy.batch(made.batch_size),
         world_size=made.pp * made.dp * made.tp,
@@ -219,6 +262,12 @@ def dry_run_of_candidate(anatomy: Anatomy, made: Candidate, ranks_per_node: int 
         ranks_per_node=ranks_per_node,
     )
     return run
+
+
+def strategy_of(anatomy: Anatomy, made: Candidate) -> Any:
+    """Return a candidate's strategy."""
+    kind = getattr(import_module("lightning_shard"), made.class_name)
+    return kind(**made.options(anatomy.plan_of(made.tp)))
 
 
 def _ranks_per_node(devices: int, nodes: int | None, profile: MachineProfile) -> int:

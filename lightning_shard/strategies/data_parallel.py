@@ -64,6 +64,7 @@ from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrec
 from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
 from lightning_shard.precision.scaler import device_scale
 from lightning_shard.strategies.configs import DataParallelConfig, FitEndConfig, RunConfig
+from lightning_shard.strategies.fit_check import check_fit
 from lightning_shard.strategies.fit_ends import EndingStrategy
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.memory_notes import MemoryNotes, memory_kinds
@@ -72,7 +73,7 @@ from lightning_shard.strategies.options import DataParallelOptions, RunOptions
 from lightning_shard.trainer._lightning import layer_sync
 from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
-from lightning_shard.trainer.callbacks import prepare_callbacks
+from lightning_shard.trainer.callbacks import check_callbacks, prepare_callbacks
 from lightning_shard.trainer.dry_run import dry_run
 from lightning_shard.trainer.experiments import shared_experiments
 from lightning_shard.trainer.full_counts import counted_full, draw_graphs
@@ -146,6 +147,7 @@ class DataParallelStrategy(EndingStrategy):
     owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
     memory_kinds = memory_kinds
     dry_run = dry_run
+    check_fit = check_fit
 
     @takes(RunConfig, DataParallelConfig, FitEndConfig)
     def __init__(self, **options: Unpack[DataParallelOptions]) -> None:
@@ -172,8 +174,7 @@ class DataParallelStrategy(EndingStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None
         run = self._run_view()
-        for one in self.dimensions:
-            one.check(run)
+        self.check(run)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -184,16 +185,8 @@ class DataParallelStrategy(EndingStrategy):
             self._has_begun = False
             self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
             self._buckets.begin_fit()
-            if (num_parts := self.data_collectives.size) > 1:
-                why = f"{num_parts} ranks have parts of it"
-                refuse_embeddings_of_batches(self.run_module, why)
-            prepare_callbacks(
-                callbacks,
-                trainer,
-                self.run_module,
-                from_local=not self._has_full_parameters,
-                averages_shards=self._holds_shards,
-            )
+            is_local = not self._has_full_parameters
+            prepare_callbacks(callbacks, trainer, self.run_module, from_local=is_local)
             if not self._has_full_parameters:
                 draw_graphs(trainer, self.run_module, self.root_device)
             self.setup_optimizers(trainer)  # while parameters have their full shapes
@@ -215,6 +208,22 @@ class DataParallelStrategy(EndingStrategy):
             warn_of_cpu_ranks(self._options, self.root_device)
             if self._announces:
                 announce(self, strategy_name(self), num_parameters)
+
+    def check(self, run: RunView) -> None:
+        """Refuse what cannot be, before anything is changed; plans ask it, too.
+
+        Raises:
+            ConfigError: The module, a callback or an option does not go with this strategy.
+        """
+        for one in self.dimensions:
+            one.check(run)
+        if not run.is_fitting:
+            return
+        if self.world_size > 1:
+            why = f"{self.world_size} ranks have parts of it"
+            refuse_embeddings_of_batches(run.module, why)
+        callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
+        check_callbacks(callbacks, averages_shards=self._holds_shards)
 
     def _work_on_engine(self, trainer: "pl.Trainer") -> None:
         """Let averages, optimizers and hooks of a run work on the engine; each rank must call."""

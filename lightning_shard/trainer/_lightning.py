@@ -41,6 +41,11 @@ def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
     return strategy._layer_sync
 
 
+def asked_layer_sync(trainer: "pl.Trainer") -> LayerSync | None:
+    """Return the synchronization of batch norms that a trainer gives any strategy."""
+    return trainer._accelerator_connector._layer_sync
+
+
 def runners_of(module: "pl.LightningModule") -> tuple[Any, ...]:
     """Return the Trainer, or the Fabric, that a module is attached to."""
     return tuple(one for one in (module._trainer, module._fabric) if one is not None)

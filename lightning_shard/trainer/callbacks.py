@@ -30,7 +30,6 @@ def prepare_callbacks(
     module: "pl.LightningModule",
     *,
     from_local: bool,
-    averages_shards: bool,
 ) -> None:
     """Run callbacks' work on full parameters before the parameters are sharded.
 
@@ -39,10 +38,24 @@ def prepare_callbacks(
         trainer: The trainer of that fit.
         module: The module, whose parameters are still full.
         from_local: Whether a rank has only shards of the parameters between the steps.
+    """
+    if from_local:
+        compare_by_identity(callbacks)
+        for callback in callbacks:
+            if isinstance(callback, ModelSummary):
+                type(callback).on_fit_start(callback, trainer, module)
+                _skip_once(callback)
+
+
+def check_callbacks(callbacks: Sequence[Callback], *, averages_shards: bool) -> None:
+    """Refuse callbacks that cannot work with a strategy.
+
+    Args:
+        callbacks: All callbacks of a fit.
         averages_shards: Whether a rank will have shards of weight averages.
 
     Raises:
-        ConfigError: A callback cannot work with this strategy.
+        ConfigError: Names the first such callback.
     """
     for callback in callbacks:
         _check_root(callback)
@@ -55,12 +68,6 @@ def prepare_callbacks(
     if averages_shards:
         for average in averaging_callbacks(callbacks, fitting=True):
             check_elementwise(average)
-    if from_local:
-        compare_by_identity(callbacks)
-        for callback in callbacks:
-            if isinstance(callback, ModelSummary):
-                type(callback).on_fit_start(callback, trainer, module)
-                _skip_once(callback)
 
 
 def _check_root(callback: Any) -> None:

@@ -2,7 +2,9 @@
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, Literal, Protocol
 from unittest.mock import patch
 
@@ -14,6 +16,8 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
@@ -105,7 +109,7 @@ def trace_of(
     )
 
 
-class _SimulatedEnvironment(InProcessEnvironment):
+class SimulatedEnvironment(InProcessEnvironment):
     """Answers for rank 0 of a world that is not there, also where ranks of another one run."""
 
     @override
@@ -145,7 +149,7 @@ class SimulatedWorld:
         state_values: int,
     ) -> None:
         self.strategy = copy.copy(strategy)
-        self.strategy.cluster_environment = _SimulatedEnvironment(world_size)
+        self.strategy.cluster_environment = SimulatedEnvironment(world_size)
         step = _TrainingStep(module, precision)
         described = self.strategy.described(
             module, precision, lambda blocks, what: _measured(module, batch, step, blocks, what)
@@ -189,23 +193,59 @@ def flops_of_batch(module: "pl.LightningModule", batch: Any, precision: str) -> 
 
 
 class _TrainingStep:
-    """A module's training step in a precision, without a trainer."""
+    """A module's training step in a precision, under a trainer of which nothing comes."""
 
     def __init__(self, module: "pl.LightningModule", precision: str) -> None:
         self._plugin = _plugin(precision)
         self._num_arguments = len(inspect.signature(module.training_step).parameters)
 
     def __call__(self, module: Any, batch: Any) -> Any:
-        with (
-            patch.object(module, "log", _ignored),
-            patch.object(module, "log_dict", _ignored),
-            self._plugin.train_step_context(),
-        ):
-            return module.training_step(*(batch, 0)[: self._num_arguments])
+        with attached(module) as strategy, self._plugin.train_step_context():
+            result = module.training_step(*(batch, 0)[: self._num_arguments])
+        losses = [] if module.automatic_optimization else strategy.losses
+        return sum(loss.sum() for loss in losses) if losses else result
 
     def converted(self, batch: Any) -> Any:
         """Convert a batch to the precision."""
         return self._plugin.convert_input(batch)
+
+
+class _DryStrategy(SingleDeviceStrategy):
+    """A strategy of one device under which steps by hand change nothing."""
+
+    losses: Sequence[Tensor] = ()  # whose backward a step has called
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.losses = [*self.losses, closure_loss]
+        return closure_loss
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        return closure()
+
+
+@cache
+def _dry_trainer() -> "pl.Trainer":
+    strategy = _DryStrategy(torch.device("cpu"))
+    return pl.Trainer(strategy=strategy, logger=False, max_epochs=-1, max_steps=1000)
+
+
+@contextmanager
+def attached(module: "pl.LightningModule") -> Iterator[Any]:
+    """Give a module a trainer inside of which nothing comes, and the optimizers that it makes."""
+    trainer, before = _dry_trainer(), next(iter(runners_of(module)), None)
+    strategy: Any = trainer.strategy
+    strategy.losses, strategy.optimizers, trainer.state.fn = (), [], TrainerFn.FITTING
+    strategy.connect(module)
+    module.trainer = trainer
+    try:
+        with patch.multiple(module, log=_ignored, log_dict=_ignored):
+            with suppress(Exception):  # who asks for optimizers then has none
+                strategy.setup_optimizers(trainer)
+            yield strategy
+    finally:
+        module.trainer = before
 
 
 def _ignored(*_: Any, **__: Any) -> None:

@@ -265,7 +265,7 @@ def test_a_step_that_asks_for_values_costs_the_same() -> None:
 def test_a_step_that_asks_a_model_without_values_is_refused() -> None:
     with torch.device("meta"):
         model = Asking()
-    with pytest.raises(ConfigError, match="split='flops' runs a step of Asking, which failed"):
+    with pytest.raises(ConfigError, match="Blocks are measured in a step of Asking, which failed"):
         measure(model, lambda: model.step(torch.ones(5, 4), asks=True))
 
 

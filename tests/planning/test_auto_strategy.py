@@ -217,18 +217,6 @@ def test_a_step_that_asks_for_elements_is_refused_with_advice(tmp_path: Path) ->
         trainer("shard_auto_in_process", tmp_path, devices=2).fit(model, loader(model))
 
 
-class ByHand(ExampleGPT):
-    def __init__(self) -> None:
-        super().__init__(num_layers=2)
-        self.automatic_optimization = False
-
-
-def test_steps_by_hand_are_refused(tmp_path: Path) -> None:
-    model = ByHand()
-    with pytest.raises(ConfigError, match="the module steps by hand"):
-        trainer("shard_auto_in_process", tmp_path, devices=2).fit(model, loader(model))
-
-
 def test_a_schedule_of_accumulation_is_refused(tmp_path: Path) -> None:
     callbacks = [GradientAccumulationScheduler({0: 2})]
     with pytest.raises(ConfigError, match="GradientAccumulationScheduler changes how many"):
