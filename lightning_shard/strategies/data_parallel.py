@@ -219,8 +219,8 @@ class DataParallelStrategy(EndingStrategy):
             one.check(run)
         if not run.is_fitting:
             return
-        if self.world_size > 1:
-            why = f"{self.world_size} ranks have parts of it"
+        if (num_parts := self.data_collectives.size) > 1:
+            why = f"{num_parts} ranks have parts of it"
             refuse_embeddings_of_batches(run.module, why)
         callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
         check_callbacks(callbacks, averages_shards=self._holds_shards)
