@@ -5,10 +5,11 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The packages of tests/zoo, playwright, which looks at reports in the Chromium of apt-get, and a
-# kernel for the notebook.
-# timm and lightly need torchvision, whose wheel needs CUDA's libraries: Lightning would import it
-# wherever it finds it, and fail, so it lies in a folder of its own.
+# The packages of tests/zoo lie in an environment of their own, which sees the other packages: of ray and
+# tensorboard, which some need, every Trainer would make its logger. timm and lightly need torchvision,
+# whose wheel needs CUDA's libraries: Lightning would import it wherever it finds it, and fail, so it has
+# a folder of its own. The other slow tests want playwright, which looks at reports in the Chromium of
+# apt-get, and a kernel for the notebook.
 ZOO := $(VENV)/zoo
 # Ray and what it needs (of which tensorboardX would be every Trainer's logger) lie in an environment of
 # their own, which sees the other packages.
@@ -38,7 +39,8 @@ test: $(STAMP)
 	PARITY_STEPS=5 $(PYTEST) -m "not slow and not gpu and not benchmark and not hosts and not ray"
 
 test-all: $(STAMP) $(ZOO)/.installed
-	$(PYTEST) -m "not gpu and not hosts and not ray"
+	$(PYTEST) -m "not gpu and not hosts and not ray and not zoo"
+	$(ZOO)/bin/python -m pytest --numprocesses 3 --dist loadfile -m "zoo and not gpu"
 
 # Root makes network namespaces that stand for hosts, and a SLURM of them; without it these tests
 # fail, and say why. What launchers did over two hosts is written into docs/launchers.md.
@@ -82,13 +84,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --editable ".[dev,mpi]"
 	touch $(STAMP)
 
-$(ZOO)/.installed: $(STAMP)
-	$(PIP) --editable ".[dev,mpi,zoo,browser,notebook]"
-	$(BIN)/pip uninstall --quiet --yes torchvision
-	$(PIP) --no-deps --upgrade --target $(ZOO) torchvision
-	touch $(ZOO)/.installed
-
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(ZOO)/.installed: $(STAMP)
+	$(PIP) --editable ".[dev,mpi,browser,notebook]"
+	$(BIN)/python -m venv $(ZOO)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > \
+		$$($(ZOO)/bin/python -c '$(SITE)')/beside.pth
+	$(ZOO)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable ".[zoo]"
+	$(ZOO)/bin/pip uninstall --quiet --yes torchvision
+	$(ZOO)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--no-deps --upgrade --target $(ZOO)/zoo torchvision litgpt pytorch-tabular
+	touch $(ZOO)/.installed
 
 $(RAY)/.installed: $(STAMP)
 	$(BIN)/python -m venv $(RAY)
