@@ -314,14 +314,14 @@ class Unsharder:
             self._before_forward(unit, args, kwargs)
 
         def before_other(called: nn.Module, args: Any, kwargs: Any) -> None:
-            if not self._enter_copy(called):
+            if not self._enter_copy(called) and called in self._left_graphs:
                 self._before_forward(unit, args, kwargs)
 
         def after(called: nn.Module, _: Any, output: Any) -> None:
             self._after_forward(unit, called, output)
 
         def after_other(called: nn.Module, _: Any, output: Any) -> None:
-            if not self._leave_copy(called):
+            if not self._leave_copy(called) and called in self._left_graphs:
                 self._after_forward(unit, called, output)
 
         make = self._outside_of_steps if unit.stays else _Hook

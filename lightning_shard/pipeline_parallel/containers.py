@@ -32,11 +32,17 @@ def with_values(container: Any, values: dict[Any, Any]) -> Any:
         is_named = hasattr(container, "_fields")
         return type(container)(*values.values()) if is_named else type(container)(values.values())
     copied = copy.copy(container)
+    sizes = getattr(copied, "batch_size", None)
+    if isinstance(sizes, torch.Size):  # of a TensorDict: the first sizes of all its values
+        copied.batch_size = []
+        rows = next(held_tensors(list(values.values()))).shape[: len(sizes)]
     for key, value in values.items():
         if isinstance(container, Mapping):
             copied[key] = value
         else:
             object.__setattr__(copied, key, value)  # the dataclass may be frozen
+    if isinstance(sizes, torch.Size):
+        copied.batch_size = rows
     return copied
 
 

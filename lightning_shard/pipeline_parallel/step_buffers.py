@@ -1,7 +1,7 @@
 """Buffers that a training step changes, which runs once for each microbatch.
 
-    spectral_norm's vectors    each microbatch starts from those of before the batch, and so they
-                               are iterated once per batch, as on a single device
+    spectral_norm's vectors    each microbatch, and what tries a step before the first, starts from
+                               those of before the batch, so that they are iterated once per batch
     the module's own, small    once per batch, as the last stage's steps say: `StepAttributes`
     of another stage, by hand  refused: the last stage's steps change what another stage has
     any other                  changed once per microbatch; the first batch tells which, by name
@@ -54,8 +54,7 @@ class StepBuffers:
         Raises:
             ConfigError: A step changes a buffer of another stage by hand; raised on every rank.
         """
-        is_sharded = training and num_microbatches > 1
-        self._before, self._after = self._iterated() if is_sharded else {}, {}
+        self._before, self._after = self._iterated() if training else {}, {}
         watched = self._watched() if training and not self._is_known else None
         others = self._others() if watched is not None else {}
         yield

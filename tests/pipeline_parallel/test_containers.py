@@ -1,6 +1,6 @@
 """The checksum by which stages compare what each has computed of a batch."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_shard.pipeline_parallel.containers import digest, map_tensors, tensors_in
+from lightning_shard.pipeline_parallel.containers import (
+    digest,
+    held_values,
+    map_tensors,
+    tensors_in,
+    with_values,
+)
 
 COLUMNS = torch.arange(21).reshape(3, 7)
 
@@ -61,3 +67,25 @@ def test_every_tensor_is_found_in_order(value: Any, tensors: list[Tensor]) -> No
 def test_a_parameter_is_a_tensor() -> None:
     param = torch.nn.Parameter(A)
     assert tensors_in({"weight": param})[0] is param
+
+
+class Sized(UserDict[str, Any]):
+    """Refuses what does not begin with its batch size, as a TensorDict does."""
+
+    def __init__(self, values: dict[str, Any], batch_size: torch.Size) -> None:
+        self.batch_size = batch_size
+        super().__init__(values)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        assert value.shape[: len(self.batch_size)] == torch.Size(self.batch_size)
+        super().__setitem__(key, value)
+
+
+def test_a_mapping_with_a_batch_size_is_cut_into_smaller_ones() -> None:
+    """Half of a TensorDict was set into a copy of the whole, which refused it."""
+    batch = Sized({"x": COLUMNS, "y": COLUMNS[:, 0]}, batch_size=torch.Size([3]))
+    values = held_values(batch)
+    assert values is not None
+    half = with_values(batch, {key: value[:2] for key, value in values.items()})
+    assert (half.batch_size, batch.batch_size) == (torch.Size([2]), torch.Size([3]))
+    assert torch.equal(half["x"], COLUMNS[:2])

@@ -10,7 +10,8 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor, nn, vmap
+from torch.func import functional_call, stack_module_state
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_shard import ConfigError, HybridParallelStrategy, ZeRO3Strategy
@@ -23,6 +24,7 @@ from tests.strategies.data_parallel.momentum_teachers import (
     train,
 )
 from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.stacks import Stack, fit
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
@@ -277,3 +279,23 @@ def test_checkpoint_has_shards_of_what_a_hook_has_put_there(tmp_path: Path) -> N
     for name, value in averages.items():
         full = got["callbacks"]["SavingAverage"]["average"][name]
         torch.testing.assert_close(full, value, msg=name, **TOLERANCE)
+
+
+class Ensemble(Stack):
+    """Calls its blocks at once, by a copy of one that a step has made without values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, buffers = stack_module_state(list(self.blocks))
+        block = copy.deepcopy(self.blocks[0]).to("meta")
+
+        def call(own: Any, its: Any, inputs: Tensor) -> Tensor:
+            return functional_call(block, (own, its), (inputs,))
+
+        return self.head(vmap(call, (0, 0, None))(values, buffers, self.embed(x)).mean(0))
+
+
+def test_an_ensemble_by_a_copy_of_one_block_trains() -> None:
+    """A hook that came along with the copy looked for it among the model's blocks: KeyError."""
+    strategy = ZeRO3Strategy(backend="in_process")
+    got, alone = fit(Ensemble, strategy, devices=2), fit(Ensemble)
+    torch.testing.assert_close(got.weights, alone.weights, rtol=1e-5, atol=1e-6)
