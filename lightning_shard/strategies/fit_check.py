@@ -16,6 +16,7 @@ from lightning_shard.data_parallel.model_split import BaseSplit, Unsplit
 from lightning_shard.optim.sharded_optimizer import check_optimizer
 from lightning_shard.parallel_dimensions.combined_split import combined
 from lightning_shard.planner.simulated_group import SimulatedCollectives
+from lightning_shard.trainer._lightning import connect
 from lightning_shard.trainer.dry_run import SimulatedEnvironment
 
 
@@ -56,8 +57,8 @@ def check_fit(
     asked.cluster_environment = SimulatedEnvironment(world_size)
     asked.parallel_devices = [torch.device("cpu")] * world_size
     asked._collectives = SimulatedCollectives(0, world_size)
-    asked._lightning_module = asked.model = module
-    asked._layer_sync = layer_sync
+    connect(asked, module, layer_sync)
+    asked.model = module
     asked._group = lambda ranks: SimulatedCollectives(0, len(ranks))
     asked._make_groups()
     asked.check(asked._run_view())

@@ -41,6 +41,11 @@ def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
     return strategy._layer_sync
 
 
+def connect(strategy: Any, module: "pl.LightningModule", sync: LayerSync | None) -> None:
+    """Give a strategy that is only asked a module, and what synchronizes its batch norms."""
+    strategy._lightning_module, strategy._layer_sync = module, sync
+
+
 def asked_layer_sync(trainer: "pl.Trainer") -> LayerSync | None:
     """Return the synchronization of batch norms that a trainer gives any strategy."""
     return trainer._accelerator_connector._layer_sync

@@ -236,7 +236,8 @@ def attached(module: "pl.LightningModule") -> Iterator[Any]:
     """Give a module a trainer inside of which nothing comes, and the optimizers that it makes."""
     trainer, before = _dry_trainer(), next(iter(runners_of(module)), None)
     strategy: Any = trainer.strategy
-    strategy.losses, strategy.optimizers, trainer.state.fn = (), [], TrainerFn.FITTING
+    strategy.losses, strategy.optimizers = (), []
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
     strategy.connect(module)
     module.trainer = trainer
     try:
