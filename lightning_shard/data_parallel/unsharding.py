@@ -314,6 +314,7 @@ class Unsharder:
             self._before_forward(unit, args, kwargs)
 
         def before_other(called: nn.Module, args: Any, kwargs: Any) -> None:
+            # A copy that has full values, or none, is no block of the model.
             if not self._enter_copy(called) and called in self._left_graphs:
                 self._before_forward(unit, args, kwargs)
 

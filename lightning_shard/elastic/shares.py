@@ -147,9 +147,9 @@ class StepShares:
                 num_batches=self.num_batches,
             )
         cut = num_parts(before, self.rank_batch)
-        whole = num_parts(cut, self.num_ranks) * self.num_ranks
-        if whole + num_parts(self.last_batch, self.rank_batch) <= total:
-            cut = whole
+        begin = num_parts(cut, self.num_ranks) * self.num_ranks
+        if begin + num_parts(self.last_batch, self.rank_batch) <= total:
+            cut = begin
         is_last = share >= cut
         return _Run(
             first_sample=before if is_last else 0,

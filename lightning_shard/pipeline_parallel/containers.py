@@ -35,7 +35,8 @@ def with_values(container: Any, values: dict[Any, Any]) -> Any:
     sizes = getattr(copied, "batch_size", None)
     if isinstance(sizes, torch.Size):  # of a TensorDict: the first sizes of all its values
         copied.batch_size = []
-        rows = next(held_tensors(list(values.values()))).shape[: len(sizes)]
+        shapes = [one.shape for one in held_tensors(list(values.values()))]
+        rows = shapes[0][: len(sizes)] if shapes else sizes
     for key, value in values.items():
         if isinstance(container, Mapping):
             copied[key] = value

@@ -147,7 +147,8 @@ def _asking(anatomy: Anatomy) -> Iterator[Callable[[Candidate], str]]:
         if made.accumulated > 1 and not module.automatic_optimization:
             return "a module that steps by hand accumulates no batches by a Trainer's option"
         if not optimizers and (made.zero_stage or made.pp * made.tp > 1):
-            return "configure_optimizers makes none for parameters without values"
+            why = f": {refusal}" if refusal else ""
+            return f"configure_optimizers makes none for parameters without values{why}"
         key = _named(made), made.dp > 1, made.tp > 1, made.num_microbatches > 1
         if key not in known:
             known[key] = ""
@@ -160,10 +161,10 @@ def _asking(anatomy: Anatomy) -> Iterator[Callable[[Candidate], str]]:
                 known[key] = str(error)
         return known[key]
 
-    with attached(module):
+    with attached(module) as strategy:
         trainer: Any = module.trainer
         trainer.callbacks = [one for each in trainers for one in each.callbacks]
-        optimizers = trainer.optimizers
+        optimizers, refusal = trainer.optimizers, strategy.refusal
         layer_sync = next(map(asked_layer_sync, trainers), None)
         yield why_not
 

@@ -51,6 +51,11 @@ def asked_layer_sync(trainer: "pl.Trainer") -> LayerSync | None:
     return trainer._accelerator_connector._layer_sync
 
 
+def own_trainer(module: "pl.LightningModule") -> Any:
+    """Return the Trainer that a module is attached to, and not its Fabric; None for none."""
+    return module._trainer
+
+
 def runners_of(module: "pl.LightningModule") -> tuple[Any, ...]:
     """Return the Trainer, or the Fabric, that a module is attached to."""
     return tuple(one for one in (module._trainer, module._fabric) if one is not None)

@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, Protocol
 from unittest.mock import patch
@@ -33,7 +33,7 @@ from lightning_shard.planner.dry_run import model_flops
 from lightning_shard.planner.report import DryRun
 from lightning_shard.planner.step_trace import StepTrace, trace_step
 from lightning_shard.precision.policy import TRUE_DTYPES
-from lightning_shard.trainer._lightning import runners_of
+from lightning_shard.trainer._lightning import own_trainer, runners_of
 
 
 class Describable(Protocol):
@@ -214,6 +214,7 @@ class _DryStrategy(SingleDeviceStrategy):
     """A strategy of one device under which steps by hand change nothing."""
 
     losses: Sequence[Tensor] = ()  # whose backward a step has called
+    refusal: str = ""  # what configure_optimizers has raised; who asks for optimizers has none
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -234,16 +235,18 @@ def _dry_trainer() -> "pl.Trainer":
 @contextmanager
 def attached(module: "pl.LightningModule") -> Iterator[Any]:
     """Give a module a trainer inside of which nothing comes, and the optimizers that it makes."""
-    trainer, before = _dry_trainer(), next(iter(runners_of(module)), None)
+    trainer, before = _dry_trainer(), own_trainer(module)
     strategy: Any = trainer.strategy
-    strategy.losses, strategy.optimizers = (), []
+    strategy.losses, strategy.optimizers, strategy.refusal = (), [], ""
     trainer.state.fn, trainer.training = TrainerFn.FITTING, True
     strategy.connect(module)
     module.trainer = trainer
     try:
         with patch.multiple(module, log=_ignored, log_dict=_ignored):
-            with suppress(Exception):  # who asks for optimizers then has none
+            try:
                 strategy.setup_optimizers(trainer)
+            except Exception as error:  # whatever the user's code raises: a plan tells it
+                strategy.refusal = f"{type(error).__name__}: {error}"
             yield strategy
     finally:
         module.trainer = before

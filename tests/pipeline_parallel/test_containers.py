@@ -89,3 +89,5 @@ def test_a_mapping_with_a_batch_size_is_cut_into_smaller_ones() -> None:
     half = with_values(batch, {key: value[:2] for key, value in values.items()})
     assert (half.batch_size, batch.batch_size) == (torch.Size([2]), torch.Size([3]))
     assert torch.equal(half["x"], COLUMNS[:2])
+    empty = Sized({}, batch_size=torch.Size([3]))
+    assert with_values(empty, {}).batch_size == torch.Size([3])

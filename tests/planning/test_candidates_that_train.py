@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard.planning.candidates import Candidate, SearchSpace
 from lightning_shard.planning.search import _asking
+from lightning_shard.trainer.dry_run import attached
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
@@ -155,3 +156,24 @@ def test_a_module_that_steps_by_hand_is_planned_for_and_trains_as_on_one_device(
         trainer.fit(module, DataLoader(data, batch_size=8 // devices))
         found.append(module.state_dict())
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+class Unready(Net):
+    def configure_optimizers(self) -> Any:
+        raise ValueError("the data's size is not known")
+
+
+def test_a_plan_tells_why_optimizers_could_not_be_made() -> None:
+    """What configure_optimizers raises was swallowed, and a module's Fabric became its trainer."""
+    anatomy: Any = SimpleNamespace(module=Unready(), plan_of=lambda tp: {"blocks.0": "colwise"})
+    with _asking(anatomy) as why_not:
+        reasons = {why_not(one) for one in SPACE.candidates()} - {""}
+    assert reasons == {
+        "configure_optimizers makes none for parameters without values: ValueError: the data's "
+        "size is not known"
+    }
+    module = Net()
+    module._fabric = fabric = L.Fabric(accelerator="cpu", devices=1)
+    with attached(module):
+        assert module._trainer is not None
+    assert (module._trainer, module._fabric) == (None, fabric)
