@@ -136,7 +136,7 @@ class Placeholder(SeesCalls, SeesOperations):
         """Compute with the values that are known, which autograd sees."""
         if func == _SETS_DATA and isinstance(args[0], Placeholder):
             _note_write(args[0])
-        param = getattr(args[0], "param", None) if func in _OF_TRAINING and args else None
+        param = getattr(args[0], "param", None) if func in OF_TRAINING and args else None
         if param is not None:
             result = func(param, *args[1:], **kwargs)
             return args[0] if result is param else result
@@ -251,7 +251,7 @@ def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 _SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-_OF_TRAINING: Any = (
+OF_TRAINING: Any = (
     Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     Tensor.requires_grad_,

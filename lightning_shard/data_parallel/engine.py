@@ -303,9 +303,9 @@ class DataParallelEngine:
     @contextmanager
     def hook(self) -> Iterator[None]:
         """Run a hook of the user's inside, under stage 3; see `explaining_shards`."""
-        if self._unsharder is not None and self.split.groups:
-            self._unsharder.reshard_at_start()  # a full unit is this rank's part of the model
-        with self.explaining_shards(), self._unseen_calls.watching():
+        unsharder = self._unsharder if self.split.groups else None
+        shards = nullcontext() if unsharder is None else unsharder.in_shards()
+        with shards, self.explaining_shards(), self._unseen_calls.watching():
             yield
 
     @contextmanager

@@ -3,6 +3,7 @@
     unit.reshard()       param.__class__ = ShardedParameter    param.data: this rank's elements
     hooks, steps         p.norm(), p[0].zero_() ...            computed as with a `ParameterShard`
     unit.ensure_full()   param.__class__ = nn.Parameter        param.data: the full tensor
+                         ... or `KeptParameter`                full, or a part: see there
 
 Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
 the class is changed, a call comes from the engine or Lightning unless `UserCode` says that a hook
@@ -16,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from types import FunctionType
+from types import EllipsisType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_shard.backends.call_site import is_called_by_user, reading
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
@@ -40,8 +41,10 @@ from lightning_shard.data_parallel.torch_private import (
     storage_key,
 )
 from lightning_shard.errors import ConfigError
+from lightning_shard.placeholders import OF_TRAINING
 from lightning_shard.tensor_calls import OF_MEMORY, Args, Function, Kwargs, SeesOperations, name_of
 
+_KEPT = "_lightning_shard_kept"  # set on those that modules keep beside their own
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
 _BRING = (
     "_lightning_shard_bring"  # set on those of which other ranks have shards, and this has none
@@ -160,6 +163,74 @@ def move_out(param: nn.Parameter) -> None:
     vars(param).pop(_BRING, None)
 
 
+class KeptParameter(nn.Parameter):
+    """A parameter that user code has kept, in a list say: it computes as its module's does.
+
+    In the steps of tensor and pipeline parallel modules show a weight in full, or a stand-in for
+    it, where the parameter itself is a part or has no elements.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute with what modules have in the parameter's place."""
+        given = args, kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in OF_TRAINING and is_called_by_user():
+                given = tree_map_only(cls, _seen, given)
+            if any(type(one) is cls for one in tree_leaves(given)):
+                return func(*given[0], **given[1])
+        return func(*given[0], **given[1])
+
+
+def _seen(param: nn.Parameter) -> Tensor:
+    stand_in, look = vars(param).get(_KEPT, (None, None))
+    seen: Tensor = param if stand_in is None else stand_in
+    return seen if look is None else look(seen)
+
+
+def show_kept(
+    param: nn.Parameter,
+    stand_in: Tensor | EllipsisType | None = ...,
+    look: Callable[[Tensor], Tensor] | EllipsisType | None = ...,
+) -> None:
+    """Let a parameter that user code has kept compute as what modules show in its place.
+
+    Args:
+        param: The parameter.
+        stand_in: What modules have in its place; None for the parameter itself.
+        look: Makes of that what code outside of its layer sees; None for what is there.
+    """
+    if type(param) not in _CLASSES:
+        return
+    before = vars(param).pop(_KEPT, (None, None))
+    after = (before[0] if stand_in is ... else stand_in, before[1] if look is ... else look)
+    if after != (None, None):
+        vars(param)[_KEPT] = after
+    present([param], sharded=type(param) is ShardedParameter)
+
+
+def set_as_parts(params: Iterable[nn.Parameter | None]) -> Sequence[nn.Parameter]:
+    """Let those of a layer's parameters that are kept be what they are; return which."""
+    if torch.compiler.is_compiling():
+        return ()
+    kept = [param for param in params if type(param) is KeptParameter]
+    for param in kept:
+        param.__class__ = nn.Parameter
+    return kept
+
+
+def set_as_kept(params: Iterable[nn.Parameter]) -> None:
+    """End `set_as_parts`."""
+    for param in params:
+        param.__class__ = KeptParameter
+
+
 def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
     """Let user code see full parameters where there are shards, or plain ones.
 
@@ -167,10 +238,10 @@ def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
         params: Parameters that have settled in.
         sharded: Whether they are in shards.
     """
-    before, after = _CLASSES if sharded else reversed(_CLASSES)
     for param in params:
-        if type(param) is before:
-            param.__class__ = after
+        if type(param) in _CLASSES:
+            full: Any = KeptParameter if _KEPT in vars(param) else nn.Parameter
+            param.__class__ = ShardedParameter if sharded else full  # type: ignore[assignment]
 
 
 def bring_full(param: Tensor) -> bool:
@@ -244,10 +315,16 @@ class ShardedParameter(nn.Parameter):
             is_asked_inside = home.is_of_part or name_of(func) in OF_MEMORY
             if is_asked_inside and not is_called_by_user(_COMPUTES):
                 return func(*given[0], **given[1])
-            return _of_user(func, params, *given)
+            if not any(_KEPT in vars(param) for param in params):
+                return _of_user(func, params, *given)
+            given = tree_map_only(cls, _seen, given)
+            params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
+            if params:
+                return _of_user(func, params, *given)
+        return func(*given[0], **given[1])
 
 
-_CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, ShardedParameter)
+_CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, KeptParameter, ShardedParameter)
 _SET_GRAD = _TENSOR.grad.__set__
 _SHARDS = (ParameterShard, AveragedGradient, ShardView)
 _AS_IT_IS = frozenset(

@@ -534,10 +534,22 @@ class Unsharder:
             unit.forget_calls()
             unit.reshard(edited=unit.stays or not self._has_stepped)
 
-    def reshard_at_start(self) -> None:
-        """Reshard every unit before the first step."""
-        if not self._has_stepped:
-            self.reshard_all()
+    @contextmanager
+    def in_shards(self) -> Iterator[None]:
+        """Run a hook inside, to which shards look full as a part of a split model cannot.
+
+        What is full comes back where a backward or the rest of the step may read it.
+        """
+        full = [unit for unit in self._units if not (unit.is_resharded or self._holds)]
+        if full:
+            self._see_assigned()
+        for unit in full:
+            unit.reshard(edited=unit.stays or not self._has_stepped)
+        yield
+        for unit in full:
+            if unit.kept or unit.passages.are_open or (unit.stays and self._in_step):
+                unit.ensure_full()
+                unit.brought |= unit.kept
 
     def _see_assigned(self) -> None:
         """Adopt assigned values before any reshard: they may lie in another unit's memory."""

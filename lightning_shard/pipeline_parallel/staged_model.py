@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_shard.data_parallel.assigned import taken_out
 from lightning_shard.data_parallel.reentrance import without_reentrance
+from lightning_shard.data_parallel.sharded_parameter import show_kept
 from lightning_shard.errors import ConfigError
 from lightning_shard.module_classes import give_class_back
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
@@ -308,6 +309,9 @@ class _StandIn:
     def swap(self) -> None:
         """Exchange the tensor and its stand-in."""
         self.home[self.name], self.other = self.other, self.home[self.name]
+        if isinstance(self.place, nn.Parameter):
+            stand_in = self.home[self.name]
+            show_kept(self.place, None if stand_in is self.place else stand_in)
 
 
 class _BlockPosition:

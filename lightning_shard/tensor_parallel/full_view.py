@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.call_site import is_called_by_user
 from lightning_shard.data_parallel.assigned import taken_out
@@ -23,6 +24,7 @@ from lightning_shard.data_parallel.torch_private import is_traced
 from lightning_shard.tensor_parallel.dim_sharded_tensor import showing
 
 _VIEW = "_lightning_shard_view"
+_TORCH_HAS = frozenset(vars(nn.Module()))
 _LISTING = nn.Module.named_parameters.__code__.co_filename
 
 
@@ -89,6 +91,13 @@ class FullView:
     def __deepcopy__(self, memo: dict[int, Any]) -> "FullView":
         """Return this view: a copy of a layer is split as the layer is."""
         return self
+
+
+def kept_by(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that modules keep in attributes of their own, in lists say."""
+    held = [list(vars(module).items()) for module in model.modules()]
+    values = [value for items in held for name, value in items if name not in _TORCH_HAS]
+    return {one for one in tree_leaves(values) if isinstance(one, nn.Parameter)}
 
 
 def held(path: str, params: Mapping[str, Any], why: str) -> Any:

@@ -84,7 +84,7 @@ class WeightsInHooks:
         self._of_model = set(engine.model.parameters())
         self._mode = _Substituting(self)
         self._names: Mapping[nn.Parameter, str] = {}
-        self._is_on = False
+        self.is_on = False
         self._num_entered = 0  # times that the mode is on torch's stack
         self._kept: dict[nn.Parameter, _Full] = {}
         self._written: dict[nn.Parameter, Tensor] = {}  # what this has assigned, alive
@@ -92,7 +92,7 @@ class WeightsInHooks:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Run a hook of the user's inside; each rank must enter."""
-        if self._is_on:
+        if self.is_on:
             yield
             return
         with self._turned(on=True), makers_seen():
@@ -106,7 +106,7 @@ class WeightsInHooks:
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Run code inside that a hook has called and that works with the shards."""
-        if not self._is_on:
+        if not self.is_on:
             yield
             return
         with self._turned(on=False):
@@ -117,7 +117,7 @@ class WeightsInHooks:
     @contextmanager
     def _turned(self, *, on: bool) -> Iterator[None]:
         """The mode stays on the stack, and does nothing, below one that the hook has entered."""
-        before, self._is_on = self._is_on, on
+        before, self.is_on = self.is_on, on
         enters = on and self._num_entered == 0
         leaves = not on and innermost_function_mode() is self._mode
         if enters or leaves:
@@ -130,7 +130,7 @@ class WeightsInHooks:
         finally:
             if enters or leaves:
                 self._move(enters=leaves)
-            self._is_on = before
+            self.is_on = before
 
     def _move(self, *, enters: bool) -> None:
         mode: Any = self._mode
@@ -142,8 +142,6 @@ class WeightsInHooks:
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do one operation of a hook, with full tensors in place of shards."""
-        if not self._is_on:
-            return func(*args, **kwargs)
         if func == _SET_DATA and isinstance(args[1], _SHARDED):
             args = (args[0], args[1].full_tensor())
         given = tree_leaves((args, kwargs))
@@ -337,6 +335,8 @@ class _Substituting(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if not self._weights.is_on:
+            return func(*args, **(kwargs or {}))
         return self._weights.call(func, args, dict(kwargs or {}))
 
 

@@ -282,10 +282,30 @@ class PenaltyOfGroups(Stack):
         return super().loss(batch) + sum(param.square().sum() for param in params)
 
 
+class Own(nn.Parameter):
+    """A parameter of a class of the user's."""
+
+
+class PenaltyOfOwnClass(PenaltyOfList):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.extra = Own(torch.ones(3))
+        self.listed = list(self.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("style", [PenaltyOfList, PenaltyOfGroups])
-def test_penalties_of_absent_parameters_were_zero(style: type[Stack], schedule: str) -> None:
-    refused(style, "The loss is computed from the parameter '.*' outside of its module", schedule)
+def test_penalties_of_kept_parameters_were_zero(style: type[Stack], schedule: str) -> None:
+    """Later they were refused; their modules' stand-ins stand for them, too."""
+    check(style, 2, schedule)
+
+
+@pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
+def test_penalties_of_absent_parameters_were_zero() -> None:
+    message = "The loss is computed from the parameter '.*' outside of its module"
+    refused(PenaltyOfOwnClass, message)
 
 
 @pytest.mark.filterwarnings("ignore:A step uses 2 parameters outside of their stage")
