@@ -219,7 +219,7 @@ def set_as_parts(params: Iterable[nn.Parameter | None]) -> Sequence[nn.Parameter
     """Let those of a layer's parameters that are kept be what they are; return which."""
     if torch.compiler.is_compiling():
         return ()
-    kept = [param for param in params if type(param) is KeptParameter]
+    kept: list[Any] = [param for param in params if type(param) is KeptParameter]
     for param in kept:
         param.__class__ = nn.Parameter
     return kept
@@ -241,7 +241,7 @@ def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
     for param in params:
         if type(param) in _CLASSES:
             full: Any = KeptParameter if _KEPT in vars(param) else nn.Parameter
-            param.__class__ = ShardedParameter if sharded else full  # type: ignore[assignment]
+            param.__class__ = ShardedParameter if sharded else full
 
 
 def bring_full(param: Tensor) -> bool:
