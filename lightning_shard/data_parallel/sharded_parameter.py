@@ -202,7 +202,7 @@ def show_kept(
     """Let a parameter that user code has kept compute as what modules show in its place.
 
     Args:
-        param: The parameter.
+        param: The parameter, a part of a weight or without elements.
         stand_in: What modules have in its place; None for the parameter itself.
         look: Makes of that what code outside of its layer sees; None for what is there.
     """

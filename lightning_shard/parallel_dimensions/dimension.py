@@ -15,7 +15,7 @@ those before it have left; restoring goes the other way. What the first does aro
 outermost; one that has a step run in another way, as a pipeline does, is the last.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -106,6 +106,10 @@ class ParallelDimension:
     def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Return what makes the context of each of the user's hooks in a fit; None for none."""
         return None
+
+    def follow(self) -> Mapping[Tensor, Callable[[], Tensor]]:
+        """Return what brings tensors that other ranks' steps change up to date in a hook."""
+        return {}
 
     def finish_copies(self) -> None:
         """Make plain modules of the copies that a hook has made of modules with full weights."""

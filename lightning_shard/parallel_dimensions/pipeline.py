@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -177,6 +177,10 @@ class PipelineDimension(ParallelDimension):
         absent = self._split.full_shapes
         params = self._run.module.named_parameters()
         return partial(explaining_absent, [name for name, param in params if param in absent])
+
+    @override
+    def follow(self) -> Mapping[Tensor, Callable[[], Tensor]]:
+        return {} if self._split is None else self._split.follow()
 
     @override
     def finish_copies(self) -> None:

@@ -19,13 +19,16 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 __all__ = [
     "Step",
     "add_messages",
     "computations",
+    "computed_before_forward",
     "is_innermost",
     "iterates_powers",
     "stage_backward_input",
@@ -47,6 +50,20 @@ def iterates_powers(module: nn.Module, buffer: str) -> bool:
     hooks = module._forward_pre_hooks.values()
     names = [hook.name for hook in hooks if isinstance(hook, SpectralNorm)]
     return buffer in [f"{name}_{vector}" for name in names for vector in "uv"]
+
+
+def computed_before_forward(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return attributes that a module computes before each forward, and of which parameter.
+
+    `weight_norm` and `spectral_norm`, the old ones, and `prune` keep a weight so.
+    """
+    found = []
+    for hook in module._forward_pre_hooks.values():
+        name = getattr(hook, "_tensor_name" if isinstance(hook, BasePruningMethod) else "name", "")
+        if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod)):
+            end = "v" if isinstance(hook, WeightNorm) else "orig"
+            found.append((name, module.get_parameter(f"{name}_{end}")))
+    return found
 
 
 _CLASSES: dict[str, type[_PipelineScheduleRuntime]] = {

@@ -7,7 +7,9 @@ A parameter that is not here has no elements; it stays the object that optimizer
 hold. A parameter that two stages share is on both: its gradients are summed, so both take one step.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.model_split import BaseSplit
 from lightning_shard.data_parallel.values_at_start import give_memory
+from lightning_shard.pipeline_parallel._torch import computed_before_forward
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.partition import Partition, buffer_stages, parameter_stages
 
@@ -57,6 +60,7 @@ class PipelineSplit(BaseSplit):
         self.full_shapes = {
             param: shape for param, shape in self.shapes.items() if not self.is_here(param)
         }
+        self._changed: list[tuple[dict[str, Any], str, int, nn.Parameter | None]] | None = None
         self._ties = self._groups_of_ties()
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
@@ -145,6 +149,53 @@ class PipelineSplit(BaseSplit):
             same = buffer.contiguous()
             self.group.broadcast(same, src=self._stage_ranks[stages[0]]).wait()
             buffer.copy_(same)
+
+    def follow(self) -> dict[Tensor, Callable[[], Tensor]]:
+        """Return what brings each buffer that other ranks change up to date; each rank must call.
+
+        So are weights that torch's older norms compute in each forward, which are no buffers.
+        """
+        if self._changed is None:
+            everywhere = len(self._stage_ranks)
+            owners = {
+                buffer: self._stage_ranks[stages[0]]
+                for buffer, stages in buffer_stages(self._model, self._partition).items()
+                if len(stages) < everywhere
+            }
+            self._changed = [
+                (vars(module)["_buffers"], name, owners[buffer], None)
+                for module in self._model.modules()
+                for name, buffer in module._buffers.items()
+                if buffer in owners
+            ]
+            self._changed += [
+                (vars(module), name, self._ranks[weight][0], weight)
+                for module in self._model.modules()
+                for name, weight in computed_before_forward(module)
+            ]
+        return {
+            home[name]: partial(self._bring, home, name, owner, weight)
+            for home, name, owner, weight in self._changed
+            if isinstance(home.get(name), Tensor)
+        }
+
+    @torch.no_grad()
+    def _bring(
+        self, home: dict[str, Any], name: str, owner: int, weight: nn.Parameter | None
+    ) -> Tensor:
+        tensor: Tensor = home[name]
+        shape = tensor.shape if weight is None else self.shapes[weight]
+        dtype = (tensor if weight is None else weight).dtype
+        value = torch.empty(shape, dtype=dtype, device=self._device)
+        if self.group.rank == owner:
+            value.copy_(tensor)
+        self.group.broadcast(value, src=owner).wait()
+        if weight is None:
+            tensor.data.copy_(value)
+        elif self.group.rank != owner:  # it was a placeholder, or as it was before the fit
+            home[name] = value
+        seen: Tensor = home[name]
+        return seen
 
     def restore(self, *, full: bool = True) -> None:
         """With `full`, give every rank all parameters and buffers again; each rank must call."""

@@ -373,7 +373,9 @@ class ModelParallelStrategy(DataParallelStrategy):
         owner: Any = trainer
         averages = averaging_callbacks(owner.callbacks, fitting=True)  # which know of shards
         callbacks = [one for one in owner.callbacks if one not in averages]
-        self._weights = weights = WeightsInHooks(self.engine, self.mesh_rank, self._finish_copies)
+        self._weights = weights = WeightsInHooks(
+            self.engine, self.mesh_rank, self._finish_copies, self._follow
+        )
         self.engine.seeing_shards = weights.hidden  # a hook may train, as the learning-rate finder
         self._in_hooks.enter_context(
             hooks_inside(weights.shown, self.run_module, callbacks, without=_OF_FAILURES)
@@ -382,6 +384,9 @@ class ModelParallelStrategy(DataParallelStrategy):
     def _finish_copies(self) -> None:
         for one in reversed(self.dimensions):
             one.finish_copies()
+
+    def _follow(self) -> dict[Tensor, Callable[[], Tensor]]:
+        return {key: bring for one in self.dimensions for key, bring in one.follow().items()}
 
     def _hidden(self) -> AbstractContextManager[None]:
         """Inside, weights are the shards that are here, also within a hook."""

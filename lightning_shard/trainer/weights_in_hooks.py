@@ -69,6 +69,8 @@ class WeightsInHooks:
         engine: The engine of the model, which is split over other ranks.
         rank: Global rank of this process, for error messages.
         finish_copies: Called after each hook, which may have copied modules with full weights.
+        follow: Returns by tensor beside the parameters, such as buffers of other stages, what
+            brings it up to date and returns what stands for it; each rank must call.
     """
 
     def __init__(
@@ -76,7 +78,10 @@ class WeightsInHooks:
         engine: DataParallelEngine,
         rank: int,
         finish_copies: Callable[[], None] = lambda: None,
+        follow: Callable[[], dict[Tensor, Callable[[], Tensor]]] = dict,
     ) -> None:
+        self._follow = follow
+        self._behind: dict[Tensor, Callable[[], Tensor]] | None = None  # not yet asked for
         self._engine, self._rank, self._finish_copies = engine, rank, finish_copies
         self._cut_for_updates = {
             param for flat in engine.flats if flat.layout.num_shards > 1 for param in flat.params
@@ -100,6 +105,7 @@ class WeightsInHooks:
         self._take_what_was_set()
         self._settle_all()
         self._written.clear()
+        self._behind = None
         self._engine.adopt_assigned()
         self._finish_copies()
 
@@ -144,6 +150,8 @@ class WeightsInHooks:
         """Do one operation of a hook, with full tensors in place of shards."""
         if func == _SET_DATA and isinstance(args[1], _SHARDED):
             args = (args[0], args[1].full_tensor())
+        if func not in _OF_THE_OBJECT and func not in _OF_THE_SHAPE:
+            args, kwargs = self._up_to_date(args, kwargs)
         given = tree_leaves((args, kwargs))
         params = [one for one in given if self._is_spread(one)]
         if not params:
@@ -163,6 +171,17 @@ class WeightsInHooks:
             self._settle_all()  # goes element by element, where the elements are
             return func(*args, **kwargs)
         return self._on_full(func, args, kwargs, params)
+
+    def _up_to_date(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Bring what other ranks' steps have changed, once for a hook, and what stands for it."""
+        if self._behind is None:
+            self._behind = self._follow()
+        tensors = tree_leaves((args, kwargs)) if self._behind else []
+        late = [one for one in tensors if isinstance(one, Tensor) and one in self._behind]
+        if not late or _caller().startswith(_PACKAGE + "."):
+            return args, kwargs
+        instead = {one: self._behind.pop(one)() for one in dict.fromkeys(late)}
+        return tree_map_only(Tensor, lambda one: instead.get(one, one), (tuple(args), kwargs))  # type: ignore[no-any-return]
 
     def _is_spread(self, value: Any) -> bool:
         """Whether a value is a parameter whose elements are on several ranks, or on another one.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, weight_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.strategies.data_parallel.hooked import Hooked, assert_equal, fit, pipeline, replicas
@@ -88,3 +89,44 @@ def test_a_batch_in_one_part_has_the_buffers_of_a_single_device() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*buffers")
         assert_equal(fit(Counts, pipeline(num_microbatches=1)), alone(Counts))
+
+
+COMPUTED = {
+    "power iteration": spectral_norm,
+    "older norm": weight_norm,
+    "norm": parametrizations.weight_norm,
+    "mask": lambda layer: prune.l1_unstructured(layer, "bias", 0.4),
+    "orthogonal": parametrizations.orthogonal,
+}
+
+
+class Computed(Hooked):
+    """Its blocks compute their weights, and a hook looks at them."""
+
+    kind = ""
+
+    def build(self) -> None:
+        for block in self.blocks:
+            COMPUTED[self.kind](block.layer)
+
+    def look(self) -> None:
+        for block in self.blocks:
+            self.see(block.layer.weight.norm() + block.layer.bias.norm())
+        for buffer in self.buffers():
+            self.see(buffer.sum())
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.look()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", COMPUTED)
+@pytest.mark.parametrize("strategy", [pipeline, replicas])
+def test_what_blocks_of_other_stages_compute_was_stale_in_hooks(kind: str, strategy: Any) -> None:
+    """So were the buffers of other stages; an attribute of an older norm was a placeholder."""
+    style = type("Kind", (Computed,), {"kind": kind})
+    assert_equal(fit(style, strategy()), fit(style))
