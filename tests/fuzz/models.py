@@ -363,7 +363,7 @@ class Block(nn.Module):
     )
 
 
-@feature("spectral norm in blocks", slot="block", gives=["parametrized", "buffers"])
+@feature("spectral norm in blocks", slot="block", gives=["parametrized", "buffers", "iterates"])
 def _(draft: Draft, random: Random) -> None:
     _block(
         draft,
@@ -566,7 +566,7 @@ def _(draft: Draft, random: Random) -> None:
     draft.after_blocks.append("h = h @ self.mixing")
 
 
-@feature("branch of even batches", gives=["unused"])
+@feature("branch of even batches", gives=["unused"], conflicts=["resumed in mid-epoch"])
 def _(draft: Draft, random: Random) -> None:
     draft.init.append("self.branch = nn.Linear(WIDTH, WIDTH)")
     getattr(draft, random.choice(["before_blocks", "after_blocks"])).extend(
@@ -574,7 +574,7 @@ def _(draft: Draft, random: Random) -> None:
     )
 
 
-@feature("branch made after the head", gives=["unused"])
+@feature("branch made after the head", gives=["unused"], conflicts=["resumed in mid-epoch"])
 def _(draft: Draft, random: Random) -> None:
     draft.late_init.append("self.late = nn.Linear(WIDTH, WIDTH)")
     lines = ["h = h + self.late(h)"]

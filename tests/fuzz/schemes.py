@@ -105,6 +105,7 @@ LOSSES = (
     "decays by batch",
     "edits gradients",
     "edits weights",
+    "iterates",
     "logs",
     "of whole batch",
     "rate changed in a hook",

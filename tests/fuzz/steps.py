@@ -200,6 +200,13 @@ def _(draft: Draft, random: Random) -> None:
         ]
 
 
+@feature("penalty over kept parameters")
+def _(draft: Draft, random: Random) -> None:
+    draft.hook("on_fit_start(self)", "self.kept = list(self.parameters())")
+    power = random.choice(["p.pow(2).sum()", "p.norm()", "p.detach().norm() * loss"])
+    draft.terms.append(f"loss = loss + 1e-3 * sum({power} for p in self.kept)")
+
+
 @feature("penalty over matrices")
 def _(draft: Draft, random: Random) -> None:
     draft.terms.append(
