@@ -203,7 +203,7 @@ def template_of_call(call: BlockCall, forget: Callable[[], None]) -> Template:
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),
-        _ComputedTensors() as computed,
+        _ComputedTensors(leaves) as computed,
         alone(),
     ):
         result = _on_copies(call)
@@ -214,10 +214,11 @@ def template_of_call(call: BlockCall, forget: Callable[[], None]) -> Template:
 
 
 class _ComputedTensors(TorchFunctionMode):
-    """Notes the tensors that are computed inside and require gradients."""
+    """Notes the tensors that are computed inside of those given, and require gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
+        self._given = {id(one) for one in given}  # `to` and such may return them
         self.followed: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(
@@ -225,7 +226,7 @@ class _ComputedTensors(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result) if isinstance(result, Tensor | tuple | list) else ():
-            if not tensor.is_leaf:
+            if not tensor.is_leaf and id(tensor) not in self._given:
                 self.followed.append(weakref.ref(tensor))
         return result
 

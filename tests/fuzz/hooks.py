@@ -22,7 +22,8 @@ def _(draft: Draft, random: Random) -> None:
             "torch.nn.utils.clip_grad_value_(self.parameters(), 0.02)",
         ]
     )
-    draft.hook(BEFORE, how)
+    # torch takes no list without gradients, as of a step that is left out
+    draft.hook(BEFORE, "if any(p.grad is not None for p in self.parameters()):", f"    {how}")
 
 
 @feature("clipping hook", slot="clipping", gives=["nonlinear"], conflicts=["manual"])

@@ -47,8 +47,8 @@ REFUSED = {
     ("lstm", "hybrid_parallel"): "no list of repeated blocks",
     ("sync_conv", "tensor_parallel"): "found nothing in ConvNet to split",
     ("mixture", "tensor_parallel"): "found nothing in Mixture to split",
-    ("sync_conv", "pipeline_parallel"): "sync_batchnorm=True",
-    ("sync_conv", "hybrid_parallel"): "sync_batchnorm=True",
+    ("sync_conv", "pipeline_parallel"): "name the one to cut: blocks='body'",
+    ("sync_conv", "hybrid_parallel"): "name the one to cut: blocks='body'",
 }
 
 

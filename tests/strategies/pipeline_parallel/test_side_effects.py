@@ -43,6 +43,18 @@ class ListOfLosses(Stack):
         return F.cross_entropy(self.head(x), batch[1]) + 0.1 * torch.stack(sizes).mean()
 
 
+class AskingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(x.dtype).contiguous()
+        return super().forward(-x if float(x.detach().mean()) > 1e9 else x)
+
+
+class AskingBlocks(Stack):
+    """Blocks ask for elements of what they are given, which counted as a value that they keep."""
+
+    block = AskingBlock
+
+
 class BlockOfState(Block):
     def forward(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
         state["x"] = super().forward(state["x"])
@@ -166,6 +178,7 @@ STYLES = [
     WrittenAround,
     CheckpointedAround,
     WrittenArguments,
+    AskingBlocks,
     LayersInPlace,
     Unfrozen,
 ]
