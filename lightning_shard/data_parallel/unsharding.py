@@ -567,8 +567,9 @@ class Unsharder:
 
     def note_updated(self, params: Iterable[nn.Parameter]) -> None:
         """Note which parameters an optimizer updates: autograd allows no backward through them."""
-        updated = set(params)
-        for unit in (one for one in self._units if one.kept):
+        kept = [unit for unit in self._units if unit.kept]
+        updated = set(params) if kept else set()
+        for unit in kept:
             own = {one for flat in unit.flats for one in flat.params}
             unit.kept = not own <= updated
             # also of those that this rank has nothing of, which its optimizer leaves alone
