@@ -27,7 +27,7 @@ from lightning_shard.planner.report import RankFigures
 from lightning_shard.planner.simulated_model import SimulatedModel
 from lightning_shard.planner.step_trace import StepTrace
 from lightning_shard.planning.candidates import Checkpointing
-from lightning_shard.strategies.data_parallel import DDPStrategy
+from lightning_shard.strategies.data_parallel import DDPStrategy, ZeRO3Strategy
 from lightning_shard.strategies.model_parallel import HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.trainer._lightning import runners_of
@@ -140,8 +140,8 @@ class Anatomy:
         self.num_blocks = 0 if self.blocks is None else len(self.blocks)
         self.flops = self._flops()
         self._weights: dict[int, dict[str, Weights]] = {}
-        self._unpipelined: dict[tuple[int, Checkpointing], Unpipelined] = {}
-        self._stages: dict[tuple[int, Checkpointing], Stages] = {}
+        self._unpipelined: dict[tuple[int, Checkpointing, int], Unpipelined] = {}
+        self._stages: dict[tuple[int, Checkpointing, int], Stages] = {}
 
     def batch(self, size: int) -> Any:
         """Return a batch of so many samples on meta."""
@@ -176,11 +176,13 @@ class Anatomy:
         )
         return BlockCosts(before=found.before, blocks=found.blocks[:1], after=found.after)
 
-    def split(self, tp: int, choice: Checkpointing) -> Any:
-        """Return the strategy by which so many ranks share the layers and nothing else."""
+    def split(self, tp: int, choice: Checkpointing, stage: int = 0) -> Any:
+        """Return the strategy of stage 0 or 3 by which so many ranks share the layers alone."""
         if tp == 1:
-            return DDPStrategy(activation_checkpointing=choice)
-        return TensorParallelStrategy(plan=self.plan_of(tp), activation_checkpointing=choice)
+            kind = ZeRO3Strategy if stage else DDPStrategy
+            return kind(activation_checkpointing=choice)
+        plan = self.plan_of(tp)
+        return TensorParallelStrategy(plan=plan, activation_checkpointing=choice, zero_stage=stage)
 
     def plan_of(self, tp: int) -> dict[str, Any] | None:
         """Return the layers that so many ranks share: those given, or those found.
@@ -238,14 +240,24 @@ class Anatomy:
 
         return place
 
-    def unpipelined(self, tp: int, choice: Checkpointing) -> Unpipelined:
-        """Return the figures of a rank without a pipeline."""
-        if (tp, choice) not in self._unpipelined:
-            self._unpipelined[tp, choice] = self._traced(tp, choice)
-        return self._unpipelined[tp, choice]
+    def unpipelined(self, tp: int, choice: Checkpointing, stage: int = 0) -> Unpipelined:
+        """Return the figures of a rank without a pipeline; `stage` is one that `keeps_as` has."""
+        key = tp, choice, stage
+        if key not in self._unpipelined:
+            self._unpipelined[key] = self._traced(*key)
+        return self._unpipelined[key]
 
-    def _traced(self, tp: int, choice: Checkpointing) -> Unpipelined:
-        strategy, traces = self.split(tp, choice), dict[tuple[int, int], StepTrace]()
+    def keeps_as(self, choice: Checkpointing, zero_stage: int) -> int:
+        """Return 0 or 3, the ZeRO stage that keeps what a stage keeps for backward.
+
+        Stage 3 brings the matrices of blocks rounded, of which autocast keeps no copies; nor does
+        it of blocks that are computed again.
+        """
+        is_mixed = self.precision.endswith("-mixed")
+        return 3 if zero_stage == 3 and is_mixed and choice is None else 0
+
+    def _traced(self, tp: int, choice: Checkpointing, stage: int) -> Unpipelined:
+        strategy, traces = self.split(tp, choice, stage), dict[tuple[int, int], StepTrace]()
         for blocks in _SHORT if self.blocks is not None else _SHORT[:1]:
             module = self.short(blocks)
             for size in _SIZES:
@@ -262,13 +274,14 @@ class Anatomy:
             saved=line("saved"), most=line("most"), moved=line("moved"), sent=line("sent")
         )
 
-    def stages(self, tp: int, choice: Checkpointing) -> Stages:
-        """Return the figures of a pipeline's stages."""
-        if (tp, choice) not in self._stages:
-            self._stages[tp, choice] = self._staged(tp, choice)
-        return self._stages[tp, choice]
+    def stages(self, tp: int, choice: Checkpointing, stage: int) -> Stages:
+        """Return the figures of a pipeline's stages; `stage` is one that `keeps_as` has."""
+        key = tp, choice, stage
+        if key not in self._stages:
+            self._stages[key] = self._staged(*key)
+        return self._stages[key]
 
-    def _staged(self, tp: int, choice: Checkpointing) -> Stages:
+    def _staged(self, tp: int, choice: Checkpointing, stage: int) -> Stages:
         strategy = HybridParallelStrategy(
             pipeline_parallel_size=4,
             tensor_parallel_size=tp,
@@ -277,6 +290,7 @@ class Anatomy:
             num_microbatches=1,
             split=_STAGES,
             activation_checkpointing=choice,
+            zero_stage=stage,
         )
         module = self.short(4)
         ranks = [
@@ -286,7 +300,7 @@ class Anatomy:
             for size in _SIZES
         ]
         ties = _tied_bytes(self.weights(tp)["both"])
-        whole = self.unpipelined(tp, choice)
+        whole = self.unpipelined(tp, choice, stage)
         return Stages(
             saved=_by_place(ranks, whole.saved, lambda one: one.memory.activations),
             recomputed=_line(lambda size: ranks[size - 1][1].memory.recomputed),

@@ -90,7 +90,9 @@ class Estimator:
         parts = self.anatomy.unpipelined(one.tp, one.checkpointing)
         blocks, size = self.anatomy.num_blocks, one.microbatch
         weights = self.weights_of(one.tp, (0, blocks), blocks)
-        saved = int(parts.saved.at(size, blocks))
+        stage = self.anatomy.keeps_as(one.checkpointing, one.zero_stage)
+        kept = self.anatomy.unpipelined(one.tp, one.checkpointing, stage)
+        saved = int(kept.saved.at(size, blocks))
         memory = self.memory(one, weights, activations(one, saved), 0, in_pipeline=False)
         flops = self.flops(one, (0, blocks))
         sent_tp = parts.sent.at(size, blocks)
@@ -262,7 +264,8 @@ class _PipelinedEstimate:
     def __init__(self, estimator: Estimator, one: Candidate) -> None:
         self.of, self.one = estimator, one
         self.anatomy, self.machine = estimator.anatomy, estimator.machine
-        self.stages = self.anatomy.stages(one.tp, one.checkpointing)
+        stage = self.anatomy.keeps_as(one.checkpointing, one.zero_stage)
+        self.stages = self.anatomy.stages(one.tp, one.checkpointing, stage)
         self.num_stages = one.pp * one.stages_per_rank
         parts = self.anatomy.weights(one.tp)
         numels = tuple(parts[name].numel for name in ("before", "block", "after", "both"))

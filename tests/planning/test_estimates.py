@@ -87,6 +87,25 @@ def test_an_estimate_of_the_gpt_is_its_dry_run(name: str, precision: str) -> Non
     check(*both("gpt", precision, CANDIDATES[name]))
 
 
+ROUNDED: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "selective": {"checkpointing": "selective"},
+    "tensor_parallel": {"tp": 2},
+    "pipeline": {**STAGES},
+    "hybrid": {**STAGES, "tp": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_stage_3_keeps_no_rounded_copies_of_blocks(name: str, precision: str) -> None:
+    """They were estimated as under stages 0 to 2: 2 bytes a parameter of each microbatch."""
+    told, run = both("gpt", precision, {**ROUNDED[name], "zero_stage": 3})
+    held = run.ranks[told.rank].memory
+    assert told.memory.activations == pytest.approx(held.activations, rel=0.001)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", "zero3, checkpointed", "tensor_parallel", "pipeline"])
 def test_an_estimate_of_a_hugging_face_llama_is_its_dry_run(name: str) -> None:
