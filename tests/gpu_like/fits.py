@@ -151,7 +151,10 @@ class Watched(ExampleGPT):
 
 
 class Batches:
-    """Batches that lie on the device already: to move them is the loader's business."""
+    """Batches that lie on the device already: to move them is the loader's business.
+
+    They are tuples, whose values are fields: two of a list may as well be two samples.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -159,10 +162,12 @@ class Batches:
     def __len__(self) -> int:
         return NUM_BATCHES
 
-    def __iter__(self) -> Iterator[list[Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(NUM_BATCHES):
-            shape = (BATCH_SIZE, CONTEXT)
-            yield [torch.zeros(shape, dtype=torch.long, device=self._device) for _ in range(2)]
+            yield self._zeros(), self._zeros()
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(BATCH_SIZE, CONTEXT, dtype=torch.long, device=self._device)
 
 
 def fit(name: str, precision: str, rank: int = 0) -> Seen:

@@ -67,5 +67,6 @@ def seen() -> dict[str, Any]:
 @pytest.mark.parametrize("name", RACES)
 def test_a_planted_race_is_found(seen: dict[str, Any], name: str) -> None:
     first, second = FOUND[name]
+    assert not seen[name]["error"]  # else nothing was looked at
     races = seen[name]["races"]
     assert any(first in one and second in other for one, other, _ in races), races

@@ -102,7 +102,8 @@ def test_processes_write_and_resume_a_folder(tmp_path: Path) -> None:
         assert sorted(one.name for one in path.glob("*.pt")) == ["meta.pt"]
     again, _ = run_processes(peers.gloo, 2, folder=tmp_path / "b", resume=tmp_path / SAVED)
     torch.testing.assert_close(again, expected[SAVED_AFTER:], rtol=1e-5, atol=0)
-    (tmp_path / SAVED / "__1_0.distcp").write_bytes(b"")
+    changed = tmp_path / SAVED / "__1_0.distcp"
+    changed.write_bytes(bytes(changed.stat().st_size))
     with pytest.raises(ProcessesFailedError) as failed:
         run_processes(peers.gloo, 2, folder=tmp_path / "c", resume=tmp_path / SAVED)
-    assert str(failed.value).count("__1_0.distcp is damaged: it has 0 bytes") >= 2
+    assert str(failed.value).count("__1_0.distcp is damaged: it has") >= 2
