@@ -192,6 +192,16 @@ def llama_405b(schedule: str) -> Estimate:
     return Estimator(_llama(**LLAMA_405B), torchtitans_h100(), A_NODE).estimate(made)
 
 
+def in_its_formats(found: Estimate) -> float:
+    """Return the peak bytes with bf16 for full parameters, beside fp32 shards, and between blocks.
+
+    FSDP2 rounds whole parameters; under autocast, here, both are in fp32.
+    """
+    memory = found.memory
+    shards = memory.parameters / found.candidate.dp
+    return found.peak_bytes - (memory.parameters / 2 - shards) - memory.activations / 2
+
+
 def megatron(row: WeakScaling) -> Estimate:
     """Estimate a row of the table with the microbatch, which it does not tell, that is fastest."""
     with torch.device("meta"):

@@ -3,7 +3,15 @@
 import pytest
 
 from tests.docs.pages import text_of
-from tests.planning.published import WEAK_SCALING, megatron, of_torchtitan, tables
+from tests.planning.published import (
+    GIB,
+    WEAK_SCALING,
+    in_its_formats,
+    llama_405b,
+    megatron,
+    of_torchtitan,
+    tables,
+)
 
 
 @pytest.mark.slow
@@ -11,8 +19,9 @@ def test_what_holds_of_torchtitans_tables() -> None:
     deviations = {name: ours / theirs - 1 for name, theirs, ours, _ in of_torchtitan()}
     assert abs(deviations["what 128 GPUs save, GiB"]) < 0.1
     assert abs(deviations["tokens/s of a GPU, 128 to 8"]) < 0.15
-    assert abs(deviations["405B, 1F1B, GiB"]) < 0.1
-    assert abs(deviations["tokens/s, interleaved to 1F1B"]) < 0.16
+    assert abs(in_its_formats(llama_405b("1f1b")) / GIB / 82.5 - 1) < 0.1
+    # messages between stages are twice those of the published run, in fp32: less is gained
+    assert abs(deviations["tokens/s, interleaved to 1F1B"]) < 0.17
 
 
 @pytest.mark.slow
