@@ -39,6 +39,7 @@ class Scheme:
         model: Name of the model, see `tests.strategies.models`.
         divisor: What the number of ranks is a multiple of.
         tolerance: By how much two devices may differ: losses and norms relatively, and weights.
+        clips_early: Whether gradients are clipped before they are sent.
     """
 
     strategy: str
@@ -46,6 +47,7 @@ class Scheme:
     model: str = "gpt"
     divisor: int = 1
     tolerance: Tolerance = EXACT
+    clips_early: bool = False
 
     def sizes(self) -> list[int]:
         """Return the numbers of ranks that it is tried on."""
@@ -62,6 +64,7 @@ _COMPRESSORS = {
     "powersgd": IN_FLOAT32,
     "onebit": IN_FLOAT32,
 }
+_KEEP_WHAT_IS_LEFT = ("topk", "powersgd")  # onebit does, too, after its dense warm-up
 
 SCHEMES = {
     "shard_ddp": Scheme("DDPStrategy"),
@@ -76,7 +79,11 @@ SCHEMES = {
     "zero3_offload": Scheme("ZeRO3Strategy", {"offload": "parameters"}),
     **{
         f"shard_ddp_{name}": Scheme(
-            "DDPStrategy", {"compression": name}, divisor=2, tolerance=tolerance
+            "DDPStrategy",
+            {"compression": name},
+            divisor=2,
+            tolerance=tolerance,
+            clips_early=name in _KEEP_WHAT_IS_LEFT,
         )
         for name, tolerance in _COMPRESSORS.items()
     },
