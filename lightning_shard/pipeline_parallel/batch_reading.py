@@ -6,8 +6,9 @@
     [view, view] of equal shapes   either, where the loader does not tell
 
 A tensor has as many rows as there are samples, a list as many values. Where these disagree inside
-a batch (a sample's own tensor has any number of rows), the loader's batch size decides, then what
-can be read in one way only, then the way in which its earlier batches were read.
+a batch (a sample's own tensor has any number of rows), a loader whose batches were lists of samples
+goes on so; else the loader's batch size decides, then what can be read in one way only, then the
+way in which its earlier batches were read.
 """
 
 from collections.abc import Iterable, Iterator
@@ -60,11 +61,11 @@ class BatchReader:
         return size
 
     def _told(self, batch: Any, sizes: frozenset[int], places: dict[_Path, int]) -> int:
-        if self._loader_size is not None:
-            if self._loader_size in sizes:
-                return self._loader_size
-            if self._place is None and self._loader_size in places.values():
-                return self._loader_size
+        if self._place == () and () in places:
+            return places[()]  # a last batch's samples may have the loader's number of rows
+        is_listed = self._place is None and self._loader_size in places.values()
+        if self._loader_size is not None and (self._loader_size in sizes or is_listed):
+            return self._loader_size
         if len(sizes) == 1:
             return next(iter(sizes))
         if self._place in places:

@@ -108,6 +108,14 @@ def test_earlier_batches_tell_how_the_last_one_is_read() -> None:
     assert reader.num_samples([torch.zeros(3, 2)] * 1) == 1
 
 
+def test_a_last_batch_of_samples_with_as_many_rows_as_the_loader_takes_was_of_so_many() -> None:
+    """Three samples of eight rows were taken for the fields of eight samples."""
+    reader = BatchReader(loader_size=8)
+    samples = [(torch.ones(8), torch.ones(8), torch.tensor(0)) for _ in range(8)]
+    assert reader.num_samples(samples) == 8
+    assert reader.num_samples(samples[:3]) == 3
+
+
 @pytest.mark.parametrize("lists", ["samples", "fields"])
 def test_what_can_be_read_in_two_ways_is_refused_until_an_option_decides(lists: Any) -> None:
     views = [torch.zeros(4, 2), torch.ones(4, 2)]
