@@ -16,8 +16,7 @@ from rich.text import Text
 
 from lightning_shard.doctor.finding import Finding, size
 from lightning_shard.doctor.host import host
-from lightning_shard.doctor.launcher import launcher
-from lightning_shard.doctor.present import absent, software
+from lightning_shard.doctor.present import absent, launcher, software
 from lightning_shard.schemes import BACKENDS, named_schemes
 
 _WITH_TORCH = {"Network": "network", "Backends": "backends"}

@@ -39,6 +39,7 @@ from lightning_shard.data_parallel.checkpointed_blocks import (
     checkpointed_blocks,
 )
 from lightning_shard.data_parallel.compression import Compressor, Tally
+from lightning_shard.data_parallel.compression.compressor import StepBytes, total_bytes
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
 from lightning_shard.data_parallel.kept_activations import KeptActivations
@@ -85,7 +86,6 @@ from lightning_shard.trainer.hook_advice import (
 )
 from lightning_shard.trainer.predictions import PredictedBatches
 from lightning_shard.trainer.same_settings import schedules
-from lightning_shard.trainer.step_bytes import StepBytes, total_bytes
 from lightning_shard.trainer.weight_averaging import AverageOfShards, Averaging, averaging_callbacks
 
 
