@@ -341,12 +341,20 @@ class DataParallelEngine:
         self.shards.changed()
         self.absent.agree()
 
-    def at_hand(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    def at_hand(
+        self, params: Sequence[nn.Parameter], *, unrounded: bool = False
+    ) -> AbstractContextManager[None]:
         """Keep parameters unsharded inside, for a part of a backward that their blocks' hooks miss.
 
         Under stage 3 each rank must enter.
+
+        Args:
+            params: The parameters.
+            unrounded: Whether to have them in their own format, from now on, for user code.
         """
-        return nullcontext() if self._unsharder is None else self._unsharder.at_hand(params)
+        if self._unsharder is None:
+            return nullcontext()
+        return self._unsharder.at_hand(params, unrounded=unrounded)
 
     @property
     def reformats(self) -> bool:

@@ -460,7 +460,9 @@ class Unsharder:
             vars(self._generating.pop()).pop(GENERATES_TOGETHER, None)
 
     @contextmanager
-    def at_hand(self, params: Collection[nn.Parameter]) -> Iterator[None]:
+    def at_hand(
+        self, params: Collection[nn.Parameter], *, unrounded: bool = False
+    ) -> Iterator[None]:
         """Keep parameters unsharded inside, for a backward that does not pass their blocks' hooks.
 
         Such a backward may begin and end within a block, whose hooks then miss its end.
@@ -469,6 +471,8 @@ class Unsharder:
         resharded = [unit for unit in self._units if unit.is_resharded]
         used = [unit for unit in self._units if unit.has_any_of(wanted)]
         for unit in used:
+            if unrounded:
+                unit.widen(for_good=True)
             unit.begin_unshard()
         self._within = True
         try:

@@ -138,6 +138,7 @@ class PipelineDimension(ParallelDimension):
         if self._pipeline is None:
             return
         self._pipeline.at_hand, self._pipeline.reformats = engine.at_hand, engine.reformats
+        self._pipeline.lent = partial(engine.at_hand, unrounded=True)
         engine.around_backward = partial(_after_schedule, engine.around_backward)
         assert self._run is not None
         assert self._split is not None

@@ -24,7 +24,10 @@ from lightning_shard.placeholders import is_placeholder
 Taker = Callable[[nn.Parameter, Tensor], None]
 """Takes the gradient of a parameter: `DataParallelEngine.take_gradient`."""
 
-_NARROW = (torch.float16, torch.bfloat16)  # added up in float32
+
+def sum_dtype(param: Tensor) -> torch.dtype:
+    """Return the format in which microbatches' gradients add up, at least float32."""
+    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
 class GradientStash:
@@ -55,8 +58,7 @@ class GradientStash:
                 continue
             if grad.is_sparse:
                 grad = grad.to_dense()
-            if grad.dtype in _NARROW:
-                grad = grad.float()
+            grad = grad.to(sum_dtype(grad))
             if param in self._own:
                 sums.append(self._sums[param])
                 added.append(grad)
@@ -71,11 +73,10 @@ class GradientStash:
     def own(self, param: nn.Parameter) -> Tensor:
         """Return a parameter's sum, which may be changed; zeros when there is none."""
         total = self._sums.get(param)
-        kind = torch.float32 if param.dtype in _NARROW else param.dtype
+        if total is None:
+            total = torch.zeros_like(param, dtype=sum_dtype(param))
         self._own.add(param)
-        self._sums[param] = (
-            torch.zeros_like(param, dtype=kind) if total is None else total.contiguous().clone()
-        )
+        self._sums[param] = total.contiguous().clone()
         return self._sums[param]
 
     def take(self, param: Tensor) -> Tensor:

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.pipeline_parallel.backward import AtHand
-from lightning_shard.pipeline_parallel.gradients import GradientStash
+from lightning_shard.pipeline_parallel.gradients import GradientStash, sum_dtype
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 
 Wanted = Mapping[int, frozenset[str]]
 """The names of the parameters that each stage wants to borrow."""
-
-_NARROW = (torch.float16, torch.bfloat16)  # whose gradients are added up in float32
 
 
 class Lending:
@@ -95,8 +93,7 @@ class Lending:
             if self._group.rank == borrower:
                 grad = stash.take(self._leaves[key])
             else:
-                dtype = torch.float32 if param.dtype in _NARROW else param.dtype
-                grad = param.new_empty(self._model.shape_of(param), dtype=dtype)
+                grad = param.new_empty(self._model.shape_of(param), dtype=sum_dtype(param))
                 self._group.recv(grad, borrower, tag, async_op=True).wait()
             if self._group.rank == owner:
                 stash.add([param], [grad])

@@ -82,6 +82,7 @@ class Pipeline:
         edits: Watches parameters for edits by training steps.
         peak_activations: Largest number of runs that were kept for their backward at one time.
         at_hand: Makes the context of a backward's second half, which begins within blocks.
+        lent: Makes the context in which values are lent, in the formats that user code sees.
         reformats: Whether parameters change their format between a forward and its backward.
     """
 
@@ -99,6 +100,7 @@ class Pipeline:
         self.observer: Observer | None = None
         self.peak_activations = 0
         self.at_hand: AtHand = always_at_hand
+        self.lent: AtHand = always_at_hand
         self.reformats = False
         self._model, self._group = model, group
         self._stage_params = stage_params
@@ -199,7 +201,7 @@ class Pipeline:
             self._buffers.batch(len(batch.microbatches), training=training),
             self.edits.batch(training=training),
         ):
-            self._lending.lend(self.at_hand)
+            self._lending.lend(self.lent)
             uses = self._learn(batch)
             is_begun = uses and self._rehearse(batch)
             for action in schedule.actions[self._group.rank] if uses else ():
@@ -234,7 +236,7 @@ class Pipeline:
         """Let stages borrow parameters of others from now on."""
         self._model.hide()
         self._lending.add(wanted)
-        self._lending.lend(self.at_hand)
+        self._lending.lend(self.lent)
         self._needs.forget(batch.kind)
 
     def _rehearse(self, batch: RunningBatch) -> bool:

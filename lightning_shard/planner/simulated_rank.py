@@ -28,6 +28,7 @@ from lightning_shard.pipeline_parallel.backward import (
 )
 from lightning_shard.pipeline_parallel.containers import tensors_in
 from lightning_shard.pipeline_parallel.costs import SavedBytes, storage_bytes
+from lightning_shard.pipeline_parallel.gradients import sum_dtype
 from lightning_shard.pipeline_parallel.messages import followed
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
@@ -197,7 +198,7 @@ class SimulatedRank:
                     self.engine.take_gradient(param, self._gradient(param))
 
     def _gradient(self, param: nn.Parameter) -> Tensor:
-        return param.data.new_empty(self.model.parts[param].shape, dtype=_stash_dtype(param))
+        return param.data.new_empty(self.model.parts[param].shape, dtype=sum_dtype(param))
 
     def send(self, tensors: Sequence[Tensor], weight: int) -> None:
         """Count messages to the next or previous rank, `weight` times."""
@@ -278,7 +279,7 @@ class SimulatedRank:
         return max(self._gathered, largest_units(self.engine))
 
     def _gradient_bytes(self, param: nn.Parameter) -> int:
-        return self.model.parts[param].shape.numel() * _stash_dtype(param).itemsize
+        return self.model.parts[param].shape.numel() * sum_dtype(param).itemsize
 
     def begin_step(self) -> None:
         """Forget what has been sent, and the gradients of the last step."""
@@ -331,8 +332,3 @@ def _data_groups(size: int, shard_size: int) -> tuple[DataGroups, list[Collectiv
 def _roots(run: StageRun, grads: Sequence[Tensor] | None) -> list[Tensor]:
     """Return the tensors at which a backward begins: the loss where no gradients are given."""
     return followed(run.outputs if grads is not None else [loss_of(run.result)])
-
-
-def _stash_dtype(param: Tensor) -> torch.dtype:
-    """Return the format in which microbatches' gradients add up, at least float32."""
-    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
