@@ -105,7 +105,6 @@ class WeightsInHooks:
         self._take_what_was_set()
         self._settle_all()
         self._written.clear()
-        self._behind = None
         self._engine.adopt_assigned()
         self._finish_copies()
 
@@ -123,7 +122,7 @@ class WeightsInHooks:
     @contextmanager
     def _turned(self, *, on: bool) -> Iterator[None]:
         """The mode stays on the stack, and does nothing, below one that the hook has entered."""
-        before, self.is_on = self.is_on, on
+        before, self.is_on, self._behind = self.is_on, on, None
         enters = on and self._num_entered == 0
         leaves = not on and innermost_function_mode() is self._mode
         if enters or leaves:
@@ -136,7 +135,7 @@ class WeightsInHooks:
         finally:
             if enters or leaves:
                 self._move(enters=leaves)
-            self.is_on = before
+            self.is_on, self._behind = before, None
 
     def _move(self, *, enters: bool) -> None:
         mode: Any = self._mode
