@@ -1,7 +1,7 @@
 """Expert parallel as a dimension: whole experts on each rank, ranks with samples of their own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
 from lightning_shard.planner.description import Description, Measure
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
+from lightning_shard.tensor_parallel.full_view import KeptViews
 
 Around = Callable[[], AbstractContextManager[None]]
 
@@ -43,6 +44,7 @@ class ExpertDimension(ParallelDimension):
         self._mixtures: list[Mixture] = []
         self._split: ExpertSplit | None = None
         self._shared: SharedExperts | None = None
+        self._kept: KeptViews | None = None
         self._last_load: Mapping[str, ExpertLoad] = {}
 
     @override
@@ -69,6 +71,7 @@ class ExpertDimension(ParallelDimension):
     def attach(self, engine: DataParallelEngine) -> None:
         if self._split is not None:
             assert self._run is not None
+            self._kept = KeptViews(self._run.model)
             self._shared = SharedExperts(
                 self._mixtures,
                 self._split,
@@ -89,9 +92,14 @@ class ExpertDimension(ParallelDimension):
 
         return nested
 
-    def _in_step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
         """Inside, weights of experts look full to all code but the experts' own."""
-        return nullcontext() if self._shared is None else self._shared.weights.step()
+        if self._shared is None or self._kept is None:
+            yield
+            return
+        with self._shared.weights.step(), self._kept.shown():
+            yield
 
     @override
     def wrapped(self, runner: StepRunner) -> StepRunner:

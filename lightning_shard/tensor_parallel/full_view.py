@@ -9,9 +9,10 @@ goes through; the view, which lies in the layer, says what is seen.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.call_site import is_called_by_user
 from lightning_shard.data_parallel.assigned import taken_out
-from lightning_shard.data_parallel.torch_private import is_traced
+from lightning_shard.data_parallel.sharded_parameter import show_kept
+from lightning_shard.data_parallel.torch_private import has_compiled_call, is_traced
 from lightning_shard.tensor_parallel.dim_sharded_tensor import showing
 
 _VIEW = "_lightning_shard_view"
@@ -93,11 +95,50 @@ class FullView:
         return self
 
 
-def kept_by(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that modules keep in attributes of their own, in lists say."""
-    held = [list(vars(module).items()) for module in model.modules()]
-    values = [value for items in held for name, value in items if name not in _TORCH_HAS]
-    return {one for one in tree_leaves(values) if isinstance(one, nn.Parameter)}
+class KeptViews:
+    """Lets parameters that user code keeps beside modules be seen as modules' views show them.
+
+    Args:
+        model: The model, of which a module may keep parameters in attributes of its own, in lists
+            say; one that optimizes by hand may have all of them from its optimizers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kept: Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] | None = None
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show them inside as the views do; at the first time they are looked for."""
+        kept, self._kept = self._find() if self._kept is None else self._kept, ()
+        for param, look in kept:
+            show_kept(param, look=look)
+        try:
+            yield
+        finally:
+            self._kept = kept or self._kept  # a step within a step has shown none
+            for param, _ in kept:
+                show_kept(param, look=None)
+
+    def _find(self) -> Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]:
+        modules = list(self._model.modules())
+        if any(map(has_compiled_call, modules)):  # compiled code takes no such class
+            return []
+        attributes = [
+            value
+            for module in modules
+            for name, value in vars(module).items()
+            if name not in _TORCH_HAS
+        ]
+        kept = {one for one in tree_leaves(attributes) if isinstance(one, nn.Parameter)}
+        by_hand = not getattr(self._model, "automatic_optimization", True)
+        return [
+            (param, partial(view.of, name))
+            for module in modules
+            if (view := view_of(module)) is not None
+            for name, param in vars(module)["_parameters"].items()
+            if by_hand or param in kept
+        ]
 
 
 def held(path: str, params: Mapping[str, Any], why: str) -> Any:

@@ -2,9 +2,8 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,10 +16,9 @@ from lightning_shard.data_parallel.arrival_hooks import others_wait_for
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.model_split import BaseSplit, in_place
 from lightning_shard.data_parallel.quantised import is_quantised
-from lightning_shard.data_parallel.sharded_parameter import bring_full, show_kept
+from lightning_shard.data_parallel.sharded_parameter import bring_full
 from lightning_shard.data_parallel.torch_private import (
     gradient_hooks,
-    has_compiled_call,
     pass_for_parameter,
     untraced,
 )
@@ -39,7 +37,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     from_local,
     full_tensor,
 )
-from lightning_shard.tensor_parallel.full_view import FullView, kept_by
+from lightning_shard.tensor_parallel.full_view import FullView, KeptViews
 from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     LayerContext,
@@ -94,8 +92,7 @@ class SplitModel(BaseSplit):
         self._attributes = Attributes()
         self._hooks: list[RemovableHandle] = []
         self._is_in_step = False
-        self._model = model
-        self._kept: Sequence[nn.Parameter] | None = None  # by modules, beside their own
+        self._kept = KeptViews(model)
         self._shown: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # parts and what shows them
         around_dropout = layers_around_dropout(model, layers)
         self._crossings = Crossings(group, around_dropout, sequence_parallel=sequence_parallel)
@@ -227,32 +224,12 @@ class SplitModel(BaseSplit):
         before, self._is_in_step = self._is_in_step, True
         show_full(self.shardings, self.group)
         try:
-            with nullcontext() if before else self._showing_kept(), asking(DifferentiatedParts()):
+            with self._kept.shown(), asking(DifferentiatedParts()):
                 yield
         finally:
             self._is_in_step = before
             self._shown.clear()
             self._crossings.forget()  # else what entered last is there until the next step
-
-    @contextmanager
-    def _showing_kept(self) -> Iterator[None]:
-        """Let split weights that modules keep in lists, say, look full inside, too."""
-        if self._kept is None:
-            by_hand = not getattr(self._model, "automatic_optimization", True)  # from optimizers
-            kept = self.shardings.keys() if by_hand else kept_by(self._model)
-            is_traced = any(
-                map(has_compiled_call, self._model.modules())
-            )  # which takes no such class
-            self._kept = [] if is_traced else [one for one in self.shardings if one in kept]
-        for param in self._kept:
-            show_kept(
-                param, look=partial(self._look, (self.shardings[param], self.full_shapes[param]))
-            )
-        try:
-            yield
-        finally:
-            for param in self._kept:
-                show_kept(param, look=None)
 
     @contextmanager
     def hook(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ WERE_WRONG = [
     # Hooks read the vectors of other stages as they were before the fit.
     ("spectral norm in blocks, weights applied in a hook", "pipeline x4"),
     ("penalty over kept parameters", "tensor x2"),
+    ("penalty over kept parameters, routed experts", "experts x2"),
     # Vectors of a power iteration moved in trials of a step, where a batch is left whole.
     ("ragged batch, spectral norm in blocks", "pipeline zero bubble x2"),
 ]
