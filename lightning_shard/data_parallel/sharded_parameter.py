@@ -215,22 +215,6 @@ def show_kept(
     present([param], sharded=type(param) is ShardedParameter)
 
 
-def set_as_parts(params: Iterable[nn.Parameter | None]) -> Sequence[nn.Parameter]:
-    """Let those of a layer's parameters that are kept be what they are; return which."""
-    if torch.compiler.is_compiling():
-        return ()
-    kept: list[Any] = [param for param in params if type(param) is KeptParameter]
-    for param in kept:
-        param.__class__ = nn.Parameter
-    return kept
-
-
-def set_as_kept(params: Iterable[nn.Parameter]) -> None:
-    """End `set_as_parts`."""
-    for param in params:
-        param.__class__ = KeptParameter
-
-
 def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
     """Let user code see full parameters where there are shards, or plain ones.
 

@@ -23,7 +23,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.sharded_parameter import set_as_kept, set_as_parts
 from lightning_shard.module_classes import give_class_back
 from lightning_shard.tensor_parallel.attention import ParallelAttention
 from lightning_shard.tensor_parallel.full_view import FullView, as_it_is, extend_class, set_view
@@ -79,11 +78,9 @@ def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
         instead = {name: params[name] for name in parts}
         params.update(parts)
         before, view.is_own = view.is_own, True
-        kept = set_as_parts(params.values())
         try:
             return forward(self, *args, **kwargs)
         finally:
-            set_as_kept(kept)
             view.is_own = before
             params.update(instead)
 
