@@ -49,6 +49,7 @@ from lightning_shard.precision.scaler import ShardedGradScaler, device_scale
 from lightning_shard.strategies.configs import DataParallelConfig, RanksConfig
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.names import strategy_name
+from lightning_shard.trainer.experiments import shared_loggers
 
 _KNOWN = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
 
@@ -116,6 +117,7 @@ class FabricStrategy(RankedStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._in_launch.enter_context(asking(self._differentiation))
+        self._in_launch.enter_context(shared_loggers())
         share_scaler(self.precision, self._all_views, [self.collectives], self.root_device)
 
     @override

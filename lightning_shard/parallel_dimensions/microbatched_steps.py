@@ -31,6 +31,7 @@ from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.placeholders import is_placeholder, tensors_given
 from lightning_shard.trainer.hook_advice import may_edit_before_backward
+from lightning_shard.trainer.logger_calls import LoggerCalls
 from lightning_shard.trainer.step_logs import StepLogs
 
 _LOADERS: dict[StepKind, str] = {
@@ -75,6 +76,7 @@ class MicrobatchedSteps(StepRunner):
     ) -> None:
         self._run, self._engine, self._pipeline = run, engine, pipeline
         self._split, self._logs = split, logs
+        self._calls = LoggerCalls(run.module, split, run.in_hook)
         self._num_parts, self._lists, self._on_training = num_parts, lists, on_training
         self._readers: dict[str, BatchReader] = {}
         self._ragged = False  # whether a batch has been left whole for that
@@ -125,7 +127,7 @@ class MicrobatchedSteps(StepRunner):
         if not self._ragged:
             self._on_training(self._num_in_step)
         recorded, scale = self._recorded(step, args, kwargs), self._run.loss_scale()
-        with self._engine.step(), isolate_rng():
+        with self._engine.step(), isolate_rng(), self._calls.batch():
             try:
                 results, stash = self._pipeline.train(
                     "training", microbatches, recorded, _loss, scale
@@ -148,7 +150,7 @@ class MicrobatchedSteps(StepRunner):
     ) -> Any:
         microbatches = self._microbatches(kind, args)
         loader = ", ".join(str(one) for one in args[2:])
-        with self._engine.step(), isolate_rng():
+        with self._engine.step(), isolate_rng(), self._calls.batch():
             recorded = self._recorded(step, args, kwargs)
             results = self._pipeline.evaluate(f"{kind} {loader}", microbatches, recorded)
         if results is None:  # a step that does not use the network
@@ -180,9 +182,12 @@ class MicrobatchedSteps(StepRunner):
         def recorded(microbatch: Microbatch, checked: Checked | None) -> Any:
             is_last, may_repeat = checked is not None, self._pipeline.is_rehearsing
             self._num_counts = 0
-            with self._logs.recording(
-                microbatch.size, counts=is_last, may_repeat=may_repeat, completed=completed
-            ) as note:
+            with (
+                self._calls.step(microbatch),
+                self._logs.recording(
+                    microbatch.size, counts=is_last, may_repeat=may_repeat, completed=completed
+                ) as note,
+            ):
                 with tensors_given() as given, asking(OfLastStage(given)), _telling(microbatch):
                     result = completed(step(microbatch.content, *args[1:], **kwargs))
                 if checked is not None:  # in here: what it refuses has logged and counted nothing
@@ -204,6 +209,7 @@ class MicrobatchedSteps(StepRunner):
             sizes = [one.size for one in microbatches]
             outputs = merge_outputs([results[one.index] for one in microbatches], sizes)
         outputs, weight = self._logs.replay((outputs, weight))
+        self._calls.give()
         return outputs, float(weight)
 
     def _without_gradients(self, stash: GradientStash) -> Tensor:

@@ -33,6 +33,7 @@ class RunView:
         of_parts: The ranks that have the same parts of what a dimension with samples of its own
             shares out, and second groups of them for gradients; None without such a dimension.
         with_shards: Inside, weights are the shards that are here, also within a hook.
+        in_hook: Inside, code sees weights as hooks do; each rank must enter.
         drawn_for_own_data: Inside, ranks that are given different samples draw random numbers of
             their own.
         loss_scale: Returns what a loss scaler multiplies losses with, shape () if a tensor.
@@ -52,6 +53,7 @@ class RunView:
     groups: Mapping[Axis, Collectives] = field(default_factory=dict)
     of_parts: tuple[DataGroups, DataGroups] | None = None
     with_shards: Callable[[], AbstractContextManager[None]] = nullcontext
+    in_hook: Callable[[], AbstractContextManager[None]] = nullcontext
     drawn_for_own_data: Callable[[], AbstractContextManager[None]] = nullcontext
     loss_scale: Callable[[], Tensor | float]
     completed: Callable[[Any], Any]

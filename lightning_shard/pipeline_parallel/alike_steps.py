@@ -54,6 +54,15 @@ class NotedCalls(TorchFunctionMode):
             self._inside.enter_context(self)
             yield
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note nothing inside."""
+        before, self._is_over = self._is_over, True
+        try:
+            yield
+        finally:
+            self._is_over = before
+
     def stop(self) -> None:
         """Note no more, and be no mode for compiled blocks, unless user code has set another."""
         self._is_over, self._left_out = True, {}

@@ -9,6 +9,7 @@ The last stage has no block `stop`: there the step runs on to its result.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from lightning_shard.pipeline_parallel.skipped_blocks import (
 from lightning_shard.placeholders import OtherStageError, Placeholder, is_placeholder
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+_running: ContextVar["StageRun | None"] = ContextVar("running", default=None)
 
 _ADVICE_FIRST = "Register the module that computes what the blocks are called with before them."
 _ADVICE_LATER = (
@@ -93,6 +95,11 @@ class Needed(NamedTuple):
     num_tensors: int
 
 
+def running_stage() -> "StageRun | None":
+    """Return the run whose step or block this thread is in; None in a trial, and elsewhere."""
+    return _running.get()
+
+
 class StepCutShort(BaseException):
     """Ends a step on a stage that has done its part; never seen by user code's `except`."""
 
@@ -116,6 +123,9 @@ class StageRun:
         outputs: The tensors that the next stage needs.
         result: The step's result, on the last stage.
         is_skipped: Whether the step returned None before it called the network.
+        position: Where the step is: 2 * i before block i, one more in it.
+        stands_in: Whether it is in a block of another stage.
+        is_over: Whether the step has ended: what is called then is computed again.
     """
 
     def __init__(
@@ -142,7 +152,8 @@ class StageRun:
         self._is_later = received is not None
         self._entering, self._leaving, self._noted = entering, leaving, noted
         self._after = ExitStack()
-        self._entered = self._cut = self._is_over = False
+        self._entered = self._cut = self.is_over = self.stands_in = False
+        self.position = 0
         self._received: list[_Received] = []
         self._stance = Stance()
 
@@ -153,6 +164,7 @@ class StageRun:
             ConfigError: The step does not call the blocks once, in order, or uses a value of
                 another stage in another way than as an argument of a block.
         """
+        token = _running.set(self)
         try:
             noting = nullcontext() if self._noted is None else self._noted.noting()
             with self._stance.as_written(), noting, self._after:
@@ -160,7 +172,8 @@ class StageRun:
         except StepCutShort:
             return
         finally:
-            self._is_over = True
+            _running.reset(token)
+            self.is_over = True
             self._note_writes()
         if self.result is None and not self._entered:
             self.is_skipped = True
@@ -212,6 +225,10 @@ class StageRun:
         sent = self.inputs if is_placeholder(tensor) else [tensor]
         return any(one.requires_grad for one in sent)
 
+    def unnoted(self) -> AbstractContextManager[None]:
+        """Return the context of what is no part of the step, though it runs amid it."""
+        return nullcontext() if self._noted is None else self._noted.paused()
+
     def _note_writes(self) -> None:
         """Let the previous stage's backward see writes to tensors that it may have saved."""
         for tensor, one in zip(self.inputs, self._received, strict=False):
@@ -225,12 +242,23 @@ class StageRun:
             self._noted.stop()
         if index < self._first:
             self._refuse_late(index)
-            return skipped(call)
+            with self._inside(index, stands_in=True):
+                return skipped(call)
         if index >= self._stop:
             self._end(index, call.arguments)
         if index == self._first:
-            (self._enter_again if self._is_over else self._enter)(call.arguments)
-        return self._called(index, call)
+            (self._enter_again if self.is_over else self._enter)(call.arguments)
+        with self._inside(index):
+            return self._called(index, call)
+
+    @contextmanager
+    def _inside(self, index: int, *, stands_in: bool = False) -> Iterator[None]:
+        token, self.position, self.stands_in = _running.set(self), 2 * index + 1, stands_in
+        try:
+            yield
+        finally:
+            _running.reset(token)
+            self.position, self.stands_in = 2 * index + 2, False
 
     def _enter(self, arguments: Arguments) -> None:
         if self._entered:
@@ -296,7 +324,7 @@ class StageRun:
 
     def _refuse_late(self, index: int) -> None:
         """Refuse a block of an earlier stage once this stage computes."""
-        if self._entered and not self._is_over:
+        if self._entered and not self.is_over:
             raise self._out_of_order(index)
 
     def _out_of_order(self, index: int) -> ConfigError:
@@ -324,7 +352,7 @@ class StageRun:
                 f"pipeline, which is called with tensors of shape {shapes or 'none'}."
             )
             raise
-        if is_last and not self._is_over:
+        if is_last and not self.is_over:
             self._after.enter_context(self._leaving())
         return result
 

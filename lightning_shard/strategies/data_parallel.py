@@ -76,7 +76,7 @@ from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
 from lightning_shard.trainer.callbacks import check_callbacks, prepare_callbacks
 from lightning_shard.trainer.dry_run import dry_run
-from lightning_shard.trainer.experiments import shared_experiments
+from lightning_shard.trainer.experiments import shared_loggers
 from lightning_shard.trainer.full_counts import counted_full, draw_graphs
 from lightning_shard.trainer.hook_advice import (
     hooks_inside,
@@ -236,7 +236,7 @@ class DataParallelStrategy(EndingStrategy):
             check_same_optimizers(self.optimizers, self.run_model, self.collectives, besides)
             self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
         self._explain_shards(callbacks)
-        self._in_hooks.enter_context(shared_experiments(trainer.loggers))
+        self._in_hooks.enter_context(shared_loggers())
 
     def _follow_formats(self) -> None:
         """Lay out anew layers that user code has given another format; each rank must call.

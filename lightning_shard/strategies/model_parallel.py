@@ -351,6 +351,7 @@ class ModelParallelStrategy(DataParallelStrategy):
             groups=self._groups.along,
             of_parts=self._groups.of_parts,
             with_shards=self._hidden,
+            in_hook=self._shown,
             drawn_for_own_data=self._drawn_for_own_data,
         )
 
@@ -392,6 +393,10 @@ class ModelParallelStrategy(DataParallelStrategy):
     def _hidden(self) -> AbstractContextManager[None]:
         """Inside, weights are the shards that are here, also within a hook."""
         return nullcontext() if self._weights is None else self._weights.hidden()
+
+    def _shown(self) -> AbstractContextManager[None]:
+        """Inside, weights look full, as in a hook; each rank must enter."""
+        return nullcontext() if self._weights is None else self._weights.shown()
 
     @override
     def _seeing_shards(self) -> AbstractContextManager[None]:

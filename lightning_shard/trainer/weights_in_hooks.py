@@ -40,6 +40,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import writes
 _PACKAGE = __name__.partition(".")[0]
 _LAYERS = f"{_PACKAGE}.tensor_parallel."
 _LOADING = f"{_PACKAGE}.checkpoint.conversion.loading."  # on behalf of the hook
+_OF_USERS = f"{_PACKAGE}.trainer.logger_calls."  # makes calls that a step has put off
 _PASSED_THROUGH = (
     *("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", _LOADING, __name__),
     f"{_PACKAGE}.trainer.experiments",
@@ -398,7 +399,7 @@ def _caller() -> str:
         module = f"{frame.f_globals.get('__name__', '')}."
         is_mode = frame.f_code.co_name == "__torch_function__"  # which passes calls on
         if not is_mode and not module.startswith(_PASSED_THROUGH):
-            return module
+            return "" if module == _OF_USERS else module
         frame = frame.f_back
     return ""
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
-from torch import nn
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.fabric.utilities import rank_zero_only
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import ConfigError, ShardError
 from tests.fabric.loops import NUM_STEPS, Run, assert_same, fabric_of, run_of, strategy_of
 from tests.fabric.nets import Net, adam, assert_close, batch_of, on_one, on_ranks, weights_of
 from tests.processes import check, run_alone, run_processes
@@ -130,6 +132,52 @@ def test_callbacks_are_called_and_loggers_log_once(tmp_path: Any) -> None:
     on_ranks("zero2", loop, callbacks=told, loggers=logger)
     assert told.said == ["AdamW", 0]
     assert noted == [({"loss": 2.0}, 1), ({"a": 1}, None)]
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_loggers_are_given_full_weights_and_gradients(name: str, tmp_path: Any) -> None:
+    """Rank 0 alone read what every rank gave: a mismatch, and on Gloo a job that waits."""
+    seen: dict[str, Tensor] = {}
+
+    class Histograms(CSVLogger):
+        @property
+        @rank_zero_experiment
+        def experiment(self) -> Any:
+            return self
+
+        def add_histogram(self, name: str, values: Tensor) -> None:
+            seen[name] = torch.tensor(values.flatten().tolist())
+
+        @rank_zero_only
+        def log_histogram(self, name: str, values: Tensor) -> None:
+            self.add_histogram(f"own {name}", values)
+
+    def loop(fabric: Fabric) -> dict[str, Tensor]:
+        module = Net()
+        optimizer = adam(module)
+        model, _ = fabric.setup(module, optimizer)
+        fabric.backward(model(batch_of(fabric)).square().mean())
+        for number, param in enumerate(module.parameters()):
+            fabric.logger.experiment.add_histogram(f"weight {number}", param)
+            fabric.logger.log_histogram(f"grad {number}", param.grad)
+        return dict(seen)
+
+    logger = Histograms(tmp_path)
+    assert_close(on_ranks(name, loop, loggers=logger), on_one(loop, loggers=logger))
+
+
+def test_what_rank_0_alone_gives_a_logger_is_named(tmp_path: Any) -> None:
+    def loop(fabric: Fabric) -> None:
+        module = Net()
+        model, optimizer = fabric.setup(module, adam(module))
+        fabric.backward(model(batch_of(fabric)).square().mean())
+        optimizer.step()
+        if fabric.is_global_zero:
+            fabric.logger.log_metrics({"first": next(module.parameters())})
+        fabric.barrier()
+
+    with pytest.raises(ShardError, match="every rank must read it, or none"):
+        on_ranks("zero3", loop, loggers=CSVLogger(tmp_path))
 
 
 def test_a_lightning_module_logs_and_steps_through_its_fabric() -> None:
