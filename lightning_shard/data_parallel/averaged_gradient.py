@@ -219,7 +219,8 @@ class AveragedGradient(SeesCalls, SeesOperations):
             return args[0]
         stand_in, *_ = [arg for arg in _flat(args) if isinstance(arg, cls)]
         if func in _ADD:
-            stand_in.note.arrival = args[1] if args[0] is stand_in else args[0]
+            new, before = args[1] if args[0] is stand_in else args[0], stand_in.note.arrival
+            stand_in.note.arrival = new if before is None else before + new  # of reentrant blocks
             return stand_in
         raise refusal(func, stand_in.sharded())
 

@@ -406,6 +406,8 @@ class FlatGradients:
         param = self.flat.params[index]
         if not param.requires_grad:  # frozen since its forward: autograd drops what has come
             return
+        if index in self._seen:  # of a block in two reentrant checkpoints, which bring it twice
+            self.waits_for_end |= self.accumulates
         self._expect(index)
         grad = param.grad
         assert grad is not None

@@ -17,7 +17,9 @@ from tests.data_parallel.test_training import (
     NUM_RANKS,
     Block,
     Case,
+    Loss,
     Net,
+    Session,
     adam,
     batches_marked_for_rank_one,
     check,
@@ -285,15 +287,43 @@ class ReentrantShared(Net):
         return self.head(x)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", range(4))
 def test_a_block_in_two_reentrant_checkpoints(stage: int) -> None:
+    """It was refused under the stages 0 and 1, also in the second step of a run."""
     check(Case(model=ReentrantShared), stage, num_ranks=2)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_of_two_reentrant_checkpoints_add_up_where_one_is_there(stage: int) -> None:
+    """Where `.grad` had been set to zero, and not to None, the second took the first's place."""
+
+    def update(session: Session, loss: Loss, batch: Tensor) -> Tensor:
+        with session.step():
+            value = loss(session.model, batch)
+        session.optimizer.zero_grad(set_to_none=False)
+        session.backward(value)
+        session.optimizer.step()
+        return value
+
+    check(Case(model=ReentrantShared, update=update), stage, num_ranks=2)
+
+
+class ReentrantSharedLater(ReentrantShared):
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        blocks = [*self.blocks, *(self.blocks[-1:] if self.num_calls > 2 else ())]
+        x = self.embed(x)
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_block_in_two_reentrant_checkpoints_is_refused_where_it_cannot_work(stage: int) -> None:
-    with pytest.raises(ConfigError, match=r"blocks\.0\..* arrived again.*use_reentrant=False"):
-        check(Case(model=ReentrantShared), stage, num_ranks=2)
+def test_a_block_in_two_reentrant_checkpoints_later_is_refused(stage: int) -> None:
+    with pytest.raises(ConfigError, match=r"blocks\.\d\..* arrived again.*use_reentrant=False"):
+        check(Case(model=ReentrantSharedLater), stage, num_ranks=2)
 
 
 class AuxiliaryBlock(Block):
