@@ -349,7 +349,7 @@ class DataParallelEngine:
         Under stage 3 each rank must enter.
 
         Args:
-            params: The parameters.
+            params: The parameters that it reads, of any units.
             unrounded: Whether to have them in their own format, from now on, for user code.
         """
         if self._unsharder is None:

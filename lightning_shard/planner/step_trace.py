@@ -60,8 +60,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation and note the storages of its results."""
         result = func(*args, **(kwargs or {}))
-        results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        results, given = _tensors(result), _tensors((args, kwargs))
         keys = {storage_key(one) for one in given}
         for one in results:
             if storage_key(one) not in keys:  # else a view, or written in place
@@ -85,6 +84,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _freed(self, key: int) -> None:
         self.alive -= self._known.pop(key, 0)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in values, of a sparse one those that it consists of."""
+    found = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [
+        part
+        for one in found
+        for part in ((one._indices(), one._values()) if one.is_sparse else (one,))
+    ]
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard.planning.candidates import Candidate, SearchSpace
-from lightning_shard.planning.search import _asking
+from lightning_shard.planning.search import _asking, plan
 from lightning_shard.trainer.dry_run import attached
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
 
@@ -156,6 +156,20 @@ def test_a_module_that_steps_by_hand_is_planned_for_and_trains_as_on_one_device(
         trainer.fit(module, DataLoader(data, batch_size=8 // devices))
         found.append(module.state_dict())
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+class SparseRows(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 8, sparse=True)  # type: ignore[assignment]
+
+
+def test_gradients_of_some_rows_are_planned_for() -> None:
+    """Torch's error of a sparse tensor's storage ended the plan."""
+    found = plan(
+        SparseRows(), [torch.zeros(8, dtype=torch.int64)], devices=2, device_memory=1 << 30
+    )
+    assert found.recommendation is not None
 
 
 class Unready(Net):
