@@ -116,7 +116,7 @@ class Pipeline:
         self._buffers = StepBuffers(model, group, last, has_last=last in stage_params)
         self.edits = StepEdits()
         self._lending = Lending(model, group, self._stage_ranks)
-        self._rehearsed: set[str] = set()
+        self._rehearsed: dict[str, tuple[bool, ...]] = {}  # by kind, with what was trained then
         self._wanted: dict[int, frozenset[str]] | None = None  # in a rehearsal
         self._noted: NotedCalls | None = None  # in a rehearsal of a training step
         self.randomness = StageRandomness(group, device)
@@ -194,6 +194,9 @@ class Pipeline:
     def _run(self, batch: RunningBatch, schedule: Schedule) -> bool:
         """Run this rank's actions of a schedule; return whether the step uses the network."""
         self._batch = batch
+        if self._rehearsed.get(batch.kind, batch.trainable) != batch.trainable:
+            del self._rehearsed[batch.kind]  # a penalty over what is trained uses others now
+            self._needs.forget(batch.kind)
         self.randomness.next_batch()
         training = batch.stash is not None
         with (
@@ -266,7 +269,7 @@ class Pipeline:
                 for buffer, value in before:
                     buffer.copy_(value)
             self._begin_again(batch, asked)
-        self._rehearsed.add(batch.kind)
+        self._rehearsed[batch.kind] = batch.trainable
         return True
 
     @property

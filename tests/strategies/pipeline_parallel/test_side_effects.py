@@ -295,6 +295,31 @@ class PenaltyOfGroups(Stack):
         return super().loss(batch) + sum(param.square().sum() for param in params)
 
 
+class PenaltyOfTrained(Stack):
+    """Of what is trained, which grows in the middle of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        trained = [param for param in self.parameters() if param.requires_grad]
+        return super().loss(batch) + 0.01 * sum(param.square().sum() for param in trained)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.embed.requires_grad_(self.global_step > 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_what_is_trained_later_is_lent_from_then_on(schedule: str) -> None:
+    """What another stage borrows was asked for in the first batch alone: an error ended the run."""
+    check(PenaltyOfTrained, 2, schedule)
+
+
 class Own(nn.Parameter):
     """A parameter of a class of the user's."""
 
