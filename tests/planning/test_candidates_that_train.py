@@ -1,5 +1,6 @@
 """What a plan compares trains: each strategy is asked what the module and its optimizers allow."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,7 +144,9 @@ def test_candidates_are_those_that_the_strategies_own_checks_take(
     assert all(len(reason) > 40 for reason in reasons.values() if reason)
 
 
-def test_a_module_that_steps_by_hand_is_planned_for_and_trains_as_on_one_device() -> None:
+def test_a_module_that_steps_by_hand_is_planned_for_and_trains_as_on_one_device(
+    tmp_path: Path,
+) -> None:
     """A plan's dry runs ended in an error, since the module was attached to no trainer."""
     data = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
     found = []
@@ -152,7 +155,7 @@ def test_a_module_that_steps_by_hand_is_planned_for_and_trains_as_on_one_device(
         module = Gan()
         by_hand: Any = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
         options: Any = {"strategy": strategy, "devices": devices, **by_hand}
-        trainer = quiet_trainer(max_steps=4, **options)
+        trainer = quiet_trainer(max_steps=4, default_root_dir=tmp_path, **options)
         trainer.fit(module, DataLoader(data, batch_size=8 // devices))
         found.append(module.state_dict())
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
