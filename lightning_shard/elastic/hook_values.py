@@ -163,7 +163,7 @@ def _frozen(value: Any, most: int) -> Any:
         return _Odd
     try:
         _Packer(file, most).dump(value)
-    except Exception:
+    except Exception:  # an object's own way of being pickled raises what it likes
         return _Odd
     return _Packed(file.getvalue())
 

@@ -106,8 +106,12 @@ class Step:
         return _ROUNDING[is_narrow] * float(self.before.values.abs().max())
 
 
-class PartsError(Exception):
-    """An error of parts, which the whole has not raised; its only argument."""
+class TrialError(Exception):
+    """What an optimizer has raised in a trial, and nothing else has; of parts if no whole did."""
+
+    def __init__(self, cause: Exception, *, of_parts: bool) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.of_parts = of_parts
 
 
 class Runs:
@@ -123,7 +127,7 @@ class Runs:
         optimizers: The whole's trial, and those of the parts.
 
     Raises:
-        PartsError: The whole can be tried, but the parts cannot.
+        TrialError: The optimizer raises, also in `step` and `call`.
     """
 
     def __init__(
@@ -145,9 +149,6 @@ class Runs:
         Args:
             grad: The whole's gradient.
             loss: What the closure returns that steps are given; None gives them none.
-
-        Raises:
-            PartsError: The parts have raised something, and the whole has not.
         """
 
         def take(number: int, grads: Sequence[Tensor]) -> None:
@@ -176,13 +177,11 @@ class Runs:
         return whole, parts
 
     def _in_each(self, tensor: Tensor, do: Callable[[int, Sequence[Tensor]], None]) -> None:
-        whole, *others = self._parts(tensor)
-        do(0, whole)
-        try:
-            for number, one in enumerate(others, 1):
+        for number, one in enumerate(self._parts(tensor)):
+            try:
                 do(number, one)
-        except Exception as error:
-            raise PartsError(error) from error
+            except Exception as error:  # an optimizer raises what it likes
+                raise TrialError(error, of_parts=number > 0) from error
 
     def _snapshots(self) -> list[OptimizerSnapshot]:
         """Return what the whole holds, and what the parts do."""

@@ -36,7 +36,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.data_parallel.optimizer_entries import of_parameters
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.course import Loss, Parts, PartsError, Runs, are_steps_alike, same_loss
+from lightning_shard.optim.course import Loss, Parts, Runs, TrialError, are_steps_alike, same_loss
 
 _SHAPE = (4, 6)
 _LARGEST = {2: (256, 256)}  # thresholds are seldom above; its shapes of more dimensions follow
@@ -202,11 +202,9 @@ def _try_values(
             if loss is not None and are_equal is None:  # a line search, say
                 falling = Runs(optimizer, settings, parts, values[0])
                 are_equal = _are_alike(falling, values, _falling_loss)
-        except PartsError as error:  # of an optimizer that can step on the whole
-            raised.append(f"with parts of a whole, {_raised(*error.args)}")
-            continue
         except Exception as error:  # whatever it raises, it says why
-            raised.append(_raised(error))
+            is_of_parts = isinstance(error, TrialError) and error.of_parts
+            raised.append(f"{'with parts of a whole, ' * is_of_parts}{_raised(error)}")
             continue
         if are_equal is False:
             return DIFFERENCE
@@ -233,7 +231,8 @@ def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None
 
 
 def _raised(error: Exception) -> str:
-    return f"{RAISED}{type(error).__name__}: {error}"
+    kind = "" if isinstance(error, TrialError) else f"{type(error).__name__}: "
+    return f"{RAISED}{kind}{error}"
 
 
 def in_shards(matrix: Tensor) -> list[list[Tensor]]:
@@ -318,7 +317,7 @@ class LaterSteps:
             try:
                 are_equal = all([trial.take_step(with_closure) for trial in self._trials])  # noqa: C419
             except Exception as error:  # what the optimizer raises of itself, where it is no trial
-                self._end(error.args[0] if isinstance(error, PartsError) else error)
+                self._end(_raised(error))
                 return
         if not are_equal:
             raise ConfigError(
@@ -329,11 +328,11 @@ class LaterSteps:
                 f"came out alike. Use strategy='shard_ddp'."
             )
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, raised: str) -> None:
         self._trials = []
         rank_zero_warn(
             f"Later steps of {type(self._optimizer).__name__} cannot be tried on a small matrix "
-            f"beside the run ({type(error).__name__}: {error}). If they use norms of a parameter, "
+            f"beside the run ({raised}). If they use norms of a parameter, "
             f"or of several, they are wrong on shards: compare with strategy='shard_ddp'."
         )
 

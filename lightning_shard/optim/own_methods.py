@@ -5,7 +5,9 @@
 
 Between steps weights look full and state is a rank's shards, so these would not fit each other. A
 method that a trial finds to do the same to parts as to a whole runs as a step does, in the
-optimizer's view: on shards. What a trial shows to need full tensors is left as it is.
+optimizer's view: on shards. What a trial does not find so is called as it is, and a warning says
+what came of the trial: it raises what it likes, a method of no use before another say. An error of
+ours, in what surrounds the optimizer's own code, is none of its answers, and ends the trial.
 
 The class gets the method that decides, since Lightning and Fabric wrap optimizers in classes that
 derive from the optimizer's: these find a method there, and not on the optimizer itself.
@@ -19,12 +21,14 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.optimizer_entries import of_parameters
-from lightning_shard.optim.course import Parts, PartsError, Runs, are_steps_alike, same_loss
+from lightning_shard.optim.course import Parts, Runs, TrialError, are_steps_alike, same_loss
 from lightning_shard.optim.elementwise import (
+    DIFFERENCE,
     in_shards,
     is_of_torch,
     one_by_one,
@@ -42,18 +46,36 @@ class OwnMethods:
     Args:
         optimizer: The user's optimizer.
         run: Calls what it is given where parameters show what the optimizer updates.
+        is_apart: Whether weights and state do not fit each other now.
 
     Attributes:
-        names: The methods that run there.
+        obstacles: By the name of a method what a trial says against running it there, or "".
         begins_early: Whether a step uses state or weights before it calls its closure.
     """
 
-    def __init__(self, optimizer: Optimizer, run: Callable[[Callable[[], Any]], Any]) -> None:
-        self.optimizer, self.run = optimizer, run
-        self.names = frozenset[str]() if is_of_torch(optimizer) else _same_on_parts(optimizer)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        run: Callable[[Callable[[], Any]], Any],
+        is_apart: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.optimizer, self.run, self.is_apart = optimizer, run, is_apart
+        self.obstacles = {} if is_of_torch(optimizer) else _tried_methods(optimizer)
         self.begins_early = not is_of_torch(optimizer) and _begins_early(optimizer)
-        if self.names:
+        if self.obstacles:
             setattr(optimizer, _RUNNER, self)
+
+    def call(self, name: str, method: Callable[[], Any]) -> Any:
+        """Call a method of the optimizer where it does on this rank what it does on one device."""
+        if not (obstacle := self.obstacles[name]):
+            return self.run(method)
+        if self.is_apart():
+            rank_zero_warn(
+                f"{type(self.optimizer).__name__}.{name} is called with full weights and with a "
+                f"rank's part of the optimizer's state, since {obstacle}. If it uses both, it is "
+                f"wrong here: compare with strategy='shard_ddp'."
+            )
+        return method()
 
     def detach(self) -> None:
         """Leave the methods to the class."""
@@ -67,9 +89,9 @@ def _deciding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         runner: Any = getattr(self, _RUNNER, None)  # of a wrapper it is that of the optimizer
         is_its = runner is not None and runner.optimizer in (self, getattr(self, "optimizer", None))
-        if not is_its or name not in runner.names:  # a trial's copy, say
+        if not is_its or name not in runner.obstacles:  # a trial's copy, say
             return method(self, *args, **kwargs)
-        return runner.run(lambda: method(self, *args, **kwargs))
+        return runner.call(name, lambda: method(self, *args, **kwargs))
 
     return called
 
@@ -92,25 +114,29 @@ def _candidates(optimizer: Optimizer) -> Iterator[tuple[type, str, FunctionType]
 _MORE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _same_on_parts(optimizer: Optimizer) -> frozenset[str]:
-    """Return what does the same to parts as to a whole, also after others; classes learn it."""
+def _tried_methods(optimizer: Optimizer) -> dict[str, str]:
+    """Return what is against methods on parts, also after others; their classes learn to ask."""
     found = list(_candidates(optimizer))
     if not found or not optimizer.param_groups:
-        return frozenset()
+        return {}
     parts = one_by_one if why_not_elementwise(optimizer) is not None else in_shards
     with torch.random.fork_rng(devices=[]):
         alone = {name: _tried(optimizer, parts, [name]) for _, name, _ in found}
-        may = [name for name, is_same in alone.items() if is_same is not False]
+        may = [name for name, result in alone.items() if result != DIFFERENCE]
         after = {
             name: [alone[name], *(_tried(optimizer, parts, [o, name]) for o in may)] for name in may
         }
-    same = {name for name, results in after.items() if True in results and False not in results}
     for kind, name, method in found:
-        if name in same and not hasattr(method, "decides"):
+        if not hasattr(method, "decides"):
             decides = _deciding(name, method)
             decides.decides = True  # type: ignore[attr-defined]
             setattr(kind, name, decides)
-    return frozenset(same)
+    return {name: _verdict(after.get(name, [result])) for name, result in alone.items()}
+
+
+def _verdict(results: Sequence[str]) -> str:
+    """Return what is against a method: a difference, or what it raises whatever was before it."""
+    return DIFFERENCE if DIFFERENCE in results else min(results, key=bool)
 
 
 def _begins_early(optimizer: Optimizer) -> bool:
@@ -126,7 +152,7 @@ def _begins_early(optimizer: Optimizer) -> bool:
 
     if not takes_closure(optimizer) or not optimizer.param_groups:
         return False
-    with suppress(Exception), torch.random.fork_rng(devices=[]):  # it is refused, or trains
+    with suppress(TrialError), torch.random.fork_rng(devices=[]):  # a trial of steps tells of it
         runs, values = _runs(optimizer, one_by_one)
         for grad in values[1:]:
             runs.step(grad, note)
@@ -141,16 +167,18 @@ def _runs(optimizer: Optimizer, parts: Parts) -> tuple[Runs, Tensor]:
     return Runs(optimizer, settings, parts, values[0]), values
 
 
-def _tried(optimizer: Optimizer, parts: Parts, names: Sequence[str]) -> bool | None:
-    """Whether methods do the same to parts as to a whole; None where the whole raises."""
+def _tried(optimizer: Optimizer, parts: Parts, names: Sequence[str]) -> str:
+    """Return how methods differ on parts, or what the whole raises; "" where they do the same."""
+    raised = ""
     for loss in (None, same_loss):
         try:
             runs, values = _runs(optimizer, parts)
             for grad in values[1:]:
                 runs.step(grad, loss)
-            return all(are_steps_alike(*runs.call(name)) for name in names)
-        except PartsError:
-            return False
-        except Exception:  # it needs a closure, or another method before
-            continue
-    return None
+            same = all(are_steps_alike(*runs.call(name)) for name in names)
+            return "" if same else DIFFERENCE
+        except TrialError as error:  # it needs a closure, or another method before
+            if error.of_parts:
+                return DIFFERENCE
+            raised = f"a trial on a small matrix raised {error}"
+    return raised

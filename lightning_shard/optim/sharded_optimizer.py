@@ -390,7 +390,7 @@ class ShardedOptimizer:
         shard_state(optimizer, engine)
         self._edited_state = EditedState(optimizer, engine)
         self._flat = FlatStep(optimizer, engine)
-        self._own_methods = OwnMethods(optimizer, self._in_view_of_state)
+        self._own_methods = OwnMethods(optimizer, self._in_view_of_state, self._is_apart)
         self._failing = FailingSteps(optimizer, self._end_failed, self._end_later)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -494,11 +494,16 @@ class ShardedOptimizer:
         if self._in_view:
             self.engine.view.on_interrupted = self._end_failed
 
+    def _is_apart(self) -> bool:
+        """Whether weights look full while this rank keeps a part of the optimizer's state."""
+        is_cut = self.engine.view.differs or bool(self.engine.split.groups)
+        return is_cut and not (self._in_view or self._num_steps)
+
     def _in_view_of_state(self, method: Callable[[], Any]) -> Any:
         """Call a method of the optimizer that goes by its state; each rank must call."""
         if self._in_view or self._num_steps:
             return method()
-        if not self.engine.view.differs and not self.engine.split.groups:
+        if not self._is_apart():
             with self.engine.around_methods(self.optimizer):
                 return method()
         with self.engine.seeing_shards():

@@ -86,7 +86,7 @@ def measure_blocks(
                 f"parameters without values ({type(error).__name__}: {error}); expected a step "
                 f"that does not ask for them."
             ) from error
-        costs = _measure(model, blocks, run, what, _Values())
+        costs = _measure(model, blocks, run, what, _Values())  # a broken step raises once more
     return costs if what == "flops" else _with_parameters(model, blocks, costs)
 
 

@@ -34,8 +34,8 @@ from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
 from lightning_shard.tensor_parallel.plan import PlannedLayer, UnsplitLayer, pattern_of
 from lightning_shard.tensor_parallel.probe import (
     TrialResult,
-    table_is_right,
     try_out,
+    try_table,
     with_tried_wrappers,
 )
 from lightning_shard.tensor_parallel.styles import STYLES, Style, style_name
@@ -204,7 +204,7 @@ class _LayerFinder:
         else:
             for layer in layers.values():
                 reason = f"with {candidate.out!r} it computes something else in parts"
-                self.reasons.setdefault(layer, _because(reason, tried))
+                self.reasons.setdefault(layer, tried.because(reason))
 
     def _is_given_biases(self, candidate: Candidate) -> bool:
         """Whether an attention may be called with a bias of each head that another module makes.
@@ -239,7 +239,7 @@ class _LayerFinder:
         tried = self._tried[candidate.signature]
         for layer in layers.values():
             reason = f"with {candidate.out!r} it could not be tried out"
-            self.reasons[layer] = _because(reason, tried)
+            self.reasons[layer] = tried.because(reason)
 
     def _plan_vocabulary(self) -> None:
         """Split the largest embedding by rows, others like it, and their output layers."""
@@ -302,18 +302,14 @@ class _LayerFinder:
         if any(one.max_norm is not None or one.scale_grad_by_freq for one in embeddings):
             return "an embedding with max_norm or scale_grad_by_freq"
         own = [one for one in embeddings if type(one).forward is not nn.Embedding.forward]
-        if not all(table_is_right(one, self.num_ranks) for one in own):
-            return "an embedding with a forward of its own, or tied to one"
-        return ""
+        tried = (try_table(one, self.num_ranks) for one in own)
+        wrong = next((one for one in tried if not one.is_right), None)
+        reason = "an embedding with a forward of its own, or tied to one"
+        return "" if wrong is None else wrong.because(reason)
 
     def _is_tied_head(self, module: nn.Module) -> bool:
         planned = self.planned.get(module)
         return self._is_head(module) or (planned is not None and planned.style.form == "colwise")
-
-
-def _because(reason: str, tried: TrialResult) -> str:
-    """Say what the model's own code has raised in the trial."""
-    return f"{reason}, which raised {tried.cause}" if tried.cause else reason
 
 
 def _layers(candidate: Candidate) -> dict[str, nn.Module]:

@@ -159,9 +159,11 @@ def agreed_difference(
     if any(one is not None for one in group.all_gather_object(found)):
         try:
             exact, parts_of_it = compared(True)
-            found = first_difference(exact, parts_of_it, names, rounded=full, rounding=_ROUNDING)
-        except Exception:  # it computes in a format of its own
+        except Exception as error:  # most compute in a format of their own, and say so anyhow
             found = first_difference(full, parts, names, rounding=10 * _ROUNDING)
+            found = found and f"{found} (in float64 it raises {type(error).__name__}: {error})"
+        else:
+            found = first_difference(exact, parts_of_it, names, rounded=full, rounding=_ROUNDING)
     return next((one for one in group.all_gather_object(found) if one is not None), None)
 
 

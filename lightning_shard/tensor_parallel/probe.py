@@ -66,6 +66,10 @@ class TrialResult:
     inner: tuple[str, ...] = ()
     cause: str = ""
 
+    def because(self, reason: str) -> str:
+        """Say what the model's own code has raised in the trial."""
+        return f"{reason}, which raised {self.cause}" if self.cause else reason
+
 
 def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
     """Run a candidate's layers unsplit, and in as many parts as there are ranks.
@@ -98,14 +102,14 @@ def _is_lightning_module(module: nn.Module) -> bool:
     return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
 
 
-def table_is_right(table: nn.Embedding, num_ranks: int) -> bool:
-    """Whether an embedding with a forward of its own gives the same split as unsplit."""
+def try_table(table: nn.Embedding, num_ranks: int) -> TrialResult:
+    """Look whether an embedding with a forward of its own gives the same split as unsplit."""
     ids = torch.arange(table.num_embeddings)
     try:
         made = _results(table, STYLES["embedding_rowwise"], ids, [ids] * num_ranks)
-        return is_close(made.parts.sum(0), made.expected)
-    except Exception:
-        return False
+    except Exception as error:  # its forward may raise whatever it likes
+        return TrialResult(is_right=False, cause=_quoted(error))
+    return TrialResult(is_right=is_close(made.parts.sum(0), made.expected))
 
 
 class _Results(NamedTuple):
@@ -376,7 +380,7 @@ def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Itera
         layers: Layers of a plan that a user or a model gives.
         num_ranks: Number of ranks of the tensor-parallel group.
     """
-    tried: dict[Any, bool] = {}
+    tried: dict[Any, TrialResult] = {}
     full: dict[str, list[str]] = {}
     for layer in layers:
         inner = inner_styles(layer.module, layer.style)
@@ -386,17 +390,18 @@ def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Itera
             continue
         key = _look(layer)
         if key not in tried:
-            tried[key] = len(inner) > 1 and _is_right(layer, num_ranks)
-        if tried[key] or num_ranks == 1:
+            tried[key] = _try_wrapper(layer, num_ranks, has_layer=len(inner) > 1)
+        if tried[key].is_right or num_ranks == 1:
             yield layer
             continue
-        full.setdefault(type(layer.module).__name__, []).append(layer.name)
+        kind = f"{type(layer.module).__name__} around a linear layer that computes something else"
+        full.setdefault(tried[key].because(f"{kind} in parts"), []).append(layer.name)
         yield dataclasses.replace(layer, style=unsplit_style(layer.style))
     for kind, names in full.items():
         rank_zero_warn(
-            f"{names[0]!r} is a {kind} around a linear layer that computes something else in "
-            f"parts; it is computed full on each of the {num_ranks} tensor-parallel ranks, as are "
-            f"{len(names) - 1} others. Low-rank adapters of two linear layers are split."
+            f"{names[0]!r} is a {kind}; it is computed full on each of the {num_ranks} "
+            f"tensor-parallel ranks, as are {len(names) - 1} others. Low-rank "
+            f"adapters of two linear layers are split."
         )
 
 
@@ -405,17 +410,18 @@ def _look(layer: PlannedLayer) -> Any:
     return type(layer.module), layer.style, tuple(sizes)
 
 
-def _is_right(layer: PlannedLayer, num_ranks: int) -> bool:
+def _try_wrapper(layer: PlannedLayer, num_ranks: int, *, has_layer: bool) -> TrialResult:
     is_rowwise = layer.style.form == "rowwise"
     style = STYLES["rowwise"] if is_rowwise else STYLES["colwise"]
+    if not has_layer:
+        return TrialResult(is_right=False)
     try:
         width = linear_sizes(layer.module)[0]
         values = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1))
         inputs = values.chunk(num_ranks, -1) if is_rowwise else [values] * num_ranks
         made = _results(layer.module, style, values, inputs)
-        if not is_rowwise:
-            return is_close(torch.cat(list(made.parts), -1), made.expected)
-        extra = (num_ranks - 1) * bias_of(made.full)
-        return is_close(made.parts.sum(0) - extra, made.expected)
-    except Exception:
-        return False
+    except Exception as error:  # its forward may raise whatever it likes
+        return TrialResult(is_right=False, cause=_quoted(error))
+    extra = (num_ranks - 1) * bias_of(made.full) if is_rowwise else 0
+    joined = made.parts.sum(0) - extra if is_rowwise else torch.cat(list(made.parts), -1)
+    return TrialResult(is_right=is_close(joined, made.expected))

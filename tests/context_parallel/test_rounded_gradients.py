@@ -114,3 +114,23 @@ def test_a_gradient_that_is_all_rounding_was_taken_for_wrong(
 def test_a_wrong_gradient_is_found_beside_far_larger_ones() -> None:
     with pytest.raises(ConfigError, match="the gradient of 'shift' differs"):
         called(SmallAndWrong)
+
+
+class OfOneFormat(Attention):
+    """Has a wrong gradient in parts, and cannot compute in float64."""
+
+    def __init__(self) -> None:
+        super().__init__(0.2)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            raise TypeError("float32 only")
+        is_part = isinstance(x, DimShardedTensor)
+        return super().forward(x) + (Doubled.apply(self.shift) if is_part else self.shift)
+
+
+def test_what_a_block_raises_where_it_is_tried_in_float64_was_not_told() -> None:
+    """The refusal was of float32 alone, unsaid."""
+    with pytest.raises(ConfigError, match=r"in float64 it raises TypeError: float32 only\)"):
+        called(OfOneFormat)

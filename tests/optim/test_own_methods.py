@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import lightning_shard
 from lightning_shard import AsyncSGDStrategy, ConfigError, LocalSGDStrategy
+from lightning_shard.optim import course, own_methods
 from lightning_shard.optim.own_methods import OwnMethods
 from tests.optim.foreign_optimizers import MADGRAD, EarlySteps, OfOwnForm, ScheduleFree
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
@@ -116,13 +117,59 @@ def test_only_what_goes_element_by_element_runs_on_shards() -> None:
     params = [nn.Parameter(torch.randn(4, 5))]
     optimizer = ScheduleFree(params, train_mode=True)
     methods = OwnMethods(optimizer, lambda call: ("in the view", call()))
-    assert methods.names == {"eval", "train"}
+    runs = [name for name, obstacle in methods.obstacles.items() if not obstacle]
+    assert sorted(runs) == ["eval", "train"]
     assert optimizer.eval() == ("in the view", None)
     other = ScheduleFree(params, train_mode=True)
     assert other.eval() is None
     methods.detach()
     assert optimizer.eval() is None
-    assert not OwnMethods(SGD(params, lr=0.1), lambda call: call()).names
+    assert not OwnMethods(SGD(params, lr=0.1), lambda call: call()).obstacles
+
+
+@pytest.mark.parametrize("broken", ["are_steps_alike", "snapshot"])
+def test_an_error_of_the_trials_own_was_taken_for_the_optimizers(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was raised in a trial counted as "it needs a closure", so that defects were hid."""
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError(broken)
+
+    optimizer = EarlySteps([nn.Parameter(torch.randn(4, 5))], 0.05)
+    monkeypatch.setattr(course if broken == "snapshot" else own_methods, broken, fail)
+    with pytest.raises(ZeroDivisionError, match=broken):
+        OwnMethods(optimizer, lambda call: call())
+
+
+class Undecided(ScheduleFree):
+    """Has a method that a small matrix does not let a trial call."""
+
+    @torch.no_grad()
+    def rescale(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.shape != (8, 6):
+                raise ValueError(f"got {tuple(param.shape)}")
+            param.mul_(1 + 0 * len(self.state[param]))
+
+
+def test_what_a_trial_says_against_a_method_is_told_when_it_is_called() -> None:
+    """A method whose trial raises, or differs on parts, was called on what did not fit, unsaid."""
+
+    def train(fabric: Fabric) -> None:
+        net = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 1, bias=False))
+        model, optimizer = fabric.setup(net, Undecided(net[0].parameters(), train_mode=True))
+        fabric.backward(model(torch.ones(2, 6)).square().mean())
+        optimizer.step()
+        optimizer.eval()
+        optimizer.rescale()
+
+    with pytest.warns(UserWarning, match=r"Undecided.rescale .* raised ValueError: got \("):
+        Fabric(accelerator="cpu", devices=2, strategy="zero2_in_process").launch(train)
+    Fabric(accelerator="cpu", devices=2, strategy="shard_ddp_in_process").launch(train)
+    apart = OwnMethods(ScheduleFree([nn.Parameter(torch.ones(2, 2))]), lambda c: c(), lambda: True)
+    with pytest.warns(UserWarning, match=r"ScheduleFree.normalize .* came out differently"):
+        apart.optimizer.normalize()  # type: ignore[attr-defined]
 
 
 class Counts(OfRanks):

@@ -328,6 +328,18 @@ def test_an_embedding_with_a_forward_of_its_own_is_tried_out() -> None:
     assert "forward of its own" in reasons(Words(24, Shifted))["words"]
 
 
+class Counted(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if len(self.weight) != self.num_embeddings:
+            raise ValueError("rows were lost")
+        return super().forward(input)
+
+
+def test_what_an_embedding_raises_in_its_trial_was_not_told() -> None:
+    """It was said to compute something else in parts, or to have a forward of its own."""
+    assert "which raised ValueError: rows were lost" in reasons(Words(24, Counted))["words"]
+
+
 def test_an_embedding_s_own_forward_is_kept() -> None:
     """Gemma's embedding multiplies its rows; in parts it did not."""
 

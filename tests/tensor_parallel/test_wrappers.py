@@ -123,6 +123,23 @@ class MLP(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
+class Sized(Linear):
+    """Looks at the size of its layer's weight, of which each rank has a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.base_layer.weight) < WIDTH + HIDDEN - self.base_layer.weight.shape[1]:
+            raise ValueError("rows were lost")
+        return super().forward(x)
+
+
+def test_what_a_wrapper_raises_in_its_trial_was_not_told() -> None:
+    """It was said to compute something else in parts."""
+    layers = match_plan(made(Sized), {"up": "colwise"})
+    with pytest.warns(UserWarning, match="in parts, which raised ValueError: rows were lost; it"):
+        (layer,) = with_tried_wrappers(layers, 2)
+    assert layer.style != layers[0].style
+
+
 WRAPPERS = [Linear, Named, Normed, OfParameters, Subclass, Kept]
 SPLIT = {Linear: "base_layer", Named: "inner", Kept: "modules_to_save.default"}
 
