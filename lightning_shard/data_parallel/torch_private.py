@@ -55,6 +55,7 @@ __all__ = [
     "forget_backward_hooks",
     "forget_forward_hooks",
     "forget_gradient_hooks",
+    "forward_hooks",
     "gradient_hooks",
     "has_backward_hooks",
     "has_compiled_call",
@@ -286,7 +287,12 @@ def calls_of(module: nn.Module) -> tuple[Callable[..., Any] | None, Callable[...
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether code sees what a module is called with or returns."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return bool(forward_hooks(module))
+
+
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks before and after a module's forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:

@@ -9,6 +9,7 @@ What ranks may have for themselves is left out: places, loggers, callbacks that 
 """
 
 import platform
+from collections.abc import Iterable
 from importlib import metadata
 from inspect import signature
 from typing import Any
@@ -21,11 +22,16 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import check_alike, group_numbers
+from lightning_shard.data_parallel.torch_private import forward_hooks, gradient_hooks
 
 _ADVICE = "Give every rank the same: one script, with the same arguments, and one environment."
 _APART_ADVICE = (
     "Set it on every rank alike: decide by what all ranks have, such as trainer.callback_metrics "
     "at an epoch's end, or self.all_gather(value).mean()."
+)
+_HOOK_ADVICE = (
+    " Hooks that a logger's watch() makes are on rank 0 alone: use it with strategy='zero2', or "
+    "give the logger what it is to show on every rank, in on_before_optimizer_step."
 )
 _OF_TRAINER = (
     "accumulate_grad_batches gradient_clip_val gradient_clip_algorithm precision max_epochs "
@@ -122,10 +128,35 @@ class SettingsOfSteps:
         Raises:
             ConfigError: Something has come apart; raised on every rank, with two values of it.
         """
-        numbers = group_numbers(trainer.optimizers)
+        numbers, hooks = group_numbers(trainer.optimizers), _hooks_on_parts(trainer)
         mine = {name: one for name, one in numbers.items() if name.startswith(self._numbers)}
         what = f"settings by step {trainer.global_step}"
-        check_alike(mine | _of_trainer(trainer), self._collectives, what, _APART_ADVICE)
+        strategy: Any = trainer.strategy
+        advice = _APART_ADVICE + _HOOK_ADVICE * bool(strategy.engine.split.groups)
+        check_alike(mine | _of_trainer(trainer) | hooks, self._collectives, what, advice)
+
+
+def _hooks_on_parts(trainer: "pl.Trainer") -> dict[str, int]:
+    """Return how many hooks user code has where ranks must take part in a gradient, or a call."""
+    strategy: Any = trainer.strategy
+    model, split = strategy.engine.model, strategy.engine.split
+    named, has_all = [*model.named_parameters()], True
+    found = dict[str, int]()
+    for name, param in named if split.groups else ():
+        has_all &= split.is_here(param)
+        found[f"the number of hooks on the gradient of {name!r}"] = _num_of_users(
+            gradient_hooks(param).values()
+        )
+    if not has_all:  # a call of a module is not seen on each rank
+        for name, module in model.named_modules():
+            found[f"the number of hooks on {name!r}"] = _num_of_users(forward_hooks(module))
+    return {name: number for name, number in found.items() if number}
+
+
+def _num_of_users(hooks: Iterable[Any]) -> int:
+    own = {__name__.partition(".")[0], "torch", "functools"}
+    written = (getattr(one, "hook", one) for one in hooks)  # which a split layer's is around
+    return sum(getattr(one, "__module__", "").partition(".")[0] not in own for one in written)
 
 
 def versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_shard.errors import ConfigError
 from lightning_shard.trainer.experiments import shared_loggers
 
 pytestmark = pytest.mark.filterwarnings(
@@ -27,6 +28,18 @@ class Experiment:
 
     def __getitem__(self, _: int) -> "Experiment":
         return self
+
+    def watch(self, model: nn.Module, *, log: str) -> None:
+        """Show gradients and weights by hooks, as wandb's does, on the rank that has this."""
+        if log == "parameters":
+            model.register_forward_hook(lambda *_: self._note(model, "data"))
+            return
+        for name, param in model.named_parameters():
+            param.register_hook(lambda grad, name=name: self.add_histogram(name, grad, 0))  # type: ignore[no-untyped-call]
+
+    def _note(self, model: nn.Module, what: str) -> None:
+        for name, param in model.named_parameters():
+            self.add_histogram(f"{what} {name}", param.data, 0)
 
     def add_histogram(self, name: str, values: Tensor, step: int) -> None:
         numbers = values.detach().cpu().numpy()
@@ -81,7 +94,20 @@ class Told(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def told(strategy: str, devices: int = 2) -> dict[str, Any]:
+class Watched(Told):
+    def __init__(self, log: str) -> None:
+        super().__init__()
+        self.watched = log
+
+    def on_fit_start(self) -> None:
+        self.logger.experiment.watch(self.net, log=self.watched)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    def on_train_epoch_end(self) -> None: ...
+
+
+def told(strategy: str, devices: int = 2, module: Any = None) -> dict[str, Any]:
     """Return what rank 0's experiment has read; each rank has the same samples."""
     data = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     trainer = pl.Trainer(
@@ -96,7 +122,7 @@ def told(strategy: str, devices: int = 2) -> dict[str, Any]:
         enable_model_summary=False,
         log_every_n_steps=1,
     )
-    trainer.fit(Told(), DataLoader(data, batch_size=4))
+    trainer.fit(module or Told(), DataLoader(data, batch_size=4))
     experiment = trainer.logger.experiment
     assert isinstance(experiment, Experiment)
     return experiment.seen
@@ -119,3 +145,26 @@ def test_an_experiment_is_the_loggers_own_outside_of_a_run() -> None:
         assert logger.experiment is not logger._experiment
         assert not Histograms.experiment.__get__(logger).seen
     assert logger.experiment is logger._experiment
+
+
+def test_a_logger_that_watches_gradients_sees_those_of_one_device() -> None:
+    """Its hooks are on rank 0 alone: where no rank has parts of a gradient, they see all."""
+    expected = told("auto", 1, Watched("gradients"))
+    for scheme in ("shard_ddp", "zero2", "zero3"):
+        torch.testing.assert_close(told(f"{scheme}_in_process", 2, Watched("gradients")), expected)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "log"),
+    [
+        ("tensor_parallel", "gradients"),
+        ("pipeline_parallel", "gradients"),
+        ("pipeline_parallel", "parameters"),
+    ],
+)
+def test_hooks_of_a_logger_on_rank_0_alone_are_refused_where_ranks_have_parts(
+    scheme: str, log: str
+) -> None:
+    """A pipeline showed those of its first stage, unsaid; with split layers, rank 0 waited."""
+    with pytest.raises(ConfigError, match=r"number of hooks on .*'net.* watch\(\) makes are"):
+        told(f"{scheme}_in_process", 2, Watched(log))
