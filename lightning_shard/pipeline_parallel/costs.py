@@ -14,13 +14,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import prod
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from lightning_shard.data_parallel.offload.activations import stretch_bytes
 from lightning_shard.data_parallel.recomputation import observed_by
@@ -33,6 +34,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
 from lightning_shard.pipeline_parallel.skipped_blocks import uncompiled
+from lightning_shard.placeholders import is_placeholder
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 
 
@@ -128,11 +130,27 @@ class _Meter:
             yield
 
 
+class _NoModules(ModuleTracker):
+    """Follows no modules: all is counted as the whole's."""
+
+    def __init__(self) -> None:
+        self.parents = {"Global"}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing, since nothing was entered."""
+
+
 class FlopCounter(FlopCounterMode):
     """Counts the arithmetic of matrix products, attention and convolutions."""
 
     def __init__(self) -> None:
         super().__init__(display=False, custom_mapping=_UNCOUNTED)
+        # Torch follows modules to count for each, by hooks that a step's own autograd.grad of a
+        # leaf fails in; here only the sum is asked for.
+        self.mod_tracker = _NoModules()
 
     @property
     def total(self) -> int:
@@ -174,9 +192,9 @@ class SavedBytes(saved_tensors_hooks):
         return tensor
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that are kept, also outside of autograd."""
+        """Count tensors that are kept, also outside of autograd; other stages' hold nothing."""
         for tensor in map(_local, tensors):
-            if storage_key(tensor) not in self._known:
+            if not is_placeholder(tensor) and storage_key(tensor) not in self._known:
                 self._kept.setdefault(storage_key(tensor), tensor)
 
     def stay(self, tensors: Iterable[Tensor]) -> None:

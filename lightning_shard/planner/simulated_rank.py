@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.expert_parallel.split import ExpertSplit
@@ -28,10 +29,11 @@ from lightning_shard.pipeline_parallel.backward import (
 )
 from lightning_shard.pipeline_parallel.containers import tensors_in
 from lightning_shard.pipeline_parallel.costs import SavedBytes, storage_bytes
-from lightning_shard.pipeline_parallel.gradients import sum_dtype
+from lightning_shard.pipeline_parallel.gradients import OfLastStage, sum_dtype
 from lightning_shard.pipeline_parallel.messages import followed
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
+from lightning_shard.placeholders import tensors_given
 from lightning_shard.planner.activation_bytes import ActivationBytes, Kept
 from lightning_shard.planner.report import RankMemory
 from lightning_shard.planner.savings import largest_units
@@ -106,7 +108,12 @@ class SimulatedRank:
         run = StageRun(
             stage, bounds[stage], bounds[stage + 1], names, needed=needed, received=received
         )
-        with self._saved_bytes(microbatch) as saved, self.model.running(run, stage):
+        with (
+            self._saved_bytes(microbatch) as saved,
+            self.model.running(run, stage),
+            tensors_given() as given,
+            asking(OfLastStage(given)),
+        ):
             run.forward(lambda: self.model.step(microbatch))
         saved.keep([*run.inputs, *run.outputs])
         saved.stay([*run.inputs, *run.outputs])

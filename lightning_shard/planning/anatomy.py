@@ -8,6 +8,7 @@ say what any number of either takes. The steps are dry runs: the code that train
 """
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +36,7 @@ from lightning_shard.trainer.dry_run import SimulatedWorld, step_flops, trace_of
 
 _SHORT = (2, 3)  # blocks of the two unpipelined steps
 _STAGES = [1, 2, 3]  # first blocks of the later stages of the pipelined step
-_SIZES = (1, 2)  # samples
+_SIZES = (1, 2), (2, 4)  # samples; a batch norm takes no single one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +77,18 @@ class Bilinear:
         return max(0.0, fixed + samples * (self.sample + self.sample_block * blocks))
 
     @classmethod
-    def through(cls, value: Callable[[int, int], float], blocks: tuple[int, int]) -> "Bilinear":
-        """Return the figure that has the given values at 1 and 2 samples, and two block counts."""
+    def through(
+        cls, value: Callable[[int, int], float], sizes: tuple[int, int], blocks: tuple[int, int]
+    ) -> "Bilinear":
+        """Return the figure that has the given values at two numbers of samples and of blocks."""
         few, more = blocks
-        one, two = ((value(size, few), value(size, more)) for size in _SIZES)
-        slopes = [(high - low) / (more - few) for low, high in (one, two)]
-        bases = [low - few * slope for (low, _), slope in zip((one, two), slopes, strict=True)]
-        sample, sample_block = bases[1] - bases[0], slopes[1] - slopes[0]
-        return cls(bases[0] - sample, slopes[0] - sample_block, sample, sample_block)
+        slopes = [(value(size, more) - value(size, few)) / (more - few) for size in sizes]
+        bases = [value(size, few) - few * slope for size, slope in zip(sizes, slopes, strict=True)]
+        least, step = sizes[0], sizes[1] - sizes[0]
+        sample, sample_block = (bases[1] - bases[0]) / step, (slopes[1] - slopes[0]) / step
+        return cls(
+            bases[0] - least * sample, slopes[0] - least * sample_block, sample, sample_block
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +133,8 @@ class Anatomy:
         blocks: The blocks, which are alike; None where the model has no such list.
         num_blocks: Number of the blocks; 0 without a list.
         flops: Operations of a forward of one sample: before the blocks, of each, and after.
+        sizes: Numbers of samples at which the parts are looked at; a step takes no fewer.
+        refusal: Why a step does not take one sample; empty if it does.
     """
 
     def __init__(
@@ -138,7 +145,12 @@ class Anatomy:
         self._plans: dict[int, dict[str, Any]] = {}
         self.blocks = repeated_blocks(module)
         self.num_blocks = 0 if self.blocks is None else len(self.blocks)
-        self.flops = self._flops()
+        self.sizes, self.refusal = _SIZES[0], ""
+        try:
+            self.flops = self._flops()
+        except Exception as error:  # whatever the user's step raises
+            self.sizes, self.refusal = _SIZES[1], f"{type(error).__name__}: {error}"
+            self.flops = self._flops()
         self._weights: dict[int, dict[str, Weights]] = {}
         self._unpipelined: dict[tuple[int, Checkpointing, int], Unpipelined] = {}
         self._stages: dict[tuple[int, Checkpointing, int], Stages] = {}
@@ -162,27 +174,46 @@ class Anatomy:
         return shortened(self.module, self.blocks, num_blocks)
 
     def _flops(self) -> BlockCosts:
+        module, size = self.short(2), self.sizes[0]
+        blocks = BlockList(path="", modules=(module,))
+        if self.blocks is not None:
+            blocks = _blocks_of(module, self.blocks.path)
+        found = step_flops(module, self.batch(size), blocks, self.precision)
+        before, (block, *_) = found.before, found.blocks
         if self.blocks is None:
-            found = step_flops(
-                self.module,
-                self.batch(1),
-                BlockList(path="", modules=(self.module,)),
-                self.precision,
-            )
-            return BlockCosts(before=found.before + sum(found.blocks), blocks=(), after=found.after)
-        module = self.short(2)
-        found = step_flops(
-            module, self.batch(1), _blocks_of(module, self.blocks.path), self.precision
-        )
-        return BlockCosts(before=found.before, blocks=found.blocks[:1], after=found.after)
+            return BlockCosts(before=(before + block) / size, blocks=(), after=found.after / size)
+        return BlockCosts(before=before / size, blocks=(block / size,), after=found.after / size)
 
-    def split(self, tp: int, choice: Checkpointing, stage: int = 0) -> Any:
-        """Return the strategy of stage 0 or 3 by which so many ranks share the layers alone."""
+    def split(self, tp: int, num_blocks: int, choice: Checkpointing, stage: int = 0) -> Any:
+        """Return the strategy of stage 0 or 3 by which so many ranks share the layers alone.
+
+        Args:
+            tp: Number of the ranks.
+            num_blocks: Number of blocks of the `short` module that it is for.
+            choice: What is computed again in backward.
+            stage: 0 or 3, the ZeRO stage.
+        """
         if tp == 1:
             kind = ZeRO3Strategy if stage else DDPStrategy
             return kind(activation_checkpointing=choice)
-        plan = self.plan_of(tp)
+        plan = self._plan_of_short(tp, num_blocks)
         return TensorParallelStrategy(plan=plan, activation_checkpointing=choice, zero_stage=stage)
+
+    def _plan_of_short(self, tp: int, num_blocks: int) -> dict[str, Any] | None:
+        """Return `plan_of` for a `short` module, where entries may name their block by number."""
+        plan = self.plan_of(tp)
+        if plan is None or self.blocks is None:
+            return plan
+        path, last = self.blocks.path, self.num_blocks - 1
+        found: dict[str, Any] = {}
+        for pattern, style in plan.items():
+            named = re.fullmatch(rf"{re.escape(path)}\.(\d+)(\..*)?", pattern)
+            if named is None or int(named[1]) > last:
+                found[pattern] = style
+                continue
+            places = [one for one in range(num_blocks) if min(one, last) == int(named[1])]
+            found |= {f"{path}.{place}{named[2] or ''}": style for place in places}
+        return found
 
     def plan_of(self, tp: int) -> dict[str, Any] | None:
         """Return the layers that so many ranks share: those given, or those found.
@@ -191,8 +222,15 @@ class Anatomy:
             ConfigError: None were given, and the parameters have no values to try layers out with,
                 or nothing can be split.
         """
-        if self.plan is not None or tp == 1 or any(one.is_meta for one in self.module.parameters()):
+        if self.plan is not None or tp == 1:
             return self.plan
+        if any(one.is_meta for one in self.module.parameters()):
+            raise ConfigError(
+                f"Layers of {type(self.module).__name__} that can be split are found by trying "
+                f"them out, but its parameters are on meta; expected ones with values (--values "
+                f"of the command), or a plan such as tensor_plan={{'blocks.*.up': 'colwise', "
+                f"'blocks.*.down': 'rowwise'}} (--tensor-plan, of a file)."
+            )
         if tp not in self._plans:
             layers = automatic_plan(self.module, tp).layers
             self._plans[tp] = {layer.pattern: layer.style for layer in layers}
@@ -207,7 +245,12 @@ class Anatomy:
     def _weighed(self, tp: int) -> dict[str, Weights]:
         module = self.short(1)
         world = SimulatedWorld(
-            self.split(tp, None), module, self.batch(1), tp, self.precision, state_values=2
+            self.split(tp, 1, None),
+            module,
+            self.batch(self.sizes[0]),
+            tp,
+            self.precision,
+            state_values=2,
         )
         stand_ins = NoElements()
         copied = stand_ins.module(module, dtype=world.dtype, left_out=runners_of(module))
@@ -257,17 +300,19 @@ class Anatomy:
         return 3 if zero_stage == 3 and is_mixed and choice is None else 0
 
     def _traced(self, tp: int, choice: Checkpointing, stage: int) -> Unpipelined:
-        strategy, traces = self.split(tp, choice, stage), dict[tuple[int, int], StepTrace]()
+        traces = dict[tuple[int, int], StepTrace]()
         for blocks in _SHORT if self.blocks is not None else _SHORT[:1]:
-            module = self.short(blocks)
-            for size in _SIZES:
+            module, strategy = self.short(blocks), self.split(tp, blocks, choice, stage)
+            for size in self.sizes:
                 traces[size, blocks] = trace_of(
                     strategy, module, self.batch(size), world_size=tp, precision=self.precision
                 )
 
         def line(name: str) -> Bilinear:
             return Bilinear.through(
-                lambda size, blocks: vars(traces.get((size, blocks), traces[size, 2]))[name], _SHORT
+                lambda size, blocks: vars(traces.get((size, blocks), traces[size, 2]))[name],
+                self.sizes,
+                _SHORT,
             )
 
         return Unpipelined(
@@ -285,7 +330,7 @@ class Anatomy:
         strategy = HybridParallelStrategy(
             pipeline_parallel_size=4,
             tensor_parallel_size=tp,
-            plan=self.plan_of(tp),
+            plan=self._plan_of_short(tp, 4),
             schedule="gpipe",
             num_microbatches=1,
             split=_STAGES,
@@ -293,38 +338,42 @@ class Anatomy:
             zero_stage=stage,
         )
         module = self.short(4)
-        ranks = [
-            strategy.dry_run(
+        ranks = {
+            size: strategy.dry_run(
                 module, self.batch(size), world_size=4 * tp, precision=self.precision
             ).ranks
-            for size in _SIZES
-        ]
+            for size in self.sizes
+        }
         ties = _tied_bytes(self.weights(tp)["both"])
         whole = self.unpipelined(tp, choice, stage)
+
+        def line(read: Callable[[tuple[RankFigures, ...]], float]) -> Bilinear:
+            return Bilinear.through(lambda size, _: read(ranks[size]), self.sizes, (1, 2))
+
         return Stages(
             saved=_by_place(ranks, whole.saved, lambda one: one.memory.activations),
-            recomputed=_line(lambda size: ranks[size - 1][1].memory.recomputed),
+            recomputed=line(lambda of: of[1].memory.recomputed),
             sent_tp=_by_place(ranks, whole.sent, lambda one: one.sent["tp"]),
-            forward_message=_line(lambda size: ranks[size - 1][0].sent["pp"] - ties),
-            backward_message=_line(lambda size: ranks[size - 1][3].sent["pp"] - ties),
+            forward_message=line(lambda of: of[0].sent["pp"] - ties),
+            backward_message=line(lambda of: of[3].sent["pp"] - ties),
         )
 
 
 def _by_place(
-    ranks: list[tuple[RankFigures, ...]], whole: Bilinear, read: Callable[[RankFigures], float]
+    ranks: dict[int, tuple[RankFigures, ...]], whole: Bilinear, read: Callable[[RankFigures], float]
 ) -> dict[str, Bilinear]:
     """Return a figure of each stage, from stages of one block; further blocks add the same."""
 
     def figure(rank: int, size: int, blocks: int) -> float:
         more = whole.at(size, blocks) - whole.at(size, 1)
-        return read(ranks[size - 1][rank]) + more
+        return read(ranks[size][rank]) + more
 
     places = (("first", 0), ("middle", 1), ("last", 3))
-    return {place: Bilinear.through(partial(figure, rank), (1, 2)) for place, rank in places}
-
-
-def _line(read: Callable[[int], float]) -> Bilinear:
-    return Bilinear.through(lambda size, _: read(size), (1, 2))
+    few, more = ranks
+    return {
+        place: Bilinear.through(partial(figure, rank), (few, more), (1, 2))
+        for place, rank in places
+    }
 
 
 def _tied_bytes(both: Weights) -> int:

@@ -147,6 +147,7 @@ class SearchSpace:
         tp_sizes: Numbers of ranks that the model's layers can be shared by; 1 among them.
         checkpointing: Choices of what is computed again.
         batch_size: Samples of a batch of each data-parallel rank's loader, where it is given.
+        min_microbatch: The least samples that a forward takes.
     """
 
     num_ranks: int
@@ -156,11 +157,14 @@ class SearchSpace:
     tp_sizes: tuple[int, ...] = (1,)
     checkpointing: tuple[Checkpointing, ...] = (None, "selective", "full")
     batch_size: int | None = None
+    min_microbatch: int = 1
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield every candidate."""
         for pp, dp, tp in self._meshes():
             for cut in self._cuts(pp, dp):
+                if cut["microbatch"] < self.min_microbatch:
+                    continue
                 for choice in self.checkpointing:
                     made = Candidate(
                         pp=pp, dp=dp, tp=tp, zero_stage=0, schedule="", checkpointing=choice, **cut

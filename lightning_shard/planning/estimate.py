@@ -122,10 +122,11 @@ class Estimator:
         return steps * self.machine.message_seconds
 
     def passing(self, one: Candidate) -> int:
-        """Return the bytes beside what is saved, scaled from two samples where they are more."""
+        """Return the bytes beside what is saved, scaled from a few samples where they are more."""
         parts, size = self.anatomy.unpipelined(one.tp, one.checkpointing), one.microbatch
-        some = max(parts.most.at(at, 2) - parts.saved.at(at, 2) for at in (1, 2) if at <= size)
-        return int(some * max(1.0, size / 2))
+        sizes = self.anatomy.sizes
+        some = max(parts.most.at(at, 2) - parts.saved.at(at, 2) for at in sizes if at <= size)
+        return int(some * max(1.0, size / sizes[1]))
 
     def weights_of(self, tp: int, bounds: tuple[int, int], blocks: int) -> Weights:
         """Return the parameters of a rank that has a range of the blocks."""

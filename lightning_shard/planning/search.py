@@ -7,12 +7,14 @@ fits in memory  ──>  fastest  ──>  of those within 2 %, the one with the
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
+from torch.optim import LBFGS
 
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.mesh import Axis
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.planner.no_elements import NoElements
@@ -22,11 +24,47 @@ from lightning_shard.planning.candidates import Candidate, Checkpointing, Search
 from lightning_shard.planning.estimate import Estimate, Estimator
 from lightning_shard.planning.machine import MachineProfile, machine_profile
 from lightning_shard.planning.plan import Plan
+from lightning_shard.tensor_parallel.compared_calls import explained
 from lightning_shard.trainer._lightning import asked_layer_sync, runners_of
 from lightning_shard.trainer.dry_run import attached, trace_of
 
 _ALIKE = 1.02  # times of estimates that say nothing about which is faster
 _TP_SIZES = (1, 2, 4, 8)
+
+
+class LeftOut:
+    """Says why candidates are not compared: what a strategy refuses of them, or an error."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, dict[str, None]] = {}
+        self._reasons: dict[tuple[Any, ...], str] = {}
+
+    def add(self, name: str, reason: str) -> None:
+        """Note why what has this name is left out."""
+        self._names.setdefault(reason, {})[name] = None
+
+    @contextmanager
+    def trying(self, name: str, *alike: object) -> Iterator[bool]:
+        """Leave out what an error is raised of inside; yield false if it was for its like.
+
+        Args:
+            name: Name of the candidates.
+            alike: What they have in common with others, of which the same error would be raised.
+        """
+        if alike in self._reasons:
+            self.add(name, self._reasons[alike])
+            yield False
+            return
+        try:
+            with explained(_has_raised):
+                yield True
+        except ShardError as error:
+            self._reasons[alike] = str(error)
+            self.add(name, str(error))
+
+    def lines(self) -> list[str]:
+        """Return each reason, after the names of what is left out for it."""
+        return [f"{', '.join(names)}: {reason}" for reason, names in self._names.items()]
 
 
 def plan(
@@ -65,19 +103,21 @@ def plan(
     """
     profile = machine if isinstance(machine, MachineProfile) else machine_profile(machine)
     per_node = _ranks_per_node(devices, nodes, profile)
-    anatomy = Anatomy(module, batch, precision, tensor_plan)
-    tp_sizes, left_out = _tp_sizes(anatomy, min(per_node, devices))
+    with explained(partial(_uncounted, module)):
+        anatomy = Anatomy(module, batch, precision, tensor_plan)
+    failed = LeftOut()
     space = SearchSpace(
         num_ranks=devices,
         ranks_per_node=per_node,
         num_blocks=anatomy.num_blocks,
         global_batch=batch_size_of(batch) * devices if global_batch is None else global_batch,
-        tp_sizes=tp_sizes,
+        tp_sizes=_tp_sizes(anatomy, min(per_node, devices), failed),
         checkpointing=tuple(checkpointing) if anatomy.num_blocks else (None,),
         batch_size=batch_size,
+        min_microbatch=anatomy.sizes[0],
     )
     limit = profile.device_memory if device_memory is None else device_memory
-    return _searched(anatomy, space, profile, limit, left_out)
+    return _searched(anatomy, space, profile, limit, failed)
 
 
 def _searched(
@@ -85,12 +125,21 @@ def _searched(
     space: SearchSpace,
     profile: MachineProfile,
     limit: int,
-    left_out: Sequence[str],
+    failed: LeftOut,
 ) -> Plan:
-    """Return the plan of all candidates, and the fastest that fits into the limit."""
-    found, unsplit = _estimated(Estimator(anatomy, profile, space.ranks_per_node), space)
-    fitting = recommended(found, limit)
-    chosen = fitting and _confirmed(anatomy, fitting, limit, found, space.ranks_per_node)
+    """Return the plan of all candidates, and the fastest that fits into the limit.
+
+    Raises:
+        ConfigError: There is no candidate that would train.
+    """
+    found = _estimated(Estimator(anatomy, profile, space.ranks_per_node), space, failed)
+    chosen = _confirmed(anatomy, limit, found, failed, space.ranks_per_node)
+    if not found:
+        raise ConfigError(
+            f"No candidate for {space.global_batch} samples a step of {space.num_ranks} devices; "
+            f"expected a global batch that a number of data-parallel ranks divides, and a module "
+            f"that a strategy takes. {'; '.join(failed.lines())}"
+        )
     return Plan(
         machine=profile,
         num_devices=space.num_ranks,
@@ -102,38 +151,33 @@ def _searched(
         tensor_plan=anatomy.plan,
         estimates=tuple(found),
         recommendation=chosen,
-        left_out=(*left_out, *unsplit),
+        left_out=tuple(failed.lines()),
     )
 
 
-def _estimated(estimator: Estimator, space: SearchSpace) -> tuple[list[Estimate], list[str]]:
-    """Return the figures of every candidate that would train, and why others are left out.
+def _uncounted(module: "pl.LightningModule", error: str) -> str:
+    return (
+        f"A plan counts a step of {type(module).__name__} on a few samples of zeros, which failed "
+        f"({error}); expected a training_step that takes any number of samples."
+    )
 
-    Raises:
-        ConfigError: There is no candidate.
-    """
-    found, left_out = list[Estimate](), dict[str, dict[str, None]]()
-    with _asking(estimator.anatomy) as why_not:
+
+def _estimated(estimator: Estimator, space: SearchSpace, failed: LeftOut) -> list[Estimate]:
+    """Return the figures of every candidate that would train."""
+    anatomy, found = estimator.anatomy, list[Estimate]()
+    if anatomy.refusal:
+        failed.add("1 sample a forward", anatomy.refusal)
+    with _asking(anatomy) as why_not:
         for one in space.candidates():
-            if one.pp > 1 and ["pipelines"] in map(list, left_out.values()):
-                continue
-            reason, name = why_not(one), _named(one)
-            try:
-                found += [] if reason else [estimator.estimate(one)]
-            except ConfigError as error:
-                if one.pp == 1:
-                    raise
-                reason, name = str(error), "pipelines"
+            name, choice = _named(one), one.checkpointing
+            reason = why_not(one)
             if reason:
-                left_out.setdefault(reason, {})[name] = None
-    reasons = [f"{', '.join(names)}: {reason}" for reason, names in left_out.items()]
-    if not found:
-        raise ConfigError(
-            f"No candidate for {space.global_batch} samples a step of {space.num_ranks} devices; "
-            f"expected a global batch that a number of data-parallel ranks divides, and a module "
-            f"that a strategy takes. {' '.join(reasons)}"
-        )
-    return found, reasons
+                failed.add(name, reason)
+                continue
+            parts = one.pp > 1, one.tp, choice, anatomy.keeps_as(choice, one.zero_stage)
+            with failed.trying(name, *parts) as is_new:
+                found += [estimator.estimate(one)] if is_new else []
+    return found
 
 
 @contextmanager
@@ -149,15 +193,21 @@ def _asking(anatomy: Anatomy) -> Iterator[Callable[[Candidate], str]]:
         if not optimizers and (made.zero_stage or made.pp * made.tp > 1):
             why = f": {refusal}" if refusal else ""
             return f"configure_optimizers makes none for parameters without values{why}"
+        if made.accumulated > 1 and any(isinstance(one, LBFGS) for one in optimizers):
+            return (
+                "LBFGS asks for the loss several times a step, each time that of the last batch "
+                "alone, whose gradients would add up"
+            )
         key = _named(made), made.dp > 1, made.tp > 1, made.num_microbatches > 1
         if key not in known:
             known[key] = ""
             ranks = made.pp * made.dp * made.tp
             try:
-                strategy_of(anatomy, made).check_fit(
-                    module, optimizers, world_size=ranks, layer_sync=layer_sync
-                )
-            except ConfigError as error:
+                with explained(_has_raised):
+                    strategy_of(anatomy, made).check_fit(
+                        module, optimizers, world_size=ranks, layer_sync=layer_sync
+                    )
+            except ShardError as error:
                 known[key] = str(error)
         return known[key]
 
@@ -167,6 +217,10 @@ def _asking(anatomy: Anatomy) -> Iterator[Callable[[Candidate], str]]:
         optimizers, refusal = trainer.optimizers, strategy.refusal
         layer_sync = next(map(asked_layer_sync, trainers), None)
         yield why_not
+
+
+def _has_raised(error: str) -> str:
+    return f"looking at it has raised {error}"
 
 
 def _named(made: Candidate) -> str:
@@ -197,18 +251,23 @@ def _plainness(one: Estimate) -> tuple[Any, ...]:
 
 
 def _confirmed(
-    anatomy: Anatomy, chosen: Estimate, limit: int, found: list[Estimate], per_node: int
+    anatomy: Anatomy, limit: int, found: list[Estimate], failed: LeftOut, per_node: int
 ) -> Estimate | None:
-    """Simulate the recommended candidate, and the next one where it turns out not to fit."""
-    tried: set[Candidate] = set()
-    best: Estimate | None = chosen
-    while best is not None:
-        exact = simulated(anatomy, best, per_node)
+    """Simulate the recommended candidate; the next one where it does not fit or cannot be."""
+    untried = list(found)
+    while (best := recommended(untried, limit)) is not None:
+        untried.remove(best)
+        made = best.candidate
+        alike = _named(made), made.tp, made.schedule, made.microbatch, made.checkpointing
+        exact = None
+        with failed.trying(_named(made), *alike) as is_new:
+            exact = simulated(anatomy, best, per_node) if is_new else None
+        if exact is None:
+            found.remove(best)
+            continue
         found[found.index(best)] = exact
-        tried.add(exact.candidate)
         if exact.peak_bytes <= limit:
             return exact
-        best = recommended([one for one in found if one.candidate not in tried], limit)
     return None
 
 
@@ -244,7 +303,7 @@ def _passing(anatomy: Anatomy, one: Estimate, fullest: RankFigures) -> int:
     if made.pp > 1:
         return one.passing
     trace = trace_of(
-        anatomy.split(made.tp, made.checkpointing),
+        anatomy.split(made.tp, 2, made.checkpointing),
         anatomy.short(2),
         anatomy.batch(made.microbatch),
         world_size=made.tp,
@@ -280,16 +339,15 @@ def _ranks_per_node(devices: int, nodes: int | None, profile: MachineProfile) ->
     return devices // nodes if nodes is not None else min(devices, profile.devices_per_node)
 
 
-def _tp_sizes(anatomy: Anatomy, most: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the sizes by which the layers can be shared, and why others are left out."""
-    sizes, reasons = [1], []
+def _tp_sizes(anatomy: Anatomy, most: int, failed: LeftOut) -> tuple[int, ...]:
+    """Return the sizes by which the layers can be shared."""
+    sizes = [1]
     for tp in _TP_SIZES[1:]:
         if tp > most:
             break
-        try:
+        with failed.trying(f"tensor parallel over {tp} ranks", tp):
             anatomy.unpipelined(tp, None)
-        except ConfigError as error:
-            reasons.append(f"tensor parallel over {tp} ranks: {error}")
+            sizes.append(tp)
+        if tp not in sizes:
             break
-        sizes.append(tp)
-    return tuple(sizes), tuple(reasons)
+    return tuple(sizes)

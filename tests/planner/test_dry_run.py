@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L  # noqa: N812
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard import (
     HybridParallelStrategy,
@@ -239,6 +239,48 @@ class Curious(ExampleGPT):
 def test_a_step_that_asks_for_elements_is_explained() -> None:
     with pytest.raises(ConfigError, match="A dry run takes a step of Curious on tensors without"):
         hybrid()().dry_run(Curious(), text(6), world_size=8)
+
+
+class Scaled(L.LightningModule):
+    """A parameter of the module's own is used beside its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found: Tensor = self.embed(rows) * self.scale
+        for block in self.blocks:
+            found = block(found).tanh()
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).square().mean()
+
+
+class Penalized(Scaled):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = batch[0].detach().requires_grad_()
+        found = self(rows)
+        (grad,) = torch.autograd.grad(found.sum(), rows, create_graph=True)
+        return found.square().mean() + grad.square().mean()
+
+
+def test_what_another_stage_has_holds_nothing_here() -> None:
+    """The bytes of another stage's parameter were asked for, and the dry run refused the model."""
+    strategy = PipelineParallelStrategy(num_microbatches=2)
+    first, last = strategy.dry_run(Scaled(), [torch.zeros(4, 4)], world_size=2).ranks
+    assert (first.num_parameters, last.num_parameters) == (4 * 8 + 8 + 8 + 9 * 8, 8 + 9 * 8)
+    assert last.memory.activations > 0
+
+
+def test_a_pipeline_refuses_a_penalty_on_inputs_as_in_a_fit() -> None:
+    """Torch's error was told, with the advice to ask for shapes only."""
+    strategy = PipelineParallelStrategy(num_microbatches=2)
+    with pytest.raises(ConfigError, match="asks for gradients of what earlier stages"):
+        strategy.dry_run(Penalized(), [torch.zeros(4, 4)], world_size=2)
 
 
 def test_sizes_that_do_not_fit_the_simulated_world_are_refused() -> None:

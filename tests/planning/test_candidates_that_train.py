@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_shard
+from lightning_shard.errors import ConfigError
+from lightning_shard.planning import search
+from lightning_shard.planning.anatomy import Anatomy
 from lightning_shard.planning.candidates import Candidate, SearchSpace
-from lightning_shard.planning.search import _asking, plan
+from lightning_shard.planning.estimate import Estimate
+from lightning_shard.planning.plan import Plan
+from lightning_shard.planning.search import _asking, plan, simulated
 from lightning_shard.trainer.dry_run import attached
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
 
@@ -84,6 +90,105 @@ class CompiledWhole(Net):
     def __init__(self) -> None:
         super().__init__()
         self.compile(backend="eager")
+
+
+class Small(L.LightningModule):
+    """A net without blocks, so that little is searched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found: Tensor = self.head(self.norm(self.embed(rows)).tanh())
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class OfFewSteps(Small):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
+class OfMatrices(Small):
+    """Muon takes matrices alone: what else there is has an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for one in optimizers:
+            one.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for one in optimizers:
+            one.step()
+
+    def configure_optimizers(self) -> Any:
+        matrices = [one for one in self.parameters() if one.ndim == 2]
+        others = [one for one in self.parameters() if one.ndim != 2]
+        return [torch.optim.Muon(matrices, lr=0.1), torch.optim.SGD(others, lr=0.1)]
+
+
+class Rows(Small):
+    """An embedding whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 4, sparse=True)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(self.rows(rows.argmax(dim=-1)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TiedWeights(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(4, 8)
+        self.again.weight = self.embed.weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows) + self.again(rows)[:, :4]
+
+
+class FrozenParts(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.head.parameters(), lr=0.01)
+
+
+class Compiled(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.compile(backend="eager")
+
+
+class PenaltyOnInputs(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = batch[0].detach().requires_grad_()
+        found = self(rows)
+        (grad,) = torch.autograd.grad(found.sum(), rows, create_graph=True)
+        return found.square().mean() + grad.square().sum(dim=1).mean()
+
+
+class BatchNormed(Small):
+    """Takes no single sample in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)  # type: ignore[assignment]
 
 
 class Gan(L.LightningModule):
@@ -161,6 +266,48 @@ def test_a_module_that_steps_by_hand_is_planned_for_and_trains_as_on_one_device(
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
+WITH_BLOCKS = (Net, Scheduled, Frozen, CompiledWhole)
+KINDS = (
+    *(Gan, OfFewSteps, PenaltyOnInputs, BatchNormed, OfMatrices, Rows),
+    *(TiedWeights, FrozenParts, Compiled, Small),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in WITH_BLOCKS),
+)
+
+
+def trained(kind: type[L.LightningModule], options: dict[str, Any], samples: int) -> dict[str, Any]:
+    torch.manual_seed(1)
+    module = kind()
+    data = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    steps = {"gradient_clip_val": None, "max_epochs": 2, "max_steps": -1}  # of all samples each
+    trainer = quiet_trainer(**steps | options)
+    trainer.fit(module, DataLoader(data, batch_size=samples))
+    return module.state_dict()
+
+
+@pytest.mark.few_cases(4)
+@pytest.mark.filterwarnings("ignore:offload=.* saves nothing on CPU ranks")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_recommended_trains_as_on_one_device(
+    kind: type[L.LightningModule], tmp_path: Path
+) -> None:
+    """A plan failed for a penalty and a batch norm, and LBFGS was to accumulate gradients.
+
+    Each kind is trained under what is recommended, and under what takes the least memory.
+    """
+    found = on_two_devices(kind())
+    least = min(found.estimates, key=lambda one: one.peak_bytes)
+    assert found.recommendation is not None
+    options: dict[str, Any] = {"default_root_dir": tmp_path, "accumulate_grad_batches": 1}
+    expected = trained(kind, {**options, "devices": 1, "strategy": "auto"}, 8)
+    for made in {found.recommendation.candidate, least.candidate}:
+        strategy = getattr(lightning_shard, made.class_name)(backend="in_process", **made.options())
+        options |= {"accumulate_grad_batches": made.accumulated, "devices": 2}
+        weights = trained(kind, {**options, "strategy": strategy}, made.batch_size)
+        if kind is BatchNormed:  # each rank's samples have a mean of their own
+            expected = weights
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
 class SparseRows(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -173,6 +320,97 @@ def test_gradients_of_some_rows_are_planned_for() -> None:
         SparseRows(), [torch.zeros(8, dtype=torch.int64)], devices=2, device_memory=1 << 30
     )
     assert found.recommendation is not None
+
+
+def on_two_devices(module: L.LightningModule, **options: Any) -> Plan:
+    return plan(
+        module,
+        [torch.zeros(4, 4)],
+        devices=2,
+        global_batch=8,
+        machine="cpu",
+        precision="32-true",
+        checkpointing=(None,),
+        **options,
+    )
+
+
+def test_a_plan_goes_on_where_what_it_recommends_cannot_be_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error of the first dry run ended the plan; the error is named beside what it left out."""
+    first = on_two_devices(Small()).recommendation
+    assert first is not None
+
+    def failing(anatomy: Anatomy, one: Estimate, ranks_per_node: int) -> Estimate:
+        if one.candidate.strategy == first.candidate.strategy:
+            raise ZeroDivisionError("no ranks")
+        return simulated(anatomy, one, ranks_per_node)
+
+    monkeypatch.setattr(search, "simulated", failing)
+    found = on_two_devices(Small())
+    assert found.recommendation is not None
+    name = first.candidate.strategy
+    assert found.recommendation.candidate.strategy != name
+    assert found.recommendation.is_simulated
+    assert f"{name}: looking at it has raised ZeroDivisionError: no ranks" in found.left_out
+    monkeypatch.setattr(search, "simulated", lambda *_: 1 / 0)
+    with pytest.raises(ConfigError, match=r"No candidate .* raised ZeroDivisionError: division by"):
+        on_two_devices(Small())
+
+
+def test_an_error_at_one_kind_of_candidate_leaves_out_that_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only refusals of pipelines were caught: any other error ended the plan."""
+
+    def failing(made: Candidate) -> str:
+        if made.offload:
+            raise KeyError("offload")
+        if made.zero_stage == 3:
+            raise ConfigError("Stage 3 takes no Small.")
+        return ""
+
+    of = search.strategy_of
+    monkeypatch.setattr(
+        search, "strategy_of", lambda anatomy, made: failing(made) or of(anatomy, made)
+    )
+    found = on_two_devices(Small())
+    assert {one.candidate.strategy for one in found.estimates} == {"shard_ddp", "zero1", "zero2"}
+    assert found.left_out[1:] == (
+        "zero2 with offload='optimizer', zero3 with offload='parameters': looking at it has raised "
+        "KeyError: 'offload'",
+        "zero3: Stage 3 takes no Small.",
+    )
+
+
+def test_layers_planned_by_number_are_found_in_a_few_blocks() -> None:
+    """Two of four blocks were looked at for entries of the third, so that none were split."""
+    module = Net()
+    anatomy = Anatomy(module, [torch.zeros(4, 4)], "32-true", None)
+    anatomy.plan = {f"blocks.{place}": "colwise_gather_output" for place in range(4)}
+    for num_blocks in (2, 3):
+        assert anatomy.unpipelined(2, None).saved.at(2, num_blocks) > 0
+    anatomy.plan = {**anatomy.plan, "blocks.9": "colwise_gather_output"}
+    with pytest.raises(ConfigError, match=r"'blocks\.9' matches no module"):
+        anatomy.unpipelined(2, "full")
+
+
+def test_a_plan_of_a_module_on_meta_says_how_layers_to_split_are_found() -> None:
+    """It named an option of the strategy's, which neither `plan` nor the command has."""
+    with torch.device("meta"):
+        module = Small()
+    (reason, *_) = on_two_devices(module).left_out
+    assert reason.startswith("tensor parallel over 2 ranks: Layers of Small that can be split")
+    for way in ("--values", "tensor_plan={", "--tensor-plan"):
+        assert way in reason
+
+
+def test_a_batch_norm_is_planned_with_two_samples_a_forward_at_least() -> None:
+    """A single sample was tried, which a batch norm refuses in training."""
+    found = on_two_devices(BatchNormed())
+    assert min(one.candidate.microbatch for one in found.estimates) == 2
+    assert any(one.startswith("1 sample a forward: ValueError") for one in found.left_out)
 
 
 class Unready(Net):
