@@ -183,8 +183,7 @@ def fit(name: str, precision: str, rank: int = 0) -> Seen:
             case,
             "fake",
             accelerator=GpuLikeAccelerator(),
-            plugins=[OneOfSeveral(rank, case.num_ranks), *_precision(precision)],
-            precision=None if _precision(precision) else precision,
+            **_plugins(precision, NAME, OneOfSeveral(rank, case.num_ranks)),
         )
         try:
             trainer.fit(model, Batches(NAME))
@@ -236,16 +235,19 @@ def _recorded(case: Case, precision: str) -> dict[int, Told]:
     """Fit on CPU ranks, and return what each was told by the others."""
     with recording() as told, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = trainer_of(case, "in_process", accelerator="cpu", precision=precision)
+        trainer = trainer_of(case, "in_process", accelerator="cpu", **_plugins(precision, "cpu"))
         trainer.fit(ExampleGPT(num_layers=2), Batches("cpu"))
     return told
 
 
-def _precision(precision: str) -> list[MixedPrecision]:
-    """Return the plugin that Lightning would make for a GPU: it asks CUDA alone."""
+def _plugins(precision: str, device: str, *others: Any) -> dict[str, Any]:
+    """Return a Trainer's options of formats, which are those that it would make for a GPU.
+
+    Lightning asks CUDA alone, and trains in bfloat16 elsewhere, whose gradients travel otherwise.
+    """
     if not precision.endswith("mixed"):
-        return []
-    return [MixedPrecision(cast(Any, precision), device=NAME)]
+        return {"precision": precision, "plugins": list(others)}
+    return {"plugins": [*others, MixedPrecision(cast(Any, precision), device=device)]}
 
 
 def prepare() -> None:
