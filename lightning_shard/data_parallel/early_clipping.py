@@ -20,6 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.traffic import ring_share
 from lightning_shard.data_parallel.flat_gradients import FlatGradients
 
 _SMALL = 1e-6  # as in torch's `clip_grad_norm_`
@@ -103,9 +104,12 @@ class EarlyClipping:
 
     def _norm(self) -> Tensor:
         """Return the norm of the average without the loss scale, shape (), alike on all ranks."""
-        sums, scale = self._sums(), self._gradients[0][1].loss_scale()
+        exchange, sums = self._gradients[0][1], self._sums()
+        scale = exchange.loss_scale()
         if scale is not None:
             sums /= scale
+        # uncompressed gradients are clipped without it
+        exchange.tally.sent_bytes += ring_share(2 * sums.nbytes, self._ranks.size)
         self._ranks.all_reduce(sums, "avg").wait()
         norm: Tensor = sums.norm()
         return norm
