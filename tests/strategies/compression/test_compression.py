@@ -100,13 +100,16 @@ def test_mixed_precision(name: str) -> None:
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("name", "compression"), [("shard_ddp", "topk"), ("zero1", "onebit")])
 def test_a_loss_scale_that_grows_changes_nothing(name: str, compression: str) -> None:
-    """The residual does not carry the scale of the step that left it."""
+    """The residual does not carry the scale of the step that left it.
+
+    Not every CPU has an LSTM in float16.
+    """
 
     def run(growth_interval: int) -> Run:
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=growth_interval)
         plugin = MixedPrecision("16-mixed", "cpu", scaler)
         made = LOSSY[compression]()
-        return short("lstm", name, 2, compression=made, plugins=[plugin], max_steps=8)
+        return short("gpt", name, 2, compression=made, plugins=[plugin], max_steps=8)
 
     growing, steady = run(growth_interval=2), run(growth_interval=1000)
     assert growing.losses == pytest.approx(steady.losses, rel=1e-3)
