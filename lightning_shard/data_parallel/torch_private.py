@@ -20,6 +20,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as of_modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as DropoutLayer
 from torch.optim import Optimizer
@@ -35,6 +36,7 @@ __all__ = [
     "FAKE_TENSOR_LOGGER",
     "GENERATES",
     "GENERATES_TOGETHER",
+    "GLOBAL_HOOKS",
     "GRAPH_ENDS",
     "INITIALISERS",
     "OF_ORIGINAL",
@@ -64,6 +66,7 @@ __all__ = [
     "in_backward",
     "in_transform",
     "innermost_function_mode",
+    "is_called_plainly",
     "is_checkpointing",
     "is_compiled_function",
     "is_composite",
@@ -83,6 +86,7 @@ __all__ = [
     "versions_shared",
     "with_buffers",
     "without_function_modes",
+    "without_global_hooks",
     "without_saving_hooks",
 ]
 
@@ -391,3 +395,31 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
         module._backward_hooks,
         module._backward_pre_hooks,
     ]
+
+
+GLOBAL_HOOKS = [
+    of_modules._global_forward_hooks,
+    of_modules._global_forward_pre_hooks,
+    of_modules._global_backward_hooks,
+    of_modules._global_backward_pre_hooks,
+]
+"""As `hooks_of` a module, those of all modules of the process."""
+
+
+def is_called_plainly(module: nn.Module, but: type) -> bool:
+    """Whether no hooks run around a module's forward and backward but those of a class."""
+    own = (*hooks_of(module), *GLOBAL_HOOKS)
+    return not any(own) or all(isinstance(one, but) for hooks in own for one in hooks.values())
+
+
+@contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Call modules inside without the hooks of all modules of the process."""
+    before = [dict(hooks) for hooks in GLOBAL_HOOKS]
+    for hooks in GLOBAL_HOOKS:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, known in zip(GLOBAL_HOOKS, before, strict=True):
+            hooks.update(known)

@@ -332,7 +332,7 @@ class Unsharder:
 
     def _outside_of_steps(
         self, function: Callable[..., None], of_copy: Callable[..., None]
-    ) -> "_TracedHook":
+    ) -> "TracedHook":
         """Return a hook of a unit that stays for a step, in which it has nothing to unshard."""
         hook = _Hook(function)
 
@@ -340,7 +340,7 @@ class Unsharder:
             if not self._in_step or self._watches_steps:
                 hook(*args)
 
-        return _TracedHook(called, of_copy)
+        return TracedHook(called, of_copy)
 
     def _hook_part(self, unit: Unit, part: nn.Module) -> None:
         """Hook a part of a block, which another method than the block's forward may use."""
@@ -364,7 +364,7 @@ class Unsharder:
             elif not self._is_removed:
                 self.copies.check_entered(called)
 
-        self._handles.append(part.register_forward_pre_hook(_TracedHook(before, before_other)))
+        self._handles.append(part.register_forward_pre_hook(TracedHook(before, before_other)))
 
     def _hook_holder(self, module: nn.Module) -> None:
         enter, leave = _Hook(self._enter_holder), _Hook(self._leave_holder)
@@ -385,7 +385,7 @@ class Unsharder:
             if not self._leave_copy(called):
                 after(called, _, __)
 
-        first, last = _TracedHook(before, before_other), _TracedHook(after, after_other)
+        first, last = TracedHook(before, before_other), TracedHook(after, after_other)
         self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         self._handles.append(module.register_forward_hook(last, always_call=True))
 
@@ -701,7 +701,7 @@ class Unsharder:
             self.reshard_all()
 
 
-class _TracedHook:
+class TracedHook:
     """A hook of a module, which runs another function in a copy of the module, as EMA makes one.
 
     Compiled code checks its class: it is compiled once for all blocks that are alike.
@@ -712,18 +712,19 @@ class _TracedHook:
     """
 
     def __init__(
-        self, function: Callable[..., None], of_copy: Callable[..., None] | None = None
+        self, function: Callable[..., Any], of_copy: Callable[..., None] | None = None
     ) -> None:
         self._function, self._of_copy = function, of_copy
 
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return self._function(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_TracedHook":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TracedHook":
         return self if self._of_copy is None else _Hook(self._of_copy)
 
 
-class _Hook(_TracedHook):
+class _Hook(TracedHook):
     """A hook that runs uncompiled, also where the module that calls it is compiled.
 
     Compiled code ends before its call and begins again after it; traced hooks are part of compiled
@@ -732,5 +733,5 @@ class _Hook(_TracedHook):
     """
 
     @untraced
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)

@@ -8,6 +8,7 @@ gathered or summed on the way out, in slices of the sequence where these lie out
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     full_tensor,
     own_features,
 )
-from lightning_shard.tensor_parallel.layers import Crossing
+from lightning_shard.tensor_parallel.layers import Crossing, Watched
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.randomness import RegionRandomness
 from lightning_shard.tensor_parallel.regions import (
@@ -114,6 +115,42 @@ class Crossings:
         enter, leave = self._enter(layer.module, layer.style), self._leave(layer.style)
         return self._with_randomness(layer, enter, leave)
 
+    def watched(self, layer: PlannedLayer) -> Watched | None:
+        """Return how a layer computes while hooks look at it; None for one within a region."""
+        style = layer.style
+        if style.form == "replica":
+            return None
+        full = replace(style, full_input=True, full_output=True, lazy_output=False)
+        enter, leave = self._enter(layer.module, full), self._leave_full(style)
+        enter, leave = self._with_randomness(layer, enter, leave)
+        widen = full_tensor if style.full_input else self._crossing(gather_copies, -1)
+        return Watched(widen=widen, enter=enter, leave=leave, narrow=self._narrow(style))
+
+    def _leave_full(self, style: Style) -> Crossing:
+        """Return how a layer's result becomes full."""
+        if style.form in COMPUTED_ALIKE:
+            return full_tensor
+        if style.form == "shared":
+            return partial(self._one_of_each_head, style.num_blocks)
+        if style.form == "colwise":
+            return lambda tensor: full_tensor(from_local(tensor, self._group, -1, style.num_blocks))
+        return self._crossing(reduce_from_region)
+
+    def _narrow(self, style: Style) -> Crossing:
+        """Return what makes of a full result what a layer gives where nobody looks."""
+        if style.form in COMPUTED_ALIKE:
+            return self._leave(style)
+        own = partial(self._own_features_of, style)
+        if style.lazy_output:
+            return lambda tensor: from_local(own(tensor), self._group, -1, style.num_blocks)
+        return _unchanged if style.full_output else own
+
+    def _one_of_each_head(self, num_heads: int, own: Tensor) -> Tensor:
+        """Return all heads, each of which several ranks have computed."""
+        group = self._group
+        copies: Tensor = gather_copies(own, -1, group).unflatten(-1, (group.size, -1))  # type: ignore[no-untyped-call]
+        return copies[..., :: group.size // num_heads, :].flatten(-2)
+
     def forget(self) -> None:
         """Let go of the activation that entered last, and of the graph behind it."""
         self._entrance.forget()
@@ -152,6 +189,8 @@ class Crossings:
             return _unchanged if is_full else partial(self._own_features_of, style)
         if style.lazy_output:
             return lambda tensor: from_local(tensor, self._group, -1, style.num_blocks)
+        if style.form == "shared":
+            return _unchanged
         if style.form == "colwise":
             return self._crossing(gather_copies, -1) if style.full_output else _unchanged
         if style.full_output:
@@ -163,7 +202,7 @@ class Crossings:
         """Take this rank's features of what every rank has computed."""
         result = full_tensor(result)
         dim = result.ndim - 1
-        if style.form == "unsplit":
+        if not style.form.endswith("shared"):
             part = Part(local=result, dim=dim, group=self._group, num_blocks=style.num_blocks)
             return part.split(result, dim)
         width = result.shape[dim] // style.num_blocks

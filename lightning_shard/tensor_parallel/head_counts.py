@@ -23,7 +23,8 @@ from lightning_shard.tensor_parallel.wrappers import linear_sizes, wrapped_linea
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-_WIDTHS = (*HEADS, *_KEY_HEADS, "all_head_size", "split_size", "inner_dim")
+ALL_HEADS = (*HEADS, *_KEY_HEADS)
+_WIDTHS = (*ALL_HEADS, "all_head_size", "split_size", "inner_dim")
 _QUERIES = re.compile(r"^(w?q|.*query|.*q_?(proj|lin)|to_q|.*qkv|c_attn|in_proj)$", re.IGNORECASE)
 
 _OF_HEADS = re.compile(r"^(w?[qkv]|query|key|value|[qkv]_?(proj|lin)|to_[qkv])$", re.IGNORECASE)
@@ -45,6 +46,11 @@ class Attributes:
     def modules(self) -> list[nn.Module]:
         """The modules whose attributes are set."""
         return [module for module, *_ in self._before]
+
+    @property
+    def names(self) -> list[tuple[nn.Module, str]]:
+        """The modules and the names of the attributes that are set."""
+        return [(module, name) for module, name, _ in self._before]
 
     def restore_copy(self, made: nn.Module, of: nn.Module) -> None:
         """Set the attributes of a copy to the original values of its original's."""

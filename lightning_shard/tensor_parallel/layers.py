@@ -14,15 +14,18 @@ in place. A bias that belongs to the full result is added after the sum, once.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.torch_private import is_called_plainly
+from lightning_shard.data_parallel.unsharding import TracedHook
 from lightning_shard.module_classes import give_class_back
 from lightning_shard.tensor_parallel.attention import ParallelAttention
 from lightning_shard.tensor_parallel.full_view import FullView, as_it_is, extend_class, set_view
@@ -41,6 +44,25 @@ _PLACE = "_tensor_parallel_place"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Watched:
+    """How a layer computes while hooks look at it, which see full activations.
+
+        this rank's ──widen──► hooks, enter──► layer ──leave, hooks ──narrow──► this rank's
+
+    Attributes:
+        widen: Makes what the layer is given full.
+        enter: Function that a full input enters the region by.
+        leave: Function that makes the layer's result full.
+        narrow: Makes of a full result what the layer gives where nobody looks.
+    """
+
+    widen: Crossing
+    enter: Crossing
+    leave: Crossing
+    narrow: Crossing
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerContext:
     """The context in which a layer of the split model computes.
 
@@ -52,6 +74,9 @@ class LayerContext:
         num_heads: Number of heads in a layer whose heads the ranks share.
         view: Shows the layer's weights to code outside of the layer.
         alike: Makes a context in which an unsplit layer draws random numbers as other ranks do.
+        watched: How the layer computes while hooks look at it.
+        takes: Hears that the layer takes features, if it does.
+        gives: Hears of what the layer gives, if these are features.
     """
 
     rank: int
@@ -61,6 +86,9 @@ class LayerContext:
     num_heads: int = 1
     alike: Callable[[Tensor], AbstractContextManager[None]] = _drawn_as_ever
     view: FullView = field(default_factory=lambda: FullView(as_it_is, {}))
+    watched: Watched | None = None
+    takes: Callable[[], None] | None = None
+    gives: Callable[[Any], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerContext":
         """Return this context: a copy of a layer works in the same group."""
@@ -87,7 +115,27 @@ def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
     return own
 
 
-class _Colwise:
+class _Watched:
+    def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
+        place: LayerContext = getattr(self, _PLACE)
+        watched, call = place.watched, super()._call_impl  # type: ignore[misc]
+        if place.takes is not None:
+            place.takes()
+        if watched is None or is_called_plainly(self, TracedHook):
+            result = call(*args, **kwargs)
+        else:
+            args, kwargs = tree_map_only(Tensor, watched.widen, (args, kwargs))
+            setattr(self, _PLACE, replace(place, enter=watched.enter, leave=watched.leave))
+            try:
+                result = tree_map_only(Tensor, watched.narrow, call(*args, **kwargs))
+            finally:
+                setattr(self, _PLACE, place)
+        if place.gives is not None:
+            place.gives(result)
+        return result
+
+
+class _Colwise(_Watched):
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         place: LayerContext = getattr(self, _PLACE)
@@ -97,7 +145,7 @@ class _Colwise:
         return place.leave(result)
 
 
-class _Rowwise:
+class _Rowwise(_Watched):
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         place: LayerContext = getattr(self, _PLACE)
@@ -105,7 +153,7 @@ class _Rowwise:
         return total if self.bias is None else total + self.bias
 
 
-class _Vocab:
+class _Vocab(_Watched):
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         place: LayerContext = getattr(self, _PLACE)
@@ -123,7 +171,7 @@ class _Vocab:
         return place.leave(rows.masked_fill(is_on_other_ranks.unsqueeze(-1), 0))
 
 
-class _Attention(ParallelAttention):
+class _Attention(_Watched, ParallelAttention):
     forward = _with_own_weights(ParallelAttention.forward)
 
 
@@ -133,7 +181,7 @@ class _AttentionOutput:
         return F.linear(mixed, self.weight)
 
 
-class _Shared:
+class _Shared(_Watched):
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         place: LayerContext = getattr(self, _PLACE)
@@ -145,10 +193,11 @@ class _Shared:
         bias = None if self.bias is None else copy_to_region(self.bias, place.group)[own]
         entered = place.enter(input)
         with saved_as_slice(entered):
-            return F.linear(entered, weight, bias)
+            result = F.linear(entered, weight, bias)
+        return place.leave(result)
 
 
-class _Experts:
+class _Experts(_Watched):
     @_with_own_weights
     def forward(self: Any, input: Tensor, *routing: Any, **options: Any) -> Tensor:  # noqa: A002
         place: LayerContext = getattr(self, _PLACE)
@@ -162,7 +211,7 @@ class _Experts:
         return place.leave(result)
 
 
-class _Unsplit:
+class _Unsplit(_Watched):
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         place: LayerContext = getattr(self, _PLACE)
         entered = place.enter(input)

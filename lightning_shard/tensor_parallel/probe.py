@@ -27,7 +27,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.torch_private import forget_forward_hooks, in_backward
+from lightning_shard.data_parallel.torch_private import (
+    forget_forward_hooks,
+    in_backward,
+    without_global_hooks,
+)
+from lightning_shard.data_parallel.unsharding import TracedHook
 from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.tensor_parallel.candidates import Candidate
 from lightning_shard.tensor_parallel.plan import PlannedLayer
@@ -82,7 +87,7 @@ def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
     is_large = _num_values(candidate.owner) > _LARGEST * sum(map(_num_values, layers))
     if is_large or any(map(_is_lightning_module, candidate.owner.modules())):
         return TrialResult(is_right=None)  # a copy of a LightningModule has a copy of its trainer
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), without_global_hooks():
         try:
             full = _run_full(candidate)
             if candidate.is_attention and full.leaves_out(candidate.styles):
@@ -124,7 +129,7 @@ def _results(
     layer: nn.Module, style: Style, full_input: Tensor, inputs: Sequence[Tensor]
 ) -> _Results:
     parts = []
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), without_global_hooks():
         full = nn.ModuleDict({"layer": bare_copy(layer)})
         for rank, values in enumerate(inputs):
             part = copy.deepcopy(full)
@@ -181,7 +186,7 @@ class _Run:
             results.append(result)
             return result.clone() if stand_in is None else stand_in.clone()
 
-        handle = owner.get_submodule(out).register_forward_hook(keep)
+        handle = owner.get_submodule(out).register_forward_hook(TracedHook(keep))
         try:
             given = owner(*args)
         finally:

@@ -27,6 +27,7 @@ from lightning_shard.errors import ConfigError, LayoutError
 from lightning_shard.layout.boxes import PlacedBox
 from lightning_shard.placeholders import Placeholder, is_placeholder
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
+from lightning_shard.tensor_parallel.between_layers import Between
 from lightning_shard.tensor_parallel.candidates import check_heads
 from lightning_shard.tensor_parallel.copies import Copies
 from lightning_shard.tensor_parallel.crossings import COMPUTED_ALIKE, Crossings
@@ -38,7 +39,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     full_tensor,
 )
 from lightning_shard.tensor_parallel.full_view import FullView, KeptViews
-from lightning_shard.tensor_parallel.head_counts import Attributes, count_heads
+from lightning_shard.tensor_parallel.head_counts import ALL_HEADS, Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     LayerContext,
     is_transposed,
@@ -104,11 +105,12 @@ class SplitModel(BaseSplit):
         except ConfigError:
             self._attributes.restore()
             raise
+        self._between = self._make_between(model)
         # Nothing is refused from here on, so that a refused model is left as it was.
         for param, sharding in self.shardings.items():
             param.data = sharding.shard(param.data, group.rank)
         for layer in self._layers:
-            self._split(layer)
+            self._split(layer, model.get_submodule(layer.name.rpartition(".")[0]))
         for module, name, value in fast_paths(model):
             self._attributes.set(module, name, value)
         self._copies = Copies()
@@ -152,7 +154,29 @@ class SplitModel(BaseSplit):
             self.shardings[param] = self._sharding(layer, cut, param)
             self.full_shapes[param] = param.shape
 
-    def _split(self, layer: PlannedLayer) -> None:
+    def _make_between(self, model: nn.Module) -> Between:
+        planned = {one.module for one in self._layers if one.style.form != "replica"}
+        names = {one: name for name, one in model.named_modules() if one not in planned}
+        return Between(names, self.group)
+
+    def _hears(self, parent: nn.Module, style: Style) -> Callable[[Any], None]:
+        num_blocks = 1 if style.form.endswith("shared") else style.num_blocks
+        return self._between.hears(parent, num_blocks, self._heads_of(parent))
+
+    def _heads_of(self, parent: nn.Module) -> set[int]:
+        """Return this rank's numbers of heads in a module, by which a dimension may be cut."""
+        heads = {
+            getattr(one, name)
+            for one, name in self._attributes.names
+            if one is parent and name in ALL_HEADS
+        }
+        own = set(parent.children())
+        has_copies = any(
+            layer.module in own and layer.style.form.endswith("shared") for layer in self._layers
+        )
+        return heads - {1} if has_copies else heads
+
+    def _split(self, layer: PlannedLayer, parent: nn.Module) -> None:
         module, style = layer.module, layer.style
         enter, leave = self._crossings.of(layer)
         place = LayerContext(
@@ -163,6 +187,9 @@ class SplitModel(BaseSplit):
             num_heads=style.num_blocks,
             alike=self._crossings.outside,
             view=self._view(module, layer.name),
+            watched=self._crossings.watched(layer),
+            takes=None if style.full_input else self._between.close,
+            gives=None if style.full_output else self._hears(parent, style),
         )
         if style.form == "replica" and self.group.size > 1:
             self._sum_gradients(module)
@@ -223,6 +250,7 @@ class SplitModel(BaseSplit):
         """Show the full shapes of a layer's weights inside, to code outside of the layer."""
         before, self._is_in_step = self._is_in_step, True
         show_full(self.shardings, self.group)
+        self._between.look()
         try:
             with self._kept.shown(), asking(DifferentiatedParts()):
                 yield
@@ -230,6 +258,7 @@ class SplitModel(BaseSplit):
             self._is_in_step = before
             self._shown.clear()
             self._crossings.forget()  # else what entered last is there until the next step
+            self._between.close()
 
     @contextmanager
     def hook(self) -> Iterator[None]:
@@ -376,6 +405,7 @@ class SplitModel(BaseSplit):
         for hook in self._hooks:
             hook.remove()
         self._crossings.forget()
+        self._between.end()
         show_as_they_are(self.shardings)
         self.shardings, self._layers = {}, []
 

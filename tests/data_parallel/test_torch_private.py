@@ -6,6 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +20,7 @@ from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
     GENERATES,
     GENERATES_TOGETHER,
+    GLOBAL_HOOKS,
     INITIALISERS,
     FakeTensorMode,
     are_held_alone,
@@ -26,6 +33,7 @@ from lightning_shard.data_parallel.torch_private import (
     hooks_of,
     in_backward,
     innermost_function_mode,
+    is_called_plainly,
     is_checkpointing,
     is_compiled_function,
     is_composite,
@@ -38,7 +46,9 @@ from lightning_shard.data_parallel.torch_private import (
     storage_key,
     storage_uses,
     without_function_modes,
+    without_global_hooks,
 )
+from lightning_shard.data_parallel.unsharding import TracedHook
 
 
 def test_exchange_contents() -> None:
@@ -191,6 +201,31 @@ def test_the_hooks_of_a_gradient_and_of_a_forward() -> None:
     forget_forward_hooks(layer)
     layer(torch.ones(2))
     assert called == ["before", "after"]
+
+
+def test_the_hooks_of_all_modules() -> None:
+    layer = nn.Linear(2, 2)
+    called: list[str] = []
+    assert is_called_plainly(layer, TracedHook)
+    layer.register_forward_hook(TracedHook(lambda *_: called.append("own")))
+    assert is_called_plainly(layer, TracedHook)
+    registered = (
+        register_module_forward_hook(lambda *_: called.append("after")),
+        register_module_forward_pre_hook(lambda *_: called.append("before")),
+        register_module_full_backward_hook(lambda *_: called.append("backward")),
+        register_module_full_backward_pre_hook(lambda *_: called.append("gradient")),
+    )
+    try:
+        assert [len(hooks) for hooks in GLOBAL_HOOKS] == [1, 1, 1, 1]
+        assert not is_called_plainly(layer, TracedHook)
+        with without_global_hooks():
+            layer(torch.ones(2))
+        assert called == ["own"]
+        layer(torch.ones(2, requires_grad=True)).sum().backward()
+        assert called == ["own", "before", "after", "own", "gradient", "backward"]
+    finally:
+        for handle in registered:
+            handle.remove()
 
 
 def test_what_compile_leaves_in_a_module() -> None:

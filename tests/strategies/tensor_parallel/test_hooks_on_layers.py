@@ -1,0 +1,150 @@
+"""Hooks that user code puts on modules see of split layers what they see on one device."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.data import DataLoader
+
+from lightning_shard import TensorParallelStrategy
+from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+WIDTH, STEPS = 8, 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.weights = nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            one(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for one in (self.q, self.k, self.v)
+        )
+        mixed = self.weights(q @ k.transpose(-1, -2)) @ v
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        result: Tensor = x + self.mlp(x)
+        return result
+
+
+class Watching(L.LightningModule):
+    """Logs what its modules give, and trains what some of them gave, too.
+
+    Args:
+        since: The hook of Lightning's by which it registers its hooks on modules.
+    """
+
+    def __init__(self, since: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(12, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 12)
+        self.since, self.kept, self.seen = since, dict[str, Tensor](), dict[str, list[float]]()
+        self.at("init")
+
+    def at(self, place: str) -> list[Any]:
+        names = {module: name for name, module in self.named_modules() if name}
+
+        def look(module: nn.Module, args: Any, result: Tensor) -> None:
+            if (name := names.get(module)) and self._trainer is not None:
+                self.log(f"mean {name}", result.detach().mean())
+                self.log(f"std {name}", args[0].detach().float().std(), on_step=True, on_epoch=True)
+                self.kept[name] = result
+
+        if place != self.since.removesuffix(", globally"):
+            return []
+        if "globally" in self.since:
+            return [register_module_forward_hook(look)]
+        return [module.register_forward_hook(look) for module in names]
+
+    def configure_model(self) -> None:
+        if "configure_model" in self.since and not self.kept:
+            self.at("configure_model")
+
+    def on_fit_start(self) -> None:
+        self.handles = self.at("on_fit_start")
+
+    def on_fit_end(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        handles = self.at("training_step")
+        x = self.tokens(batch)
+        for block in self.blocks:
+            x = block(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+        for handle in handles:
+            handle.remove()
+        distilled = [(one - 0.1).pow(2).mean() for one in self.kept.values()]
+        self.log("loss", loss)
+        return loss + 0.1 * torch.stack(distilled).sum()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, value in self.kept.items():  # what was kept is full outside of the step, too
+            self.seen.setdefault(name, []).append(float(value.detach().abs().sum()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(since: str, strategy: Any, devices: int = 1, **options: Any) -> tuple[Any, ...]:
+    model = Watching(since)
+    ids = (torch.arange(8 * 6 * STEPS) * 5 % 12).view(-1, 6)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, max_steps=STEPS, log_every_n_steps=1, **options
+    )
+    trainer.fit(model, DataLoader(ids, batch_size=8 * max(1, devices) // devices))  # type: ignore[arg-type]
+    return trainer.logged_metrics, model.seen, model.state_dict()
+
+
+@cache
+def on_one_device(since: str) -> tuple[Any, ...]:
+    return fit(since, SingleDeviceStrategy(device="cpu"))
+
+
+RANKS: dict[str, Any] = {"backend": "in_process", "announce": False}
+SCHEMES: dict[str, tuple[int, Callable[[], Any]]] = {
+    "tensor": (2, lambda: TensorParallelStrategy(tensor_parallel_size=2, **RANKS)),
+    "by sequence": (
+        2,
+        lambda: TensorParallelStrategy(tensor_parallel_size=2, sequence_parallel=True, **RANKS),
+    ),
+    "four": (4, lambda: TensorParallelStrategy(tensor_parallel_size=4, **RANKS)),
+}
+PLACES = ["init", "on_fit_start", "training_step", "configure_model"]
+
+
+@pytest.mark.few_cases(3)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("since", [*PLACES, "on_fit_start, globally", "training_step, globally"])
+def test_what_hooks_logged_and_kept_was_of_this_rank(since: str, scheme: str) -> None:
+    """A hook on a split layer, or on an activation behind it, got features of this rank."""
+    num_ranks, make = SCHEMES[scheme]
+    got = fit(since, make(), num_ranks)
+    torch.testing.assert_close(got, on_one_device(since), rtol=1e-4, atol=1e-5)
