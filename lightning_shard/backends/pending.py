@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lightning_shard.backends import liveness
+from lightning_shard.backends.call_site import find_call_site, purpose
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.errors import RankFailedError
 
@@ -141,4 +142,6 @@ def _lost_peer(place: OperationContext, error: RuntimeError) -> RankFailedError:
             "group died, or said nothing for the group's time-out. Look for the first error among "
             "the other ranks' output; this rank only noticed."
         )
-    return RankFailedError(f"{explained} The transport said: {error}")
+    # A peer may have died of a message that it did not expect.
+    site = f"This rank called it at {find_call_site()}. " if purpose() else ""
+    return RankFailedError(f"{explained} {site}The transport said: {error}")

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.backends import liveness
+from lightning_shard.backends.call_site import reading
 from lightning_shard.backends.pending import OperationContext, Pending, Span, StartedTransfer
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.errors import DeadlockError, RankFailedError
@@ -49,6 +50,13 @@ def test_a_lost_peer(text: str) -> None:
     assert str(caught.value).startswith("Rank 1 of 4 lost a peer in all_gather")
     assert text in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_rank_that_reads_alone_says_so_where_another_has_died_of_it() -> None:
+    """Gloo ended the other rank, which had got what it did not expect, and nothing told why."""
+    told = pytest.raises(RankFailedError, match=r"called it at .*test_pending.py.* to read 'head'")
+    with told, reading("head"), Span(place()):
+        raise RuntimeError("Connection closed by peer")
 
 
 def test_errors_of_c10d_itself_are_about_peers() -> None:
