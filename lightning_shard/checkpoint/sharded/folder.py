@@ -36,6 +36,7 @@ from lightning_shard.checkpoint.sharded.index import (
     edition_of,
     read_index,
 )
+from lightning_shard.checkpoint.sharded.key_texts import key_of
 from lightning_shard.errors import CheckpointError
 
 
@@ -273,8 +274,27 @@ class StoredFolder:
             path = self._path(key)
             if path[0] == root:
                 value = StoredTensor(self, key, entry) if _is_tensor(entry) else self._values[key]
-                _put(top, path, value)
+                _put(top, self._with_keys(path), value)
         return top.get(root, {})
+
+    def _with_keys(self, path: Sequence[str | int]) -> list[tuple[Any, bool]]:
+        """Return keys and list indices, and whether each is a key.
+
+        Raises:
+            CheckpointError: A key is an object, and only plain values are loaded.
+        """
+        try:
+            return [
+                (key_of(one, self.unpickled), True) if isinstance(one, str) else (one, False)
+                for one in path
+            ]
+        except Exception as error:  # whatever an object's class leads to
+            raise CheckpointError(
+                f"A key of the state in {str(self.path)!r} cannot be loaded "
+                f"({str(error).strip().partition(chr(10))[0]}), expected texts, numbers, bytes or "
+                f"tuples of them. Where keys are objects, such as those of an Enum, pass "
+                f"weights_only=False if you trust whoever has written it: loading them runs code."
+            ) from error
 
     def read(self, targets: dict[str, Any]) -> dict[str, Any]:
         """Read tensors into the memory given for them, and return everything by key.
@@ -364,10 +384,10 @@ def _is_tensor(entry: Any) -> bool:
     return isinstance(entry, TensorStorageMetadata)
 
 
-def _put(container: Any, path: tuple[Any, ...], value: Any) -> None:
+def _put(container: Any, path: Sequence[tuple[Any, bool]], value: Any) -> None:
     """Put a value where it was before the state was flattened; an index belongs to a list."""
-    for key, following in pairwise(path):
-        made: Any = {} if isinstance(following, str) else []
+    for (key, _), (_, follows_key) in pairwise(path):
+        made: Any = {} if follows_key else []
         if isinstance(container, list):
             _extend(container, key)
             if container[key] is None:
@@ -375,9 +395,10 @@ def _put(container: Any, path: tuple[Any, ...], value: Any) -> None:
             container = container[key]
         else:
             container = container.setdefault(key, made)
+    last, _ = path[-1]
     if isinstance(container, list):
-        _extend(container, path[-1])
-    container[path[-1]] = value
+        _extend(container, last)
+    container[last] = value
 
 
 def _extend(container: list[Any], index: Any) -> None:

@@ -25,13 +25,20 @@ from lightning_shard.checkpoint.sharded.box_writer import BoxWriter
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
 from lightning_shard.checkpoint.sharded.index import by_itself
+from lightning_shard.checkpoint.sharded.key_texts import with_texts
 from lightning_shard.errors import CheckpointError
 
 _OF_RANK = re.compile(r"__(\d+)_")
 
 
 class BoxSavePlanner(DefaultSavePlanner):
-    """Finds boxes, which torch looks for in subclasses of tensors alone."""
+    """Finds boxes, which torch looks for in subclasses of tensors alone, and keeps keys."""
+
+    @override
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(with_texts(state_dict), storage_meta, is_coordinator)
 
     @override
     def lookup_object(self, index: MetadataIndex) -> Any:
