@@ -15,7 +15,7 @@ from torch import nn
 
 from examples.train_gpt import GPT
 from lightning_shard import HybridParallelStrategy
-from lightning_shard.planner.report import DryRun
+from lightning_shard.planning.report import DryRun
 
 NUM_LAYERS, WIDTH, NUM_HEADS, CONTEXT = 80, 10240, 80, 2048
 VOCABULARY = 51_200

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
         ShardError,
     )
     from lightning_shard.mesh import ParallelMesh
-    from lightning_shard.planning.auto_strategy import AutoStrategy
     from lightning_shard.planning.search import plan
     from lightning_shard.proving.prove import prove
     from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
+    from lightning_shard.strategies.auto_strategy import AutoStrategy
     from lightning_shard.strategies.data_parallel import (
         DDPStrategy,
         ZeRO1Strategy,

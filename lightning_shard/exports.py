@@ -3,7 +3,7 @@
 _STRATEGIES = "lightning_shard.strategies"
 
 HOMES = {
-    "AutoStrategy": "lightning_shard.planning.auto_strategy",
+    "AutoStrategy": "lightning_shard.strategies.auto_strategy",
     "AsyncSGDStrategy": f"{_STRATEGIES}.async_sgd",
     "BackendUnavailableError": "lightning_shard.errors",
     "CheckpointError": "lightning_shard.errors",

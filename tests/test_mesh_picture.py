@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_shard import figures
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import AXES, ParallelMesh, abbreviated
+from lightning_shard.reporting import output
 
 
 def drawing(mesh: ParallelMesh) -> str:
@@ -183,7 +183,7 @@ def test_the_picture_has_each_rank_in_its_place_and_the_colour_of_its_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = []
-    new_figure = figures.new_figure
+    new_figure = output.new_figure
 
     def kept(*args: Any, **kwargs: Any) -> Any:
         drawn.append(new_figure(*args, **kwargs))

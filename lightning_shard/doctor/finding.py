@@ -1,9 +1,13 @@
 """One answer of the doctor."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from lightning_shard.reporting.output import format_bytes
+
 State = Literal["ok", "absent", "warning", "failure"]
+size = partial(format_bytes, digits=".4g")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +46,3 @@ def warning(subject: str, found: str, advice: str) -> Finding:
 def failure(subject: str, found: str, advice: str = "") -> Finding:
     """Return that training fails with something."""
     return Finding(subject=subject, state="failure", found=found, advice=advice)
-
-
-def size(num_bytes: float) -> str:
-    """Return bytes in the largest binary unit that leaves a number of at least 1."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"

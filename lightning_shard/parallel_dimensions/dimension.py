@@ -28,7 +28,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.mesh import Axis
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import StepRunner
-from lightning_shard.planner.description import Description, Measure
+from lightning_shard.planning.description import Description, Measure
 from lightning_shard.trainer.same_results import SameResults
 
 

@@ -20,7 +20,7 @@ from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import StepRunner, WrappedRunner
-from lightning_shard.planner.description import Description, Measure
+from lightning_shard.planning.description import Description, Measure
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.full_view import KeptViews
 

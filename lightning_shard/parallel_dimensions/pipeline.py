@@ -34,7 +34,7 @@ from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
-from lightning_shard.planner.description import Description, Measure
+from lightning_shard.planning.description import Description, Measure
 from lightning_shard.trainer.layer_sync import batch_norms
 from lightning_shard.trainer.measured_stages import measured_costs
 from lightning_shard.trainer.step_logs import StepLogs

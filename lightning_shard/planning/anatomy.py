@@ -23,16 +23,13 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList, find_blocks
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
-from lightning_shard.planner.no_elements import NoElements
-from lightning_shard.planner.report import RankFigures
-from lightning_shard.planner.simulated_model import SimulatedModel
-from lightning_shard.planner.step_trace import StepTrace
-from lightning_shard.planning.candidates import Checkpointing
-from lightning_shard.strategies.data_parallel import DDPStrategy, ZeRO3Strategy
-from lightning_shard.strategies.model_parallel import HybridParallelStrategy, TensorParallelStrategy
+from lightning_shard.planning.candidates import Checkpointing, strategy_class
+from lightning_shard.planning.dry_run import SimulatedWorld, step_flops, trace_of
+from lightning_shard.planning.report import RankFigures
+from lightning_shard.planning.simulated_model import copied_with
+from lightning_shard.planning.simulated_step import StepTrace
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.trainer._lightning import runners_of
-from lightning_shard.trainer.dry_run import SimulatedWorld, step_flops, trace_of
 
 _SHORT = (2, 3)  # blocks of the two unpipelined steps
 _STAGES = [1, 2, 3]  # first blocks of the later stages of the pipelined step
@@ -194,10 +191,11 @@ class Anatomy:
             stage: 0 or 3, the ZeRO stage.
         """
         if tp == 1:
-            kind = ZeRO3Strategy if stage else DDPStrategy
+            kind = strategy_class("ZeRO3Strategy" if stage else "DDPStrategy")
             return kind(activation_checkpointing=choice)
         plan = self._plan_of_short(tp, num_blocks)
-        return TensorParallelStrategy(plan=plan, activation_checkpointing=choice, zero_stage=stage)
+        kind = strategy_class("TensorParallelStrategy")
+        return kind(plan=plan, activation_checkpointing=choice, zero_stage=stage)
 
     def _plan_of_short(self, tp: int, num_blocks: int) -> dict[str, Any] | None:
         """Return `plan_of` for a `short` module, where entries may name their block by number."""
@@ -252,11 +250,9 @@ class Anatomy:
             self.precision,
             state_values=2,
         )
-        stand_ins = NoElements()
-        copied = stand_ins.module(module, dtype=world.dtype, left_out=runners_of(module))
-        model = SimulatedModel(copied, world.options)
+        with world.model() as (model, _):
+            places = self._places(model.module)
         dtypes = world.options.engine.dtypes
-        places = self._places(copied)
         found = dict.fromkeys(("before", "block", "after", "both"), Weights())
         for param, part in model.parts.items():
             own, place = part.nbytes, places(param)
@@ -327,7 +323,7 @@ class Anatomy:
         return self._stages[key]
 
     def _staged(self, tp: int, choice: Checkpointing, stage: int) -> Stages:
-        strategy = HybridParallelStrategy(
+        strategy = strategy_class("HybridParallelStrategy")(
             pipeline_parallel_size=4,
             tensor_parallel_size=tp,
             plan=self._plan_of_short(tp, 4),
@@ -388,12 +384,7 @@ def _blocks_of(module: nn.Module, path: str) -> BlockList:
 
 def on_meta(module: "pl.LightningModule") -> "pl.LightningModule":
     """Return a copy whose parameters and buffers have shapes and no elements; ties stay ties."""
-    memo: dict[int, Any] = {id(one): None for one in runners_of(module)}
-    for param in module.parameters():
-        memo[id(param)] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = buffer.to("meta")
-    return copy.deepcopy(module, memo)
+    return copied_with(lambda one: one.detach().to("meta"), module, runners_of(module))
 
 
 def repeated_blocks(module: nn.Module) -> BlockList | None:

@@ -11,6 +11,7 @@ a model trains as well so is no question of memory and time.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Literal
 
 from lightning_shard.data_parallel.options import Offload
@@ -27,6 +28,12 @@ _CLASSES = {
     "pipeline_parallel": "PipelineParallelStrategy",
     "hybrid_parallel": "HybridParallelStrategy",
 }
+
+
+def strategy_class(name: str) -> Any:
+    """Return a strategy's class by its name: strategies import this room, for their dry runs."""
+    package, _, _ = __name__.partition(".planning.")  # on whichever Lightning this room is built
+    return getattr(import_module(package), name)
 
 
 @dataclass(frozen=True, kw_only=True)

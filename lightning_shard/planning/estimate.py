@@ -19,11 +19,10 @@ from lightning_shard.mesh import Axis
 from lightning_shard.pipeline_parallel.partition import best_bounds
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, make_schedule
 from lightning_shard.pipeline_parallel.simulation import replay
-from lightning_shard.planner.activation_bytes import ActivationBytes
-from lightning_shard.planner.report import RankMemory
 from lightning_shard.planning.anatomy import Anatomy, Weights
 from lightning_shard.planning.candidates import Candidate
 from lightning_shard.planning.machine import MachineProfile
+from lightning_shard.planning.report import ActivationBytes, RankMemory
 
 _UNIT_BYTES = 12.5 * 2**20  # up to which stage 3 joins small blocks
 _STATE_VALUES = 2  # of Adam

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,16 +16,21 @@ from torch.optim import LBFGS
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.mesh import Axis
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
-from lightning_shard.planner.no_elements import NoElements
-from lightning_shard.planner.report import DryRun, RankFigures
 from lightning_shard.planning.anatomy import Anatomy
-from lightning_shard.planning.candidates import Candidate, Checkpointing, SearchSpace
+from lightning_shard.planning.candidates import (
+    Candidate,
+    Checkpointing,
+    SearchSpace,
+    strategy_class,
+)
+from lightning_shard.planning.dry_run import attached, trace_of
 from lightning_shard.planning.estimate import Estimate, Estimator
 from lightning_shard.planning.machine import MachineProfile, machine_profile
 from lightning_shard.planning.plan import Plan
+from lightning_shard.planning.report import DryRun, RankFigures
+from lightning_shard.planning.simulated_model import NoElements
 from lightning_shard.tensor_parallel.compared_calls import explained
 from lightning_shard.trainer._lightning import asked_layer_sync, runners_of
-from lightning_shard.trainer.dry_run import attached, trace_of
 
 _ALIKE = 1.02  # times of estimates that say nothing about which is faster
 _TP_SIZES = (1, 2, 4, 8)
@@ -326,8 +330,7 @@ def dry_run_of_candidate(anatomy: Anatomy, made: Candidate, ranks_per_node: int 
 
 def strategy_of(anatomy: Anatomy, made: Candidate) -> Any:
     """Return a candidate's strategy."""
-    kind = getattr(import_module("lightning_shard"), made.class_name)
-    return kind(**made.options(anatomy.plan_of(made.tp)))
+    return strategy_class(made.class_name)(**made.options(anatomy.plan_of(made.tp)))
 
 
 def _ranks_per_node(devices: int, nodes: int | None, profile: MachineProfile) -> int:

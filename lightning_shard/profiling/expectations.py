@@ -1,7 +1,7 @@
 """What a run is expected to take, found on a copy of its module without elements.
 
     setup           the module is full: rank 0 copies its shapes
-    first batch     its shapes are known: the copy takes a step, see `planner`
+    first batch     its shapes are known: the copy takes a step, see `planning`
 
 A copy takes no memory and no arithmetic, and other ranks are not asked.
 """
@@ -14,11 +14,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_shard.checkpoint.random_state import load_random_state, random_state
-from lightning_shard.planner.no_elements import NoElements
-from lightning_shard.planner.report import DryRun
+from lightning_shard.planning.dry_run import flops_of_batch
+from lightning_shard.planning.report import DryRun
+from lightning_shard.planning.simulated_model import NoElements
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.trainer._lightning import runners_of
-from lightning_shard.trainer.dry_run import flops_of_batch
 
 
 class Expectations:

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
-from lightning_shard.planner.report import DryRun
+from lightning_shard.planning.report import DryRun
 from lightning_shard.profiling.axis_counters import AxisCounters, AxisTraffic, add_to
 from lightning_shard.profiling.expectations import Expectations
 from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy

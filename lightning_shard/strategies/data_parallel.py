@@ -60,7 +60,8 @@ from lightning_shard.parallel_dimensions.step_runner import (
     StepKind,
     StepRunner,
 )
-from lightning_shard.planner.description import Description, Measure
+from lightning_shard.planning.description import Description, Measure
+from lightning_shard.planning.dry_run import dry_run
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
 from lightning_shard.precision.scaler import device_scale
@@ -75,7 +76,6 @@ from lightning_shard.trainer._lightning import layer_sync
 from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
 from lightning_shard.trainer.callbacks import check_callbacks, prepare_callbacks
-from lightning_shard.trainer.dry_run import dry_run
 from lightning_shard.trainer.experiments import shared_loggers
 from lightning_shard.trainer.full_counts import counted_full, draw_graphs
 from lightning_shard.trainer.hook_advice import (

@@ -15,9 +15,9 @@ from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.model_split import BaseSplit, Unsplit
 from lightning_shard.optim.sharded_optimizer import check_optimizer
 from lightning_shard.parallel_dimensions.combined_split import combined
-from lightning_shard.planner.simulated_group import SimulatedCollectives
+from lightning_shard.planning.dry_run import SimulatedEnvironment
+from lightning_shard.planning.simulated_model import SimulatedCollectives
 from lightning_shard.trainer._lightning import connect
-from lightning_shard.trainer.dry_run import SimulatedEnvironment
 
 
 class _SplitOfNobody(BaseSplit):

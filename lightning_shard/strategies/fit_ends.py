@@ -65,7 +65,7 @@ from lightning_shard.layout.flat import FlatLayout
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.pipeline_parallel.containers import with_values
-from lightning_shard.sizes import format_bytes
+from lightning_shard.reporting.output import format_bytes
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
 from lightning_shard.strategies.options import AfterFit
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor

@@ -25,7 +25,7 @@ from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.held_bytes import HeldBytes, expected
-from lightning_shard.sizes import format_bytes
+from lightning_shard.reporting.output import format_bytes
 
 _LAUNCHERS = {
     "ElasticEnvironment": "started by an elastic job",

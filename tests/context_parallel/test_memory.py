@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from examples.train_gpt import Block
 from lightning_shard.context_parallel import tiles
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
-from lightning_shard.planner.step_trace import LiveBytes
+from lightning_shard.planning.simulated_step import LiveBytes
 from lightning_shard.testing import run_ranks
 from tests.context_parallel.test_cut_blocks import group
 

@@ -11,7 +11,7 @@ from lightning_shard.data_parallel.building import Owners, share_out
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.planner.simulated_group import SimulatedCollectives
+from lightning_shard.planning.simulated_model import SimulatedCollectives
 
 
 class Halves(Unsplit):

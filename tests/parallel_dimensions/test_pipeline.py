@@ -15,7 +15,7 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.mesh import ParallelMesh
 from lightning_shard.parallel_dimensions.pipeline import PipelineDimension, explaining_absent
 from lightning_shard.parallel_dimensions.step_runner import PlainRunner
-from lightning_shard.planner.description import Description
+from lightning_shard.planning.description import Description
 from lightning_shard.strategies.configs import ScheduleConfig
 from tests.parallel_dimensions.views import view
 from tests.strategies.parity import UPSTREAM_WARNINGS

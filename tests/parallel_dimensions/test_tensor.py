@@ -8,7 +8,7 @@ from lightning_shard import ConfigError
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.mesh import ParallelMesh
 from lightning_shard.parallel_dimensions.tensor import TensorDimension
-from lightning_shard.planner.description import Description
+from lightning_shard.planning.description import Description
 from tests.strategies.stacks import Stack
 
 PLAN = {"embed": "colwise", "head": "rowwise"}

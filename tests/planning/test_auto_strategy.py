@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 import lightning_shard
 from lightning_shard import AutoStrategy, ConfigError, ZeRO2Strategy
-from lightning_shard.planner.report import RankMemory
-from lightning_shard.planning import auto_strategy
-from lightning_shard.planning.auto_strategy import DECIDED
 from lightning_shard.planning.candidates import Candidate
 from lightning_shard.planning.estimate import Estimate
 from lightning_shard.planning.machine import machine_profile
 from lightning_shard.planning.plan import Plan
+from lightning_shard.planning.report import RankMemory
+from lightning_shard.strategies import auto_strategy
+from lightning_shard.strategies.auto_strategy import DECIDED
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import UPSTREAM_WARNINGS
 

@@ -15,10 +15,10 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.planning import search
 from lightning_shard.planning.anatomy import Anatomy
 from lightning_shard.planning.candidates import Candidate, SearchSpace
+from lightning_shard.planning.dry_run import attached
 from lightning_shard.planning.estimate import Estimate
 from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.search import _asking, plan, simulated
-from lightning_shard.trainer.dry_run import attached
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]

@@ -21,8 +21,12 @@ from lightning_shard import (
 )
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.held_bytes import HeldBytes
-from lightning_shard.planner.savings import Situation, savings
-from lightning_shard.strategies.memory_notes import is_out_of_memory, told_of_memory
+from lightning_shard.strategies.memory_notes import (
+    Situation,
+    is_out_of_memory,
+    savings,
+    told_of_memory,
+)
 from tests.strategies.matrix_optimizers import Muon, matrices
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import SMALL_BUCKET_MB, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_shard import TensorParallelStrategy, ZeRO3Strategy
-from tests.planner.test_dry_run import text
+from tests.planning.test_dry_run import text
 from tests.strategies.data_parallel.test_held_bytes_and_traffic import Census, OnlyBlocks
 from tests.strategies.models import CONTEXT, ExampleGPT, Trained
 from tests.strategies.parity import (

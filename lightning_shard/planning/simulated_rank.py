@@ -34,11 +34,10 @@ from lightning_shard.pipeline_parallel.messages import followed
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
 from lightning_shard.placeholders import tensors_given
-from lightning_shard.planner.activation_bytes import ActivationBytes, Kept
-from lightning_shard.planner.report import RankMemory
-from lightning_shard.planner.savings import largest_units
-from lightning_shard.planner.simulated_group import SimulatedCollectives
-from lightning_shard.planner.simulated_model import SimulatedModel, loss_of
+from lightning_shard.planning.report import ActivationBytes, Kept, RankMemory
+from lightning_shard.planning.simulated_model import SimulatedCollectives, SimulatedModel, loss_of
+
+_FULL_AT_ONCE = 2  # units under ZeRO stage 3: the one in use and the next
 
 
 class SimulatedRank:
@@ -339,3 +338,13 @@ def _data_groups(size: int, shard_size: int) -> tuple[DataGroups, list[Collectiv
 def _roots(run: StageRun, grads: Sequence[Tensor] | None) -> list[Tensor]:
     """Return the tensors at which a backward begins: the loss where no gradients are given."""
     return followed(run.outputs if grads is not None else [loss_of(run.result)])
+
+
+def largest_units(engine: DataParallelEngine) -> int:
+    """Return the bytes of the units that stage 3 would have full at a time."""
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for unit in engine.units:
+        sizes[unit.is_root].append(
+            sum(flat.full.numel() * flat.full.itemsize for flat in unit.flats)
+        )
+    return sum(sizes[True]) + sum(sorted(sizes[False])[-_FULL_AT_ONCE:])

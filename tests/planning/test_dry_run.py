@@ -19,7 +19,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.errors import ConfigError
 from lightning_shard.mesh import AXES, Axis, ParallelMesh
-from lightning_shard.planner.report import DryRun
+from lightning_shard.planning.report import DryRun
 from tests.strategies.models import CONTEXT, ExampleGPT, Trained, gpt2
 from tests.strategies.parity import GLOBAL_BATCH, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS

@@ -1,4 +1,7 @@
-"""Empty matplotlib figures, and tables of rich as plain text: in a terminal, a pipe, a notebook."""
+"""What people are shown: sizes in words, tables as plain text, and empty pictures.
+
+Tables are rich's; as plain text they look alike in a terminal, a pipe and a notebook.
+"""
 
 from importlib import import_module
 from io import StringIO
@@ -8,6 +11,21 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from lightning_shard.errors import ConfigError
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(num_bytes: float, digits: str = ".2f") -> str:
+    """Write a size in the largest binary unit of which it has at least one.
+
+    Args:
+        num_bytes: The size to write, in bytes.
+        digits: Format of the number, in units above a byte.
+    """
+    size, unit = float(num_bytes), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:{digits if unit else '.4g'}} {_UNITS[unit]}"
 
 
 def new_figure(path: str | Path, *, size: tuple[float, float], otherwise: str) -> Any:

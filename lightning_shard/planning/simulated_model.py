@@ -7,19 +7,26 @@
 Everything here is the code that trains; only the group is simulated.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Self, TypeVar, cast
 
+import lightning_utilities.core.apply_func as apply_func
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.pending import StartedTransfer
+from lightning_shard.backends.traffic import Traffic
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.data_parallel.torch_private import TorchDispatchMode
+from lightning_shard.data_parallel.torch_private import FakeTensorMode, TorchDispatchMode
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.finding import find_mixtures
 from lightning_shard.expert_parallel.own_tokens import OwnTokens
@@ -32,10 +39,123 @@ from lightning_shard.pipeline_parallel.partition import Stages, parameter_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall, Skipped, Template
 from lightning_shard.pipeline_parallel.stage_run import Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
-from lightning_shard.planner.description import WorldOptions
-from lightning_shard.planner.simulated_group import SimulatedCollectives
+from lightning_shard.planning.description import WorldOptions
 from lightning_shard.tensor_parallel.compared_calls import explained
 from lightning_shard.tensor_parallel.split import SplitModel
+
+# Modules and batches without elements.
+#
+# The stand-ins are torch's fake tensors: they know shape, format, device and which storage they
+# share, and take neither memory nor arithmetic. They stand on the CPU, where attention saves as
+# little for backward as it does on GPUs.
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copied_with(
+    stand_in: Callable[[Tensor], Tensor], module: M, left_out: Iterable[object] = ()
+) -> M:
+    """Copy a module with other tensors for its parameters and buffers; ties stay ties.
+
+    Args:
+        stand_in: Makes the tensor in the place of a parameter or buffer.
+        module: The module to copy.
+        left_out: Objects that the module refers to and the copy must not.
+    """
+    memo: dict[int, Any] = {id(one): None for one in left_out}
+    for param in module.parameters():
+        memo[id(param)] = nn.Parameter(stand_in(param), requires_grad=param.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = stand_in(buffer)
+    return copy.deepcopy(module, memo)
+
+
+class NoElements:
+    """Makes stand-ins that take part in one computation."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def tensor(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a stand-in of the same shape and strides, of format `dtype` if it is real."""
+        kind = dtype if dtype is not None and like.is_floating_point() else like.dtype
+        with self._mode:
+            return torch.empty_strided(like.shape, like.stride(), dtype=kind, device="cpu")
+
+    def batch(self, batch: Any) -> Any:
+        """Return a batch to compute with; tensors that have elements stay as they are.
+
+        Whole numbers on meta become zeros, which are indices in any range: code may read them.
+        """
+
+        def present(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor.cpu()
+            if tensor.is_floating_point() or tensor.is_complex():
+                return self.tensor(tensor)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+        return apply_func.apply_to_collection(batch, Tensor, present)
+
+    def module(
+        self, module: M, *, dtype: torch.dtype | None = None, left_out: Iterable[object] = ()
+    ) -> M:
+        """Copy a module with stand-ins for its parameters and buffers; ties stay ties.
+
+        Args:
+            module: The module to copy, on any device, meta included.
+            dtype: Format of real parameters and buffers; None leaves each its own.
+            left_out: Objects that the module refers to and the copy must not.
+        """
+        return copied_with(lambda one: self.tensor(one, dtype), module, left_out)
+
+
+# A simulated group with one rank, which counts what the rank would send, and sends nothing.
+#
+#     engine, layers, stages ──> SimulatedCollectives ──> Traffic
+#                                                           (no process group, no peers)
+#
+# The code that trains calls it as it calls any group, so the counts are those of a real run.
+
+T = TypeVar("T")
+
+
+class SimulatedCollectives(Collectives):
+    """Rank `rank` of `size` ranks that all do what this one does.
+
+    Receiving leaves a tensor as it is: the tensors must have no elements.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.group = cast("dist.ProcessGroup", None)
+        self.rank, self.size = rank, size
+        self.traffic = Traffic()
+
+    def duplicate(self, timeout: timedelta | None = None) -> Self:
+        """Return this group, in which no operation is ever in flight."""
+        return self
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Return a list with the object once for each rank."""
+        return [obj] * self.size
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Return the object itself, whichever rank is the source."""
+        return obj
+
+    def _start_nothing(self, *_: Any) -> StartedTransfer:
+        return StartedTransfer()
+
+    _all_reduce = _reduce_scatter = _all_gather = cast(Any, _start_nothing)
+    _all_to_all = _broadcast = cast(Any, _start_nothing)
+
+    def send_all(self, tensors: Sequence[Tensor]) -> None:
+        """Count one message for each tensor."""
+        for tensor in tensors:
+            self.traffic.count("send", tensor.numel(), tensor.itemsize)
 
 
 class SimulatedModel:

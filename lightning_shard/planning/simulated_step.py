@@ -1,24 +1,49 @@
-"""A step of all ranks of a pipeline, one after the other, without elements.
+"""A step of simulated ranks without elements: all of a pipeline, or one, traced.
 
     rank 0   F0 F1 ...                          each rank goes on until it waits for a message
     rank 1         F0 F1 ..  B0                 of another
 
 Microbatches of one size cost the same: one of them is run and counts for all. Under ZeRO stage 3
 the unsharded units depend on the order, so there each microbatch is run.
+
+    forward  ▁▂▃▄▅▆  backward  ▆█▅▄▃▂▁
+              saved            most
+
+A dry run says what is saved for backward. In a trace the counter of all live tensors runs beside
+it, so that what lives for a moment counts, too: the gradient of the logits is often the largest.
 """
 
-from collections.abc import Iterator, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
+from lightning_shard.data_parallel.torch_private import TorchDispatchMode, storage_key
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.microbatches import Microbatch
+from lightning_shard.pipeline_parallel.batch_reading import BatchReader
+from lightning_shard.pipeline_parallel.microbatches import Microbatch, split_batch
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, StageInput
-from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
+from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError, uncompiled
 from lightning_shard.pipeline_parallel.stage_run import Needed
-from lightning_shard.planner.activation_bytes import ActivationBytes, Kept, at_once, peak
-from lightning_shard.planner.simulated_model import SimulatedModel
-from lightning_shard.planner.simulated_rank import SimulatedRank
+from lightning_shard.planning.report import (
+    ActivationBytes,
+    Kept,
+    at_once,
+    peak,
+)
+from lightning_shard.planning.simulated_model import (
+    ProductsOfGroups,
+    SimulatedModel,
+    loss_of,
+)
+from lightning_shard.planning.simulated_rank import SimulatedRank
 
 _STEPS_OF_STAGE_3 = 2  # what is gathered ahead follows the step before
 
@@ -169,3 +194,140 @@ def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> ActivationBytes:
         rank.train_full(batch)
     rank.count()
     return at_once([rank.saved[0, batch.size]])
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Restore the random streams and suppress warnings; compiled code runs as written inside."""
+    products: Any = ProductsOfGroups  # which torch does not annotate
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), products(), uncompiled():
+        warnings.simplefilter("ignore")  # of addresses that tensors without elements do not have
+        yield
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that operations make while it is entered.
+
+        op ──> result ──> its storage is alive until nobody has it
+                          alive  ▁▃▅▇█▇▅▃     most: what an allocator must have had at one time
+
+    It sees real tensors and those without elements alike, so that a prediction and its measurement
+    are made by the same counter. What an operation allocates inside and frees before it returns
+    (workspace of a kernel) is not seen, nor is what an allocator rounds up.
+
+    Attributes:
+        alive: Bytes of such storages now.
+        most: The most that were alive at one time.
+        moved: Bytes of arguments and results of operations that compute, each once an operation:
+            what has gone through memory where nothing is fused. Matrix products, attention and
+            convolutions do not count: their time is that of their arithmetic.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = self.most = self.moved = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation and note the storages of its results."""
+        result = func(*args, **(kwargs or {}))
+        results, given = _tensors(result), _tensors((args, kwargs))
+        keys = {storage_key(one) for one in given}
+        for one in results:
+            if storage_key(one) not in keys:  # else a view, or written in place
+                self._note(one)
+        is_arithmetic = getattr(func, "overloadpacket", None) in flop_registry
+        if not is_arithmetic and any(storage_key(one) not in keys for one in results):
+            self.moved += sum(map(_num_bytes, [*given, *results]))
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a wrapper, whose own tensors are seen
+            return
+        key, size = storage_key(tensor), storage.nbytes()
+        if key not in self._known:
+            self._known[key] = size
+            self.alive += size
+            self.most = max(self.most, self.alive)
+            weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.alive -= self._known.pop(key, 0)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in values, of a sparse one those that it consists of."""
+    found = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [
+        part
+        for one in found
+        for part in ((one._indices(), one._values()) if one.is_sparse else (one,))
+    ]
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """What one rank's forward and backward of one batch take.
+
+    Attributes:
+        saved: Bytes that forward keeps for backward.
+        most: The most bytes that are alive at one time, of what the step makes itself: activations,
+            what is computed again, and what lives for a moment. Not parameters, nor gradients of
+            parameters.
+        moved: Bytes that operations of forward and backward read and write, unfused, but for
+            matrix products, attention and convolutions.
+        sent: Bytes that this rank sends its tensor-parallel peers.
+    """
+
+    saved: int
+    most: int
+    moved: int
+    sent: int
+
+
+def trace_step(model: SimulatedModel, batch: Any) -> StepTrace:
+    """Run a step of a model, in no pipeline, on one simulated rank.
+
+    Args:
+        model: The model, whose module is full.
+        batch: Batch of the rank, without elements.
+
+    Raises:
+        ConfigError: The options cut the model into stages, or the step asks for elements.
+    """
+    if model.options.cut is not None:
+        raise ConfigError("A step is traced on one rank, but the options have a pipeline.")
+    (content,) = split_batch(batch, 1, BatchReader("fields"))
+    rank = SimulatedRank(0, model)
+    run_unpipelined(rank, content)  # apart: to count what is saved keeps it alive
+    sent = rank.sent["tp"]
+    live = _traced(model, rank, content)
+    return StepTrace(
+        saved=rank.saved[0, content.size].total,
+        most=live.most,
+        moved=live.moved,
+        sent=sent,
+    )
+
+
+def _traced(model: SimulatedModel, rank: SimulatedRank, batch: Microbatch) -> LiveBytes:
+    """Run a step and count what is alive in it; the engine has its gradients from a step before."""
+    rank.begin_step()
+    live = LiveBytes()
+    with rank.in_step(), live:
+        loss = loss_of(model.step(batch))
+        with rank.engine.backward():
+            loss.backward()  # type: ignore[no-untyped-call]
+    return live

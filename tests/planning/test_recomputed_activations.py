@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_shard import PipelineParallelStrategy, TensorParallelStrategy
 from lightning_shard.pipeline_parallel.costs import SavedBytes
-from tests.planner.test_dry_run import text
+from tests.planning.test_dry_run import text
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import (
     GLOBAL_BATCH,

@@ -11,7 +11,6 @@ trains, saves and is asked for its name is exactly what `Trainer(strategy=...)` 
 
 import json
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack, get_type_hints
 
@@ -24,6 +23,7 @@ from typing_extensions import override
 from lightning_shard.backends.free_memory import free_bytes
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
+from lightning_shard.planning.candidates import strategy_class
 from lightning_shard.planning.machine import MachineProfile, machine_profile, published
 from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.search import plan
@@ -122,7 +122,7 @@ class AutoStrategy(DataParallelStrategy):
             path.with_name(PLAN).write_text(prediction, encoding="utf-8")
             rank_zero_info(f"shard_auto: {path} fixes this choice, as a config of `fit`.")
         trainer.accumulate_grad_batches = choice.accumulated
-        kind = getattr(import_module(_package()), choice.class_name)
+        kind = strategy_class(choice.class_name)
         become(self, kind(**self._given(RunOptions, FitEndOptions), **choice.options))
         self.prediction = choice.prediction
 
@@ -227,8 +227,3 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a strategy's options that YAML has."""
     kinds = (bool, int, float, str)
     return {name: one for name, one in options.items() if isinstance(one, kinds)}
-
-
-def _package() -> str:
-    """Return the package whose strategies are built on this module's Lightning."""
-    return __name__.removesuffix(".planning.auto_strategy")

@@ -12,8 +12,8 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from lightning_shard.data_parallel.offload.activations import HostActivations
-from lightning_shard.planner.step_trace import LiveBytes
-from tests.planner.test_dry_run import text
+from lightning_shard.planning.simulated_step import LiveBytes
+from tests.planning.test_dry_run import text
 from tests.strategies.models import ExampleGPT
 from tests.strategies.offload.places import WARNINGS
 from tests.strategies.parity import GLOBAL_BATCH, GlobalBatches, quiet_trainer

@@ -1,17 +1,18 @@
 """The result of a dry run: figures of each rank of the pipeline, and a table of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_shard.figures import plain_text
+from lightning_shard.data_parallel.offload.activations import HostActivations
 from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from lightning_shard.reporting.output import format_bytes, plain_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,50 @@ def cell(value: int | float) -> str:
     """Write a share as a percentage, and a size in its largest binary unit."""
     if isinstance(value, float):
         return f"{value:.1%}"
-    size, unit = float(value), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{value} B"
+    return format_bytes(value, ".1f")
+
+
+# Where the activations of microbatches that are in flight lie: on the device, or on the host.
+
+
+class Kept(NamedTuple):
+    """What one stage keeps of one microbatch.
+
+    Attributes:
+        total: Bytes that its backward needs.
+        moving: Bytes of each stretch of memory that goes to the host, in order; () where nothing
+            is offloaded.
+    """
+
+    total: int
+    moving: tuple[int, ...] = ()
+
+
+class ActivationBytes(NamedTuple):
+    """The most bytes of activations at one time.
+
+    Attributes:
+        on_device: Bytes on the device.
+        on_host: Bytes in host memory.
+    """
+
+    on_device: int
+    on_host: int = 0
+
+
+def at_once(in_flight: Iterable[Kept]) -> ActivationBytes:
+    """Return where activations lie while those of some microbatches are kept."""
+    kept = list(in_flight)
+    on_host = sum(sum(one.moving) for one in kept)
+    staying = sum(one.total for one in kept) - on_host
+    travelling = HostActivations.most_in_flight(chain.from_iterable(one.moving for one in kept))
+    return ActivationBytes(staying + travelling, on_host)
+
+
+def peak(states: Iterable[Iterable[Kept]]) -> ActivationBytes:
+    """Return the most of either memory over the states of a step."""
+    found: Iterator[ActivationBytes] = map(at_once, states)
+    on_device, on_host = 0, 0
+    for one in found:
+        on_device, on_host = max(on_device, one.on_device), max(on_host, one.on_host)
+    return ActivationBytes(on_device, on_host)

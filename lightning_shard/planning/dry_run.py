@@ -1,4 +1,10 @@
-"""A dry run of a strategy: its own options on a simulated world."""
+"""A dry run: one step of a strategy on a simulated world, counted by the code that would train.
+
+    options + module ──> the ranks of one pipeline ──> a step ──> DryRun
+                         (one of each tp and dp group)
+
+No data is moved and no memory taken: 4,096 ranks take no longer than the ranks of one pipeline.
+"""
 
 import copy
 import inspect
@@ -24,14 +30,23 @@ from typing_extensions import override
 
 from lightning_shard.environments import InProcessEnvironment
 from lightning_shard.mesh import NodePlacement
+from lightning_shard.pipeline_parallel.batch_reading import BatchReader
 from lightning_shard.pipeline_parallel.blocks import BlockList
-from lightning_shard.pipeline_parallel.costs import measure_blocks
+from lightning_shard.pipeline_parallel.costs import FlopCounter, measure_blocks
+from lightning_shard.pipeline_parallel.microbatches import batch_size_of, split_batch
 from lightning_shard.pipeline_parallel.partition import BlockCosts
-from lightning_shard.planner import dry_run as simulated
-from lightning_shard.planner.description import Description, Measure, WorldOptions
-from lightning_shard.planner.dry_run import model_flops
-from lightning_shard.planner.report import DryRun
-from lightning_shard.planner.step_trace import StepTrace, trace_step
+from lightning_shard.pipeline_parallel.simulation import replay
+from lightning_shard.planning.description import Description, Measure, WorldOptions
+from lightning_shard.planning.report import ActivationBytes, DryRun, RankFigures
+from lightning_shard.planning.simulated_model import NoElements, SimulatedModel, loss_of
+from lightning_shard.planning.simulated_rank import SimulatedRank
+from lightning_shard.planning.simulated_step import (
+    SimulatedPipeline,
+    StepTrace,
+    apart,
+    run_unpipelined,
+    trace_step,
+)
 from lightning_shard.precision.policy import TRUE_DTYPES
 from lightning_shard.trainer._lightning import own_trainer, runners_of
 
@@ -83,14 +98,47 @@ def dry_run(
             asks for elements.
     """
     world = SimulatedWorld(strategy, module, batch, world_size, precision, state_values)
-    return simulated.dry_run(
-        module,
-        world.batch,
-        world.options,
+    options = world.options
+    with world.model() as (model, batch):
+        size = batch_size_of(batch)
+        if options.schedule is None:
+            (full,) = split_batch(batch, 1, BatchReader("fields"))
+            ranks = [SimulatedRank(0, model)]
+            kept = [run_unpipelined(ranks[0], full)]
+            idle: tuple[float, ...] = (0.0,)
+            table = None
+        else:
+            parts = split_batch(batch, min(options.num_microbatches, size), BatchReader("fields"))
+            table = options.schedule(len(parts))
+            pipeline = SimulatedPipeline(model, table, parts)
+            pipeline.run()
+            ranks, idle = pipeline.ranks, replay(table).idle_shares
+            kept = [pipeline.peak_activations(rank) for rank in ranks]
+        figures = tuple(map(_figures, ranks, kept, idle))
+    return DryRun(
+        mesh=options.mesh,
         placement=world.strategy.placement(ranks_per_node),
-        dtype=world.dtype,
-        left_out=runners_of(module),
+        num_parameters=sum(param.numel() for param in module.parameters()),
+        zero_stage=options.engine.stage,
+        schedule="" if table is None else table.name,
+        num_microbatches=1 if table is None else table.num_microbatches,
+        batch_size=size * options.mesh.dp * options.mesh.size("ep"),
+        ranks=figures,
         not_counted=tuple(strategy.held_besides),
+    )
+
+
+def _figures(rank: SimulatedRank, activations: ActivationBytes, idle_share: float) -> RankFigures:
+    memory = rank.memory(activations)
+    rank.count()  # what publishing the updated parameters has sent
+    return RankFigures(
+        stages=rank.stages,
+        num_blocks=rank.num_blocks,
+        num_parameters=rank.num_own_parameters,
+        memory=memory,
+        sent=dict(rank.sent),
+        idle_share=idle_share,
+        sent_elements=dict(rank.sent_elements),
     )
 
 
@@ -104,9 +152,8 @@ def trace_of(
 ) -> StepTrace:
     """Trace a step of one rank of a strategy without a pipeline: see `trace_step`."""
     world = SimulatedWorld(strategy, module, batch, world_size, precision, state_values=2)
-    return trace_step(
-        module, world.batch, world.options, dtype=world.dtype, left_out=runners_of(module)
-    )
+    with world.model() as (model, content):
+        return trace_step(model, content)
 
 
 class SimulatedEnvironment(InProcessEnvironment):
@@ -157,6 +204,16 @@ class SimulatedWorld:
         self.batch = step.converted(batch)
         self.dtype = TRUE_DTYPES.get(precision)
         self.options = WorldOptions(**vars(described), step=step, state_values=state_values)
+        self._module = module
+
+    @contextmanager
+    def model(self) -> Iterator[tuple[SimulatedModel, Any]]:
+        """Yield a model of the module, which is not changed, and the batch, without elements."""
+        stand_ins, left_out = NoElements(), runners_of(self._module)
+        batch = stand_ins.batch(self.batch)
+        with apart():
+            copied = stand_ins.module(self._module, dtype=self.dtype, left_out=left_out)
+            yield SimulatedModel(copied.train(), self.options), batch
 
 
 def step_flops(
@@ -175,21 +232,32 @@ def step_flops(
 
 
 def flops_of_batch(module: "pl.LightningModule", batch: Any, precision: str) -> int:
-    """Return the operations of a batch's forward and backward; see `model_flops`.
+    """Return the operations of forward and backward of one batch, of the full model.
+
+    Counted are matrix products, attention and convolutions of forward and backward, by torch's
+    FlopCounterMode on tensors without elements. What is computed again for backward is no work of
+    the model, so that more than three forwards, one and two for backward, never count.
+
+    Source: model FLOPs utilization, PaLM, arXiv:2204.02311, appendix B.
 
     Args:
-        module: The full module, with parameters on any device.
+        module: The full module, with parameters on any device, meta included; it is not changed.
         batch: Batch of which only shapes count.
         precision: As for the Trainer.
+
+    Raises:
+        Exception: The step asks for elements or for a trainer, or returns no loss.
     """
-    step = _TrainingStep(module, precision)
-    return model_flops(
-        module,
-        step.converted(batch),
-        step,
-        dtype=TRUE_DTYPES.get(precision),
-        left_out=runners_of(module),
-    )
+    step, stand_ins = _TrainingStep(module, precision), NoElements()
+    dtype, left_out = TRUE_DTYPES.get(precision), runners_of(module)
+    batch = stand_ins.batch(step.converted(batch))
+    with apart(), torch.enable_grad(), FlopCounter() as counter:
+        copied = stand_ins.module(module, dtype=dtype, left_out=left_out).train()
+        loss = loss_of(step(copied, batch))
+        forward: int = counter.total
+        loss.backward()  # type: ignore[no-untyped-call]
+        total: int = counter.total
+    return min(total, 3 * forward)
 
 
 class _TrainingStep:

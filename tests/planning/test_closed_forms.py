@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from examples.dry_run_100b import CONTEXT, NUM_LAYERS, VOCABULARY, WIDTH, dry_run
-from lightning_shard.planner.report import DryRun
+from lightning_shard.planning.report import DryRun
 
 pytestmark = pytest.mark.slow  # the plan itself takes half a minute
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_shard import DDPStrategy
-from lightning_shard.planner.step_trace import LiveBytes
-from lightning_shard.trainer.dry_run import trace_of
+from lightning_shard.planning.dry_run import trace_of
+from lightning_shard.planning.simulated_step import LiveBytes
 from tests.strategies.models import MODELS, ExampleGPT
 
 

@@ -3,14 +3,14 @@
 import copy
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from examples.train_gpt import GPT
-from lightning_shard.planner.dry_run import model_flops
-from lightning_shard.trainer.dry_run import flops_of_batch
+from lightning_shard.planning.dry_run import flops_of_batch
 
 WIDTH, LAYERS, CONTEXT, BATCH = 64, 3, 32, 4
 
@@ -43,7 +43,7 @@ def test_a_module_on_meta_has_the_same_figure() -> None:
     assert flops_of_batch(module, meta, "bf16-mixed") == flops_of_batch(gpt(), text(), "32-true")
 
 
-class Net(nn.Module):
+class Net(pl.LightningModule):
     """Two layers of 16 x 16, which may be computed again in backward."""
 
     def __init__(self, *, again: bool) -> None:
@@ -60,9 +60,12 @@ class Net(nn.Module):
             return checkpoint(self.layers, x, use_reentrant=False).mean()
         return self.layers(x).mean()
 
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self(batch)
 
-def flops(module: nn.Module, batch: Any) -> int:
-    return model_flops(module, batch, lambda net, x: net(x))
+
+def flops(module: pl.LightningModule, batch: Any) -> int:
+    return flops_of_batch(module, batch, "32-true")
 
 
 PRODUCT = 2 * 8 * 16 * 16

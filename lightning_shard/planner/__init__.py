@@ -1,1 +1,0 @@
-"""Memory, traffic and idle time of a run that has not begun."""
