@@ -26,9 +26,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.data_parallel.held_bytes import HeldBytes
-from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
-from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
+from lightning_shard.profiling.run_monitor import RunMonitor, check_distance, own_strategy
 from lightning_shard.reporting.output import format_bytes, plain_text
 from lightning_shard.trainer.hook_advice import OnlyLooks
 
@@ -132,8 +131,7 @@ class MemoryMonitor(RunMonitor):
     @checked_options
     def __init__(self, folder: str | Path | None = None, every_n_steps: int = 10) -> None:
         super().__init__(folder)
-        if every_n_steps < 1:
-            raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}.")
+        check_distance(every_n_steps)
         self._every_n_steps = every_n_steps
         self._num_updates = 0
 

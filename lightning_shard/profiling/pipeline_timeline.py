@@ -39,6 +39,7 @@ from lightning_shard.option_checks import checked_options
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule
 from lightning_shard.pipeline_parallel.simulation import replay, theoretical_idle_share
 from lightning_shard.pipeline_parallel.timeline import Event, Timeline, save_chrome_trace, save_png
+from lightning_shard.profiling.run_monitor import check_distance
 from lightning_shard.reporting.output import plain_text
 from lightning_shard.strategies.model_parallel import (
     HybridParallelStrategy,
@@ -264,8 +265,7 @@ def render_idle_shares(batches: Sequence[IdleShares]) -> str:
 
 
 def _check(folder: str | Path | None, every_n_steps: int, formats: Sequence[str]) -> None:
-    if every_n_steps < 1:
-        raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}.")
+    check_distance(every_n_steps)
     if unknown := set(formats) - {"png", "json"}:
         raise ConfigError(f"formats has {sorted(unknown)}, expected 'png' and 'json' only.")
     if folder is not None and "png" in formats and find_spec("matplotlib") is None:

@@ -34,15 +34,15 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.option_checks import checked_options
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.planning.machine import MachineProfile, machine_profile
-from lightning_shard.profiling.axis_counters import (
+from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
+from lightning_shard.profiling.traffic_monitor import (
     AxisCounters,
     AxisTraffic,
+    Expectations,
     add_to,
     seconds_in,
     waited,
 )
-from lightning_shard.profiling.expectations import Expectations
-from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
 from lightning_shard.strategies.elastic import ElasticStrategy
 
 _RATES = {"samples": "samples_per_second", "tokens": "tokens_per_second"}

@@ -3,16 +3,205 @@
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.errors import ConfigError
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.traffic import OperationTraffic, Traffic
+from lightning_shard.checkpoint.random_state import load_random_state, random_state
+from lightning_shard.mesh import ParallelMesh
 from lightning_shard.option_checks import checked_options
+from lightning_shard.planning.dry_run import flops_of_batch
 from lightning_shard.planning.report import DryRun
-from lightning_shard.profiling.axis_counters import AxisCounters, AxisTraffic, add_to
-from lightning_shard.profiling.expectations import Expectations
-from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
+from lightning_shard.planning.simulated_model import NoElements
+from lightning_shard.profiling.run_monitor import RunMonitor, check_distance, own_strategy
+from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.local_updates import LocalUpdates
+from lightning_shard.trainer._lightning import runners_of
+
+# What a run is expected to take, found on a copy of its module without elements.
+#
+#     setup           the module is full: rank 0 copies its shapes
+#     first batch     its shapes are known: the copy takes a step, see `planning`
+#
+# A copy takes no memory and no arithmetic, and other ranks are not asked.
+
+
+class Expectations:
+    """What one rank finds out about a run before its first step.
+
+    Args:
+        module: The module of the run, full, in the callbacks' `setup`.
+        strategy: The Trainer's strategy.
+        precision: As for the Trainer.
+
+    Attributes:
+        obstacles: Why something could not be found, by what it is.
+    """
+
+    def __init__(
+        self, module: "pl.LightningModule", strategy: DataParallelStrategy, precision: str
+    ) -> None:
+        self.obstacles: dict[str, str] = {}
+        self._strategy, self._precision = strategy, precision
+        self._module: Any = self._unless_it_fails(
+            "copy", lambda: NoElements().module(module, left_out=runners_of(module))
+        )
+
+    def flops(self, batch: Any) -> int | None:
+        """Return the operations of a batch in forward and backward; None where it cannot run."""
+        found: int | None = self._found(
+            "flops", lambda: flops_of_batch(self._module, _shapes(batch), self._precision)
+        )
+        return found
+
+    def dry_run(self, batch: Any) -> DryRun | None:
+        """Return the strategy's dry run with a batch; None where it cannot run."""
+        found: DryRun | None = self._found(
+            "dry run",
+            lambda: self._strategy.dry_run(
+                self._module,
+                _shapes(batch),
+                world_size=self._strategy.mesh_size,
+                precision=self._precision,
+            ),
+        )
+        return found
+
+    def _found(self, what: str, find: Any) -> Any:
+        if self._module is None:
+            self.obstacles[what] = self.obstacles["copy"]
+            return None
+        streams = random_state(self._strategy.root_device)
+        try:
+            return self._unless_it_fails(what, find)
+        finally:
+            load_random_state(streams, self._strategy.root_device)
+
+    def _unless_it_fails(self, what: str, find: Any) -> Any:
+        """Return what is found; a monitored run must not end because a step asks for elements."""
+        try:
+            return find()
+        except Exception as error:
+            self.obstacles[what] = f"{type(error).__name__}: {error}"
+            return None
+
+
+def _shapes(batch: Any) -> Any:
+    """Return a batch without elements."""
+    return apply_to_collection(
+        batch, Tensor, lambda one: torch.empty_like(one, device="meta") if one.ndim else one.cpu()
+    )
+
+
+# A rank's counters of traffic by axis of the mesh: what groups have counted, and since when.
+#
+#     group of ranks 0 2  ─┐  which differ on the axis dp only       dp      all_gather, ...
+#     group of ranks 0 1  ─┼─ which differ on tp only            ──> tp      all_reduce, ...
+#     group of all ranks  ─┘  which differ on dp and tp              dp+tp   broadcast, ...
+#
+# The counters are those of `backends.traffic`, which every `Collectives` has.
+
+AxisTraffic = dict[str, dict[str, OperationTraffic]]
+"""Counters by axis and operation."""
+
+
+class AxisCounters:
+    """Says what this rank has sent and waited since it was asked before.
+
+    Args:
+        strategy: The strategy of the run.
+    """
+
+    def __init__(self, strategy: DataParallelStrategy) -> None:
+        self._strategy = strategy
+        self._counters: list[tuple[str, Traffic]] = []  # by axis
+        self._before: dict[int, dict[str, OperationTraffic]] = {}  # by id of the counters
+        self.look()
+        self.since()
+
+    def look(self) -> None:
+        """Find the groups that there are now, of two ranks and more."""
+        mesh = self._strategy.mesh
+        found = [(axis_of(mesh, ranks), traffic) for ranks, traffic in Collectives.counters()]
+        self._counters = [(axis, traffic) for axis, traffic in found if axis]
+        alive = {id(traffic) for _, traffic in self._counters}
+        self._before = {key: before for key, before in self._before.items() if key in alive}
+
+    def since(self) -> AxisTraffic:
+        """Return the counters since the last call."""
+        found = AxisTraffic()
+        for axis, traffic in self._counters:
+            before, now = self._before.get(id(traffic), {}), traffic.snapshot()
+            self._before[id(traffic)] = now
+            for operation, counters in now.items():
+                more = _difference(counters, before.get(operation, OperationTraffic()))
+                if more.calls or more.seconds:
+                    add_to(found, {axis: {operation: more}})
+        return self._without_mail(found)
+
+    def _without_mail(self, found: AxisTraffic) -> AxisTraffic:
+        """Leave out the time that threads of asynchronous SGD wait beside this rank's work."""
+        if isinstance(self._strategy, AsyncSGDStrategy):
+            for operations in found.values():
+                if "recv" in operations:
+                    operations["recv"].seconds = operations["recv"].seconds_waited = 0.0
+        return found
+
+
+def add_to(total: AxisTraffic, more: AxisTraffic) -> None:
+    """Add counters to others."""
+    for axis, operations in more.items():
+        own = total.setdefault(axis, {})
+        for operation, counters in operations.items():
+            own[operation] = own.get(operation, OperationTraffic()) + counters
+
+
+def waited(traffic: AxisTraffic) -> dict[str, float]:
+    """Return the seconds of waiting for peers by axis."""
+    return {
+        axis: sum(one.seconds_waited for one in operations.values())
+        for axis, operations in traffic.items()
+    }
+
+
+def seconds_in(traffic: AxisTraffic) -> float:
+    """Return the seconds in which the rank could do nothing else, waiting included."""
+    return sum(one.seconds for operations in traffic.values() for one in operations.values())
+
+
+def axis_of(mesh: ParallelMesh, ranks: tuple[int, ...]) -> str:
+    """Return the axes on which a group's ranks differ, such as "dp" or "pp+tp".
+
+    Args:
+        mesh: The grid of the run's ranks.
+        ranks: Global ranks of the group.
+
+    Returns:
+        Empty for a single rank; "other" where the mesh has no such ranks.
+    """
+    if max(ranks, default=0) >= mesh.world_size:
+        return "other"
+    places = [mesh.coordinates(rank) for rank in ranks]
+    return "+".join(axis for axis in mesh.axes if len({place[axis] for place in places}) > 1)
+
+
+def _difference(now: OperationTraffic, before: OperationTraffic) -> OperationTraffic:
+    """Return what has come since; all of it where the group was made anew meanwhile."""
+    if now.calls < before.calls:
+        return now
+    return OperationTraffic(
+        calls=now.calls - before.calls,
+        elements=now.elements - before.elements,
+        bytes=now.bytes - before.bytes,
+        seconds=now.seconds - before.seconds,
+        seconds_waited=now.seconds_waited - before.seconds_waited,
+    )
 
 
 class TrafficMonitor(RunMonitor):
@@ -39,8 +228,7 @@ class TrafficMonitor(RunMonitor):
         self, folder: str | Path | None = None, every_n_steps: int = 10, dry_run: bool = True
     ) -> None:
         super().__init__(folder)
-        if every_n_steps < 1:
-            raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}.")
+        check_distance(every_n_steps)
         self._every_n_steps, self._takes_dry_run = every_n_steps, dry_run
         self._forget()
 

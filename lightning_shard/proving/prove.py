@@ -10,34 +10,30 @@ import lightning.pytorch as pl
 
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.proving import changes
-from lightning_shard.proving.alone import compared_alone
+from lightning_shard.proving.alone import compared_alone, wrong_data
 from lightning_shard.proving.batches import Join, join_batches
-from lightning_shard.proving.causes import find_cause, log_cause
+from lightning_shard.proving.causes import accumulated_multiple, find_cause, log_cause
 from lightning_shard.proving.comparison import (
     Comparison,
     Difference,
-    compare,
     is_low_precision,
-    tolerance_of,
 )
 from lightning_shard.proving.laboratory import Laboratory
 from lightning_shard.proving.narrowing import narrowed, shrunk
 from lightning_shard.proving.records import Kind, Record, Run, bare_name
 from lightning_shard.proving.rounding import (
     beyond_rounding,
+    compared,
     deviations_in_low_precision,
-    exact_tolerance,
     in_parts,
 )
 from lightning_shard.proving.runs import EXACT, RunFailedError, Subject, check_options
-from lightning_shard.proving.samples import wrong_data
 from lightning_shard.proving.strategies import (
     StrategyLike,
     comparable,
     name_of,
     strategy_in_process,
 )
-from lightning_shard.proving.update_causes import accumulated_multiple
 from lightning_shard.proving.verdict import Cause, Verdict, phase_of
 
 
@@ -190,11 +186,7 @@ def _is_undecided(pair: _Pair) -> bool:
 def _in_precision(subject: Subject) -> _Pair:
     ranks = subject.on_ranks()
     alone = subject.on_one_device(subject.joined(ranks.batches))
-    tolerance = tolerance_of(subject.precision)
-    found = compare(ranks, alone, tolerance)
-    if subject.precision == EXACT and found.first is not None:
-        tolerance = exact_tolerance(subject, alone, tolerance)
-        found = compare(ranks, alone, tolerance)
+    found, tolerance = compared(subject, ranks, alone)
     return _Pair(subject=subject, ranks=ranks, alone=alone, found=found, tolerance=tolerance)
 
 

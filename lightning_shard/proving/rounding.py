@@ -19,9 +19,14 @@ from torch import Tensor
 
 from lightning_shard.errors import ShardError
 from lightning_shard.proving.batches import reordered
-from lightning_shard.proving.comparison import compare, norm_of_deviation
+from lightning_shard.proving.comparison import (
+    Comparison,
+    compare,
+    norm_of_deviation,
+    tolerance_of,
+)
 from lightning_shard.proving.records import Kind, Place, Record, Run
-from lightning_shard.proving.runs import RunFailedError, Subject
+from lightning_shard.proving.runs import EXACT, RunFailedError, Subject
 
 _MARGIN = 8.0  # ranks add up in orders of their own
 _MOST = 2e-5  # no more than float32 is allowed
@@ -80,7 +85,17 @@ def beyond_rounding(got: Mapping[Kind, float], noise: Mapping[Kind, float]) -> l
     ]
 
 
-def exact_tolerance(subject: Subject, alone: Run, tolerance: float) -> float:
+def compared(subject: Subject, ranks: Run, alone: Run) -> tuple[Comparison, float]:
+    """Compare a run with one device; return the deviation that rounding explains, too."""
+    tolerance = tolerance_of(subject.precision)
+    found = compare(ranks, alone, tolerance)
+    if subject.precision == EXACT and found.first is not None:
+        tolerance = _exact_tolerance(subject, alone, tolerance)
+        found = compare(ranks, alone, tolerance)
+    return found, tolerance
+
+
+def _exact_tolerance(subject: Subject, alone: Run, tolerance: float) -> float:
     """Return the deviation that rounding explains in float64, where parts may be of float32."""
     noise = max(_deviation(subject, alone, order) for order in _ORDERS)
     least = _FLOAT32 if _has_float32(alone) else tolerance

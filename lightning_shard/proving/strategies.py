@@ -1,6 +1,9 @@
 """What is asked of a strategy: to run in this process, its ranks' places, full gradients."""
 
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import Tensor
 
+from lightning_shard.checkpoint.random_state import load_random_state, random_state
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
@@ -133,3 +137,37 @@ def for_replay(strategy: ShardStrategy, num_ranks: int) -> ShardStrategy:
     if isinstance(strategy, ElasticStrategy):
         return strategy_in_process(_BY_STAGE[strategy.stage], num_ranks)
     return strategy
+
+
+# Runs that the caller's own code need not notice, but for what they take: a dozen in a proof.
+
+_LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning")
+
+QUIET_OPTIONS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Of the Trainer of such a run."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let nothing be logged but errors, nobody be warned, and the caller's random streams stay."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [one.level for one in loggers]
+    streams = random_state(torch.device("cpu"))
+    for one in loggers:
+        one.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        load_random_state(streams, torch.device("cpu"))
+        for one, level in zip(loggers, before, strict=True):
+            one.setLevel(level)

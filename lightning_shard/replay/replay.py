@@ -11,11 +11,15 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_shard.backends.in_process import like_gloo
 from lightning_shard.errors import CheckpointError, ConfigError
-from lightning_shard.proving.quiet import QUIET_OPTIONS, quiet
-from lightning_shard.proving.strategies import StrategyLike, name_of, strategy_in_process
-from lightning_shard.replay.group_of_one import alone
+from lightning_shard.proving.strategies import (
+    QUIET_OPTIONS,
+    StrategyLike,
+    name_of,
+    quiet,
+    strategy_in_process,
+)
+from lightning_shard.replay.group_of_one import RecordedData, Replayer, Shelf, alone
 from lightning_shard.replay.rank_record import RankRecord, read_record, read_records, versions
-from lightning_shard.replay.replayer import RecordedData, Replayer, Shelf
 from lightning_shard.replay.verdict import Replayed, judge
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.errors import RankFailedError
+from lightning_shard.replay.group_of_one import Outcome
 from lightning_shard.replay.rank_record import RankRecord, bits
-from lightning_shard.replay.replayer import Outcome
 
 _OF_PEERS = RankFailedError.__name__
 _REASONS = {

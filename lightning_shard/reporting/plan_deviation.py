@@ -12,8 +12,8 @@ from statistics import fmean, median
 from typing import Any
 
 from lightning_shard.reporting import figures_of_run as figures
+from lightning_shard.reporting.drawings import bytes_of, percent, seconds_of
 from lightning_shard.reporting.figures_of_run import PERSISTENT, by_kind, chosen_of, memory_of_ranks
-from lightning_shard.reporting.html import bytes_of, percent, seconds_of
 from lightning_shard.reporting.records import Record, RunRecords
 
 _WRITERS = {"bytes": bytes_of, "seconds": seconds_of, "share": percent}

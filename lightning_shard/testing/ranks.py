@@ -1,14 +1,18 @@
 """Run a function on several ranks in this process; for tests, notebooks and debugging."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process import Fault, InProcessBackend, World, injected_faults
+from lightning_shard.backends.traffic import OPERATIONS, OperationTraffic, format_table
 from lightning_shard.errors import ConfigError
 
 __all__ = ["Fault", "injected_faults", "run_ranks"]
@@ -73,3 +77,90 @@ def make_world(num_ranks: int, seed: int, faults: Iterable[Fault]) -> World:
             "seed + rank is a seed for numpy too."
         )
     return world
+
+
+# Asserts what a rank sends inside a block of code.
+#
+#     with assert_traffic(collectives, all_gather=Expected(calls=2, bytes=4096)):
+#         step()
+#
+#     AssertionError: Traffic on rank 0 of 2, group 'default_pg', is not as expected.
+#     operation   counter  got  expected
+#     all_gather  calls      3         2
+#     broadcast   calls      1         0
+#
+# The counters are those of `lightning_shard.backends.traffic`: a ring's share, on every backend.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The expected counters of one operation on a rank; a counter left None is not compared.
+
+    Attributes:
+        calls: Number of the rank's calls of the operation.
+        elements: Number of elements that the rank sends, under the ring model of
+            `backends.traffic`.
+        bytes: Number of bytes that the rank sends, at the width of the type on the wire.
+    """
+
+    calls: int | None = None
+    elements: int | None = None
+    bytes: int | None = None
+
+
+_NO_CALLS = Expected(calls=0)
+
+
+@contextmanager
+def assert_traffic(
+    collectives: Collectives, *, allow: Collection[str] = (), **expected: Expected
+) -> Iterator[None]:
+    """Assert what this rank sends through `collectives` (and its duplicates) inside the block.
+
+    Operations that are neither expected nor allowed must not be called. Works on every backend; an
+    error in the block comes out as it is. Do not reset the counters inside.
+
+    Args:
+        collectives: Collectives of one group; each rank asserts its own counters.
+        allow: Operations that may be called any number of times.
+        **expected: Expected counters, by the operation's name.
+
+    Raises:
+        AssertionError: A counter differs; the message is a table of got and expected.
+        ConfigError: No operation has such a name.
+    """
+    if unknown := sorted({*allow, *expected} - set(OPERATIONS)):
+        raise ConfigError(
+            f"assert_traffic: got {', '.join(unknown)}, expected names of operations: "
+            f"{', '.join(OPERATIONS)}."
+        )
+    before = collectives.traffic.snapshot()
+    yield
+    after = collectives.traffic.snapshot()
+    wrong = [
+        row
+        for operation in dict.fromkeys([*expected, *after])
+        if operation in expected or operation not in allow
+        for row in _misfits(
+            operation,
+            expected.get(operation, _NO_CALLS),
+            before.get(operation, OperationTraffic()),
+            after.get(operation, OperationTraffic()),
+        )
+    ]
+    if wrong:
+        raise AssertionError(
+            f"Traffic on rank {collectives.rank} of {collectives.size}, group "
+            f"{collectives.group.group_desc!r}, is not as expected.\n"
+            + format_table([("operation", "counter", "got", "expected"), *wrong])
+        )
+
+
+def _misfits(
+    operation: str, expected: Expected, before: OperationTraffic, after: OperationTraffic
+) -> Iterator[tuple[str, str, str, str]]:
+    for counter in (field.name for field in fields(Expected)):
+        wanted = getattr(expected, counter)
+        got = getattr(after, counter) - getattr(before, counter)
+        if wanted is not None and got != wanted:
+            yield operation, counter, f"{got:,}", f"{wanted:,}"

@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_shard.backends.traffic import OperationTraffic
-from lightning_shard.profiling.axis_counters import AxisTraffic
 from lightning_shard.profiling.step_monitor import StepClock
+from lightning_shard.profiling.traffic_monitor import AxisTraffic
 
 
 class World:

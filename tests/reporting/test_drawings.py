@@ -2,8 +2,14 @@
 
 import pytest
 
-from lightning_shard.reporting.drawings import _joined, _round_values, _thinned
-from lightning_shard.reporting.html import bytes_of, rate, seconds_of
+from lightning_shard.reporting.drawings import (
+    _joined,
+    _round_values,
+    _thinned,
+    bytes_of,
+    rate,
+    seconds_of,
+)
 
 
 @pytest.mark.parametrize(
