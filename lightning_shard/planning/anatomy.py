@@ -311,9 +311,7 @@ class Anatomy:
                 _SHORT,
             )
 
-        return Unpipelined(
-            saved=line("saved"), most=line("most"), moved=line("moved"), sent=line("sent")
-        )
+        return Unpipelined(**{name: line(name) for name in vars(traces[self.sizes[0], 2])})
 
     def stages(self, tp: int, choice: Checkpointing, stage: int) -> Stages:
         """Return the figures of a pipeline's stages; `stage` is one that `keeps_as` has."""

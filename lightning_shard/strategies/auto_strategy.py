@@ -9,10 +9,9 @@ run have given it stays. From there on it is the chosen strategy, not something 
 trains, saves and is asked for its name is exactly what `Trainer(strategy=...)` makes of the choice.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack, get_type_hints
+from typing import Any, Unpack, get_type_hints
 
 import lightning.pytorch as pl
 import torch
@@ -47,26 +46,6 @@ _ADVICE = (
 )
 DECIDED = ("_options", "dimensions", "given_options", "stage")
 """The attributes of a strategy that its class and options decide, beside those of its own."""
-
-
-class Choice(NamedTuple):
-    """What rank 0 has chosen.
-
-    Attributes:
-        class_name: Name of the strategy's class in the package.
-        options: The strategy's arguments, but for those of every strategy.
-        accumulated: Number of batches whose gradients make one step.
-        config: The choice as a config.
-        prediction: The plan as JSON has it.
-        refusal: Why there is no choice; empty if there is one.
-    """
-
-    class_name: str = ""
-    options: dict[str, Any] = {}  # noqa: RUF012  (of a tuple)
-    accumulated: int = 1
-    config: str = ""
-    prediction: dict[str, Any] = {}  # noqa: RUF012  (of a tuple)
-    refusal: str = ""
 
 
 class AutoStrategy(DataParallelStrategy):
@@ -110,21 +89,21 @@ class AutoStrategy(DataParallelStrategy):
         """
         memory = self._memory_of_device()
         folder = trainer.log_dir or trainer.default_root_dir
-        choice = self.broadcast(self._choice(trainer, memory) if self.mesh_rank == 0 else None)
-        assert choice is not None
-        if choice.refusal:
-            raise ConfigError(choice.refusal)
+        found = self.broadcast(self._found(trainer, memory) if self.mesh_rank == 0 else "")
+        if isinstance(found, str):
+            raise ConfigError(found)
+        assert found.recommendation is not None
+        made, given = found.recommendation.candidate, self._given(RunOptions, FitEndOptions)
         if self._auto.choice_file is not None and self.mesh_rank == 0:
             path = Path(folder, self._auto.choice_file)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(choice.config, encoding="utf-8")
-            prediction = json.dumps(choice.prediction, indent=2)
-            path.with_name(PLAN).write_text(prediction, encoding="utf-8")
+            path.write_text(found.to_yaml(**_plain(given)), encoding="utf-8")
+            path.with_name(PLAN).write_text(found.to_json(), encoding="utf-8")
             rank_zero_info(f"shard_auto: {path} fixes this choice, as a config of `fit`.")
-        trainer.accumulate_grad_batches = choice.accumulated
-        kind = strategy_class(choice.class_name)
-        become(self, kind(**self._given(RunOptions, FitEndOptions), **choice.options))
-        self.prediction = choice.prediction
+        trainer.accumulate_grad_batches = made.accumulated
+        options = made.options(self._auto.tensor_plan)
+        become(self, strategy_class(made.class_name)(**given, **options))
+        self.prediction = found.to_dict()
 
     def _given(self, *groups: Any) -> dict[str, Any]:
         """Return what this was made with of these groups, but for what Lightning sets."""
@@ -146,27 +125,20 @@ class AutoStrategy(DataParallelStrategy):
         known = [one for one in self.collectives.all_gather_object(free) if one is not None]
         return int(min(known) * _USABLE) if known else None
 
-    def _choice(self, trainer: "pl.Trainer", memory: int | None) -> Choice:
-        """Plan, on rank 0, and say what all ranks have to become."""
+    def _found(self, trainer: "pl.Trainer", memory: int | None) -> Plan | str:
+        """Return the plan whose recommendation all ranks have to become, or why there is none."""
         try:
             found = self._planned(trainer, memory)
         except Exception as error:  # of the user's step, on tensors without elements
-            return Choice(
-                refusal=f"strategy='shard_auto' could not plan for {type(error).__name__}: {error} "
+            return (
+                f"strategy='shard_auto' could not plan for {type(error).__name__}: {error} "
                 f"{_ADVICE}"
             )
         if found.recommendation is None:
-            return Choice(refusal=f"strategy='shard_auto' found nothing that fits. {found.reason}")
+            return f"strategy='shard_auto' found nothing that fits. {found.reason}"
         if self._announces:
             rank_zero_info(f"shard_auto chooses:\n{found}")
-        made = found.recommendation.candidate
-        return Choice(
-            class_name=made.class_name,
-            options=made.options(self._auto.tensor_plan),
-            accumulated=made.accumulated,
-            config=found.to_yaml(**_plain(self._given(RunOptions, FitEndOptions))),
-            prediction=found.to_dict(),
-        )
+        return found
 
     def _planned(self, trainer: "pl.Trainer", memory: int | None) -> Plan:
         module = self.lightning_module

@@ -85,27 +85,22 @@ class MemoryKinds:
         return state + self.gathered + self.communication
 
     def __str__(self) -> str:
-        parts = [
-            f"parameters {format_bytes(self.parameters)}",
-            f"gathered units {format_bytes(self.gathered)}",
-            f"gradients {format_bytes(self.gradients)}",
-            f"communication buffers {format_bytes(self.communication)}",
-            f"optimizer state {format_bytes(self.optimizer_state)}",
-        ]
-        if self.offloaded:
-            parts.append(f"in host memory {format_bytes(self.offloaded)}")
-        if self.activations_on_host:
-            parts.append(f"activations in host memory {format_bytes(self.activations_on_host)}")
-        if self.gathered_matrices:
-            size = format_bytes(self.gathered_matrices)
-            parts.append(f"matrices gathered while an optimizer updates them {size}")
-        if self.others is not None:
-            parts.append(f"activations and others {format_bytes(self.others)}")
-        elif self.process is not None:
-            parts.append(
-                f"activations and others unknown, in a process of {format_bytes(self.process)}"
-            )
-        return ", ".join(parts)
+        sizes: dict[str, int | None] = {
+            "parameters": self.parameters,
+            "gathered units": self.gathered,
+            "gradients": self.gradients,
+            "communication buffers": self.communication,
+            "optimizer state": self.optimizer_state,
+            "in host memory": self.offloaded or None,
+            "activations in host memory": self.activations_on_host or None,
+            "matrices gathered while an optimizer updates them": self.gathered_matrices or None,
+            "activations and others": self.others,
+        }
+        if self.others is None:
+            sizes["activations and others unknown, in a process of"] = self.process
+        return ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None
+        )
 
 
 def kinds_of(
