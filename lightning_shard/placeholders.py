@@ -12,7 +12,7 @@ Once a placeholder has been received, it has a `value`, with which the step goes
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -59,6 +59,10 @@ def alone() -> Iterator[None]:
 def is_alone() -> bool:
     """Whether a call may exchange nothing with peers, since only its result's shapes count."""
     return _is_alone.get()
+
+
+NEED_ELEMENTS: list[Callable[[], bool]] = []
+"""Say whether shapes do not suffice now for what is computed; others register them."""
 
 
 class OtherStageError(ConfigError):
@@ -136,6 +140,8 @@ class Placeholder(SeesCalls, SeesOperations):
         """Compute with the values that are known, which autograd sees."""
         if func == _SETS_DATA and isinstance(args[0], Placeholder):
             _note_write(args[0])
+        elif func == _SETS_DATA and is_placeholder(args[1]):
+            return args[0].copy_(args[1])  # refused, since the elements are not known
         param = getattr(args[0], "param", None) if func in OF_TRAINING and args else None
         if param is not None:
             result = func(param, *args[1:], **kwargs)
@@ -147,6 +153,8 @@ class Placeholder(SeesCalls, SeesOperations):
         if any(map(is_placeholder, args)):
             if name_of(func) in _OF_ELEMENTS:
                 raise memory_refused(func, args[0], "another stage has its elements")
+            if any(needs() for needs in NEED_ELEMENTS):
+                raise _asked_for(*_sources((args, kwargs)), f"{name_of(func)} in a transform")
             note_given((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -160,10 +168,8 @@ class Placeholder(SeesCalls, SeesOperations):
             ConfigError: The operation needs the elements, or would write them into another tensor.
         """
         given = (args, kwargs)
-        sources: list[Placeholder] = []
-        apply_to_collection(given, cls, sources.append)
+        sources, origins = _sources(given)
         source = sources[0]
-        origins = source.origins.union(*(one.origins for one in sources[1:]))
         _refuse_writes(func, *given, source.origin, origins)
         _draw(func, given)
         device = given[1].get("device") or source.device
@@ -174,13 +180,7 @@ class Placeholder(SeesCalls, SeesOperations):
             with in_any_order():
                 result = func(*meta_args, **meta_kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            raise OtherStageError(
-                f"Compute this from the batch, or inside a block, or use strategy='zero3': code "
-                f"outside of the blocks asks for the elements of a value that is computed from "
-                f"{source.origin!r} on another stage of the pipeline, expected code there to need "
-                f"its shape only. ({func}: {error})",
-                origins,
-            ) from error
+            raise _asked_for(sources, origins, f"{func}: {error}") from error
         known = {id(one.like): one for one in sources}
         is_view = source.is_parameter and _returns_view(func)
 
@@ -193,6 +193,25 @@ class Placeholder(SeesCalls, SeesOperations):
             return made
 
         return apply_to_collection(result, Tensor, wrap)
+
+
+def _sources(given: Any) -> tuple[list[Placeholder], frozenset[str]]:
+    """Return the placeholders among values, and the names of all that these are computed from."""
+    found: list[Placeholder] = []
+    apply_to_collection(given, Placeholder, found.append)
+    return found, frozenset().union(*(one.origins for one in found))
+
+
+def _asked_for(
+    sources: Sequence[Placeholder], origins: frozenset[str], reason: str
+) -> OtherStageError:
+    return OtherStageError(
+        f"Compute this from the batch, or inside a block, or use strategy='zero3': code "
+        f"outside of the blocks asks for the elements of a value that is computed from "
+        f"{sources[0].origin!r} on another stage of the pipeline, expected code there to need "
+        f"its shape only. ({reason})",
+        origins,
+    )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook
 
 from lightning_shard.data_parallel.known_modules import KnownModules
 
@@ -51,6 +51,12 @@ def outputs_with_gradient(output: Any) -> tuple[list[Tensor], bool]:
 
 def _with_gradient(leaves: Iterable[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """Return where a tensor's gradient arrives; of a leaf torch finds that with gradients only."""
+    with torch.enable_grad():
+        return get_gradient_edge(tensor)
 
 
 class LeftGraphs:

@@ -22,7 +22,12 @@ from typing_extensions import override
 from lightning_shard.backends.call_site import reading
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.sharded_tensor import NotShardedError, ShardedTensor
-from lightning_shard.data_parallel.torch_private import is_composite
+from lightning_shard.data_parallel.torch_private import (
+    is_composite,
+    outside_transforms,
+    wraps_tensors,
+)
+from lightning_shard.data_parallel.transforms import refuse_recording
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_calls import (
     BY_PYTHON,
@@ -49,6 +54,7 @@ class _ComputedInFull(SeesCalls, SeesOperations):
         """See to what never reaches `dispatched`, and to graphs."""
         if any(issubclass(one, nn.Parameter) for one in types):
             return NotImplemented  # together with a sharded parameter, which knows what to do
+        refuse_recording()
         with torch._C.DisableTorchFunctionSubclass():
             return computed(func, args, kwargs)
 
@@ -215,8 +221,9 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         raise pickling_refused(_bases(args)[0].spread.name, name)
     if name in OF_MEMORY:
         return func(*tree_map_only(Tensor, partial(_lent, name), args), **kwargs)
-    if name in _AS_FULL or _is_in_graph(args, kwargs):
-        args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
+    if name in _AS_FULL or _is_in_graph(args, kwargs) or wraps_tensors():
+        with outside_transforms():
+            args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
     result = func(*args, **kwargs)
     return tree_map_only(ShardedTensor, lambda one: gradients.get(id(one), one), result)
 
@@ -268,6 +275,10 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _full(tangents[0])
 
 
 def _is_in_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

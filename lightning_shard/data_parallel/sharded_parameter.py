@@ -22,11 +22,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_shard.backends.call_site import is_called_by_user, reading
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient, GradientNote
+from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.parameter_shard import (
     ParameterShard,
     ShardView,
@@ -37,9 +37,11 @@ from lightning_shard.data_parallel.sharded_tensor import ShardedTensor, Spread, 
 from lightning_shard.data_parallel.torch_private import (
     ACCESS_TO_BACKWARD_HOOKS,
     is_traced,
+    outside_transforms,
     sees_subclasses,
     storage_key,
 )
+from lightning_shard.data_parallel.transforms import refuse_recording
 from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import OF_TRAINING
 from lightning_shard.tensor_calls import OF_MEMORY, Args, Function, Kwargs, SeesOperations, name_of
@@ -132,7 +134,7 @@ class ParameterHome:
 
     def bring_for_user(self) -> bool:
         """Call `bring`, where user code reads the parameter."""
-        with reading(self.spread.name):
+        with reading(self.spread.name), outside_transforms():
             return self.bring()
 
 
@@ -371,7 +373,7 @@ def _home_of(param: nn.Parameter) -> ParameterHome:
 
 
 def _shard_of(param: nn.Parameter) -> ParameterShard:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), outside_transforms():
         return ParameterShard(param.data, _home_of(param).spread)
 
 
@@ -381,6 +383,7 @@ def _of_user(func: Function, params: Sequence[ShardedParameter], args: Args, kwa
     Raises:
         ConfigError: A parameter is to be pickled, or cannot have the gradient that is set.
     """
+    refuse_recording()
     if func == _TENSOR.data.__set__:
         return _assign(args[0], args[1])
     if func == torch.ops.aten.set_.source_Tensor and type(args[0]) is ShardedParameter:
@@ -425,7 +428,7 @@ def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
         left = [param for param in sharded if type(param) is ShardedParameter]
         if kwargs.get("materialize_grads") and left:
             return torch.autograd.grad(outputs, inputs, *args, **kwargs)
-        edges = {param: get_gradient_edge(param) for param in left if param.requires_grad}
+        edges = {param: gradient_edge(param) for param in left if param.requires_grad}
     given = tree_map_only(ShardedParameter, lambda param: edges.get(param, param), inputs)
     if len(edges) < len(left):  # torch says that these do not require a gradient
         given = tree_map_only(ShardedParameter, _TENSOR.data.__get__, given)

@@ -16,10 +16,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as of_modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as DropoutLayer
@@ -66,12 +68,16 @@ __all__ = [
     "in_backward",
     "in_transform",
     "innermost_function_mode",
+    "is_batched",
     "is_called_plainly",
     "is_checkpointing",
     "is_compiled_function",
     "is_composite",
     "is_persistent",
+    "is_recorded_as_graph",
     "is_traced",
+    "is_wrapped",
+    "outside_transforms",
     "pass_for_parameter",
     "queue_after_backward",
     "saving_hook",
@@ -88,6 +94,7 @@ __all__ = [
     "without_function_modes",
     "without_global_hooks",
     "without_saving_hooks",
+    "wraps_tensors",
 ]
 
 GRAPH_ENDS = "ranks of lightning_shard exchange here: leave fullgraph=True out"  # torch quotes it
@@ -103,8 +110,26 @@ ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
 F = TypeVar("F", bound=Callable[..., Any])
 Hook = Callable[..., Any]
 
-# whether `torch.func.grad`, `vmap` or another transform runs now
-in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+# whether `torch.func.grad`, `vmap` or another transform runs now that wraps tensors
+wraps_tensors: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# whether a tensor stands for the rows of a gradient that `torch.autograd.grad` takes together
+is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+# whether a transform has made a tensor
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+# a context in which no transform wraps tensors
+outside_transforms: Callable[[], AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
+
+
+def in_transform() -> bool:
+    """Whether a transform of a function runs now, or a forward derivative."""
+    return wraps_tensors() or forward_ad._current_level >= 0
+
+
+def is_recorded_as_graph() -> bool:
+    """Whether `torch.func.linearize` or another caller of `make_fx` notes all operations now."""
+    return proxy_tensor.get_proxy_mode() is not None
+
 
 # the functions by which tensors enter a transform, each with its module
 TRANSFORM_ENTRANCES = (

@@ -1,6 +1,7 @@
 """Calls that torch shows to no class of tensors, as user code makes them with shards.
 
-    plain.data = shard, torch.tensor(param)     a mode sees them, while a hook runs
+    tensor.data = shard, torch.tensor(param)    a mode sees them, while a hook runs
+    plain_param.data = shard                    a property in its place asks the shard's class
     torch.to_dlpack(param), as_subclass         a function in its place asks classes and modes
     torch.Tensor(param), nn.Parameter(param)    made of a view, of which these are asked
     torch.FloatTensor(param), vmap, scripted    what is in their place, while user code runs, too
@@ -170,6 +171,14 @@ def _is_note(key: str, value: object) -> bool:
     return key.startswith(f"_{package}_") or type(value).__module__.startswith(f"{package}.")
 
 
+def _set_data(param: nn.Parameter, value: Any) -> None:
+    """Point a parameter at a tensor, whose class torch does not ask: it may have no memory."""
+    if isinstance(param, _LOOKS_FULL) or not has_torch_function((value,)):
+        _SET_DATA(param, value)
+    else:
+        handle_torch_function(_SET_DATA, (value,), param, value)
+
+
 _REDUCE: Any = nn.Parameter.__reduce_ex__
 _TENSOR: Any = Tensor
 _TENSOR.as_subclass = _seen(_TENSOR.as_subclass)
@@ -179,6 +188,7 @@ _PARAMETER: Any = nn.Parameter
 for made in (_TENSOR, _PARAMETER):
     made.__new__ = staticmethod(_of_view(made.__new__))
 _PARAMETER.__reduce_ex__ = _reduced
+_PARAMETER.data = property(_TENSOR.data.__get__, _set_data)
 _SCRIPTED: Any = torch.jit.ScriptFunction
 _SCRIPTED.__call__ = _of_views(_SCRIPTED.__call__)
 for module, name in ((torch, "to_dlpack"), (dlpack, "to_dlpack"), (torch.utils, "swap_tensors")):

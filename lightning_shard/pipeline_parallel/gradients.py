@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.data_parallel.differentiation import Gradients, Run
-from lightning_shard.data_parallel.torch_private import gradient_hooks
+from lightning_shard.data_parallel.graph_borders import gradient_edge
+from lightning_shard.data_parallel.torch_private import gradient_hooks, is_wrapped
 from lightning_shard.errors import ConfigError
 from lightning_shard.placeholders import is_placeholder
 
@@ -216,10 +217,13 @@ class AfterSchedule:
 
 
 def _node(value: Any) -> Any:
-    """Return the node of the graph where a tensor's gradient arrives; None without one."""
-    if not isinstance(value, Tensor) or not value.requires_grad:
+    """Return the node of the graph where a tensor's gradient arrives; None without one.
+
+    What is differentiated by torch.func has a graph of its own, which no other stage has met.
+    """
+    if not isinstance(value, Tensor) or not value.requires_grad or is_wrapped(value):
         return None
-    return torch.autograd.graph.get_gradient_edge(value).node
+    return gradient_edge(value).node
 
 
 def _refusal(where: str, what: str) -> ConfigError:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.graph_borders import gradient_edge
+from lightning_shard.data_parallel.transforms import OF_RANKS, transform_refused
 from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
 from lightning_shard.tensor_parallel.cross_entropy import LossOptions, parallel_cross_entropy
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
@@ -64,6 +65,8 @@ def _property(func: Any, sharded: Any, *value: Any) -> Any:
     """Read or set the part's graph and gradient; other properties need the full tensor."""
     if func == Tensor.mT.__get__:  # type: ignore[attr-defined]
         return shapes.transpose(Tensor.transpose, sharded, -2, -1)
+    if not isinstance(sharded, DimShardedTensor):  # which gets a value that is sharded
+        return NotImplemented
     if func == Tensor.requires_grad.__get__ and sharded.is_in_graph:  # type: ignore[attr-defined]
         return True
     if not value and func not in _OF_THE_PART:
@@ -131,6 +134,8 @@ def _grad(
     **kwargs: Any,
 ) -> Any:
     """Run `torch.autograd.grad` from and to the parts; edges stand for the parts to go to."""
+    if kwargs.get("is_grads_batched"):
+        raise transform_refused(OF_RANKS)
     ends, sources = _listed(outputs), _listed(inputs)
     starts = [None] * len(ends) if grad_outputs is None else _listed(grad_outputs)
     parts = [one.part if isinstance(one, DimShardedTensor) else None for one in sources]
@@ -158,7 +163,7 @@ def _listed(tensors: Any) -> list[Any]:
 
 
 def _edge(part: Part) -> Any:
-    return get_gradient_edge(part.local) if part.local.requires_grad else part.local
+    return gradient_edge(part.local) if part.local.requires_grad else part.local
 
 
 def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:

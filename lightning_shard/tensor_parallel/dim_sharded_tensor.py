@@ -105,7 +105,11 @@ class Part:
         """Return this rank's part of a tensor of the full shape; other values as they are."""
         if isinstance(value, DimShardedTensor):
             return value.part.local
-        return self._by_block(own_slice, value, self.dim) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        if value.requires_grad and torch.is_grad_enabled():  # its gradient is of all ranks' parts
+            return self.split(value, self.dim)
+        return self._by_block(own_slice, value, self.dim)
 
     def note_gather(self, func: Callable[..., Any]) -> None:
         """Hear of an operation that needs the full tensor."""

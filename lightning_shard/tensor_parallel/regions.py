@@ -126,13 +126,13 @@ def _apply(name: str, tensor: Tensor, *args: Any) -> Tensor:
     group: Collectives = args[-1]
     if group.size == 1:
         return tensor
-    refuse_transforms(OF_RANKS)
     on_part = getattr(tensor, PASSES_ON, None)
     crossed = None if on_part is None else on_part(group, partial(_apply, name), args)
     return _crossed(name, tensor, *args) if crossed is None else cast(Tensor, crossed)
 
 
 def _crossed(name: str, tensor: Tensor, *args: Any) -> Tensor:
+    refuse_transforms(OF_RANKS, tensor)
     result: Tensor = _Crossing.apply(name, tensor, *args)  # type: ignore[no-untyped-call]
     return result
 

@@ -31,7 +31,11 @@ from lightning_shard.backends.call_site import reading
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
-from lightning_shard.data_parallel.torch_private import innermost_function_mode
+from lightning_shard.data_parallel.torch_private import (
+    innermost_function_mode,
+    outside_transforms,
+    wraps_tensors,
+)
 from lightning_shard.data_parallel.unseen_calls import makers_seen
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_calls import OF_MEMORY, name_of
@@ -219,7 +223,12 @@ class WeightsInHooks:
     def _full(self, param: nn.Parameter) -> _Full:
         if param in self._kept:
             return self._kept[param]
-        with self._engine.view.suspended(), torch.inference_mode(False), torch.no_grad():
+        with (
+            self._engine.view.suspended(),
+            outside_transforms(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             shard = param.data
             with reading(self._name(param)):
                 tensor = self._engine.split.full(param, shard)
@@ -384,6 +393,8 @@ def _shows(result: Any, tensor: Tensor) -> bool:
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:
     if tensor.device != other.device:
         return False
+    if wraps_tensors():  # whose tensors do not tell
+        return True
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 

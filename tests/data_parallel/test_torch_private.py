@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import dual_level
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -15,6 +17,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_shard.data_parallel import torch_private
 from lightning_shard.data_parallel.torch_private import (
     ACCESS_TO_BACKWARD_HOOKS,
     COMPILED_MODULE,
@@ -352,3 +355,36 @@ def test_generates_together() -> None:
     module = nn.Linear(1, 1)
     vars(module)[GENERATES_TOGETHER] = True
     assert is_fsdp_managed_module(module)
+
+
+def test_what_runs_and_what_is_made_by_transforms_is_known() -> None:
+    seen = []
+
+    def looked_at(x: torch.Tensor) -> torch.Tensor:
+        with torch_private.outside_transforms():
+            outside = torch_private.wraps_tensors()
+        is_of_rows = torch_private.is_batched(x)
+        seen.append(
+            (torch_private.wraps_tensors(), outside, torch_private.is_wrapped(x), is_of_rows)
+        )
+        return x**2
+
+    x = torch.tensor(2.0, requires_grad=True)
+    torch.func.grad(looked_at)(x)
+    y = looked_at(x)
+    y.register_hook(looked_at)
+    torch.autograd.grad(y, x, torch.ones(2), is_grads_batched=True)
+    inside, outside, rows = (True, False, True, False), (False,) * 4, (False, False, False, True)
+    assert seen == [inside, outside, rows]
+    with dual_level():
+        assert torch_private.in_transform()
+    assert not torch_private.in_transform()
+    graphs = []
+
+    def recorded(x: torch.Tensor) -> torch.Tensor:
+        graphs.append(torch_private.is_recorded_as_graph())
+        return x * 2
+
+    make_fx(recorded)(torch.ones(2))
+    assert graphs == [True]
+    assert not torch_private.is_recorded_as_graph()

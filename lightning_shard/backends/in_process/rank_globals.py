@@ -4,8 +4,9 @@
 
 At each switch between ranks these are swapped: c10d's groups, the random streams, torch's default
 dtype, `rank_zero_only.rank`, the environment variables that name a rank, warning filters and where
-warnings go, the standard streams, torch.compile's stance, and DTensor's random-state tracker. So
-`redirect_stdout`, `pytest.warns` and the like may stay open over a collective.
+warnings go, the standard streams, torch.compile's stance, DTensor's random-state tracker, and how
+deep a rank is in forward derivatives. So `redirect_stdout`, `pytest.warns`, `forward_ad.dual_level`
+and the like may stay open over a collective.
 """
 
 import ctypes
@@ -20,6 +21,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch._functorch import predispatch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_shard.backends import _c10d
@@ -40,6 +43,8 @@ RANK_VARIABLES = (
 _MODULE_GLOBALS: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("sys", "stdout"): lambda module: module.stdout,
     ("sys", "stderr"): lambda module: module.stderr,
+    ("torch._functorch.eager_transforms", "JVP_NESTING"): lambda _: 0,
+    ("torch.autograd.forward_ad", "_current_level"): lambda _: -1,
     ("torch._dynamo.eval_frame", "_stance"): lambda module: module.DynamoStance(),
     ("torch.distributed.tensor._random", "_rng_tracker"): lambda _: None,
     ("warnings", "filters"): lambda module: module.filters,
@@ -51,6 +56,34 @@ _ABSENT = object()
 _rank_zero = cast(Any, rank_zero_only)
 _cuda = cast(Any, torch.cuda)
 _np_random: Any = np.random  # its stubs leave out `get_bit_generator`
+
+
+class ForwardLevel:
+    """The level at which a process has forward derivatives, its only one: ranks share it.
+
+    It ends with the last rank that leaves it, since torch forgets the derivatives of all then.
+    """
+
+    def __init__(self) -> None:
+        self._enter, self._leave = predispatch._enter_dual_level, predispatch._exit_dual_level
+        self._num_inside = 0
+
+    def enter(self) -> int:
+        """Enter it as the rank that runs, or raise torch's error where this rank is inside."""
+        is_open = self._num_inside and forward_ad._current_level < 0
+        level = 0 if is_open else self._enter()
+        self._num_inside += 1
+        return level
+
+    def leave(self, *, level: int) -> None:
+        """Leave it as the rank that runs."""
+        self._num_inside -= 1
+        if not self._num_inside:
+            self._leave(level=level)
+
+
+_level = ForwardLevel()
+predispatch._enter_dual_level, predispatch._exit_dual_level = _level.enter, _level.leave
 
 _MT19937_BYTES = 624 * 4 + 4  # the key and the position in it
 

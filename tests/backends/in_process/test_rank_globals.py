@@ -15,6 +15,7 @@ import torch
 import torch._dynamo  # whose globals are swapped, once it is imported
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shard.backends.in_process import current_rank, rank_globals
@@ -190,3 +191,29 @@ def test_the_rank_that_came_last_saw_the_sum_of_all() -> None:
 
     first, last = run_ranks(operations, 2)
     assert first == last
+
+
+def test_each_rank_has_a_level_of_forward_derivatives_of_its_own() -> None:
+    """Torch has one for the process: the second rank's was "nested", or ended with the first's."""
+
+    def fn(rank: int) -> list[float]:
+        with forward_ad.dual_level():
+            made = forward_ad.make_dual(torch.tensor(2.0), torch.tensor(rank + 1.0))
+            dist.barrier()
+            with pytest.raises(RuntimeError, match="Nested"):
+                forward_ad.enter_dual_level()
+            slope = forward_ad.unpack_dual(made * made).tangent
+            for _ in range(rank):
+                dist.barrier()
+        for _ in range(2 - rank):
+            dist.barrier()
+
+        def cubed(x: torch.Tensor) -> torch.Tensor:
+            dist.barrier()
+            return x**3
+
+        _, other = torch.func.jvp(cubed, (torch.tensor(2.0),), (torch.tensor(rank + 1.0),))
+        return [float(slope), float(other)]
+
+    assert run_ranks(fn, 3) == [[4.0, 12.0], [8.0, 24.0], [12.0, 36.0]]
+    assert forward_ad._current_level == -1
