@@ -66,8 +66,11 @@ class Attributes:
 
 def count_heads(
     model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: int, attributes: Attributes
-) -> None:
+) -> dict[nn.Module, list[PlannedLayer]]:
     """Tell the modules whose projections are split how many heads there are on each rank.
+
+    Returns:
+        These modules, with their layers that are split.
 
     Raises:
         ConfigError: The ranks cannot share the heads.
@@ -84,15 +87,20 @@ def count_heads(
             _narrow(linear, ("nf",), num_ranks, attributes)
         if not layer.style.full_output or not layer.style.full_input:
             split.setdefault(parents[layer.name], []).append(layer)
-    for parent, own in split.items():
-        if any(_has_heads(parent, own, layer) for layer in own):
-            shared = [one.style.num_blocks for one in own if one.style.form == "shared"]
-            if shared:
-                _share_heads(parent, shared[0], num_ranks, attributes)
-            for layer in own:
-                _check_whole_heads(parent, layer, num_ranks)
-            names = [name for name in _WIDTHS if not shared or name not in _KEY_HEADS]
-            _narrow(parent, names, num_ranks, attributes)
+    told = {
+        parent: own
+        for parent, own in split.items()
+        if any(_has_heads(parent, own, layer) for layer in own)
+    }
+    for parent, own in told.items():
+        shared = [one.style.num_blocks for one in own if one.style.form == "shared"]
+        if shared:
+            _share_heads(parent, shared[0], num_ranks, attributes)
+        for layer in own:
+            _check_whole_heads(parent, layer, num_ranks)
+        names = [name for name in _WIDTHS if not shared or name not in _KEY_HEADS]
+        _narrow(parent, names, num_ranks, attributes)
+    return told
 
 
 def _check_whole_heads(parent: nn.Module, layer: PlannedLayer, num_ranks: int) -> None:

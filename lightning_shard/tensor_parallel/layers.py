@@ -248,12 +248,17 @@ def split_layer(module: nn.Module, form: str, place: LayerContext) -> None:
 
 def unsplit_layer(module: nn.Module) -> None:
     """Give a layer its own forward back."""
-    if _PLACE in module.__dict__:
+    if is_split(module):
         if isinstance(module, _Attention):
             unsplit_layer(module.get_submodule("out_proj"))
         delattr(module, _PLACE)
         set_view(module, None)
         give_class_back(module, _FORMS.values())
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether a layer has a parallel forward."""
+    return _PLACE in module.__dict__
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -39,6 +39,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     full_tensor,
 )
 from lightning_shard.tensor_parallel.full_view import FullView, KeptViews
+from lightning_shard.tensor_parallel.given_heads import cut_given_heads
 from lightning_shard.tensor_parallel.head_counts import ALL_HEADS, Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
     LayerContext,
@@ -101,12 +102,14 @@ class SplitModel(BaseSplit):
             self._decide(layer)
         self._check_users(model)
         try:
-            count_heads(model, layers, group.size, self._attributes)
+            attentions = count_heads(model, layers, group.size, self._attributes)
         except ConfigError:
             self._attributes.restore()
             raise
         self._between = self._make_between(model)
         # Nothing is refused from here on, so that a refused model is left as it was.
+        for attention, own in attentions.items():
+            self._hooks += cut_given_heads(attention, own, group)
         for param, sharding in self.shardings.items():
             param.data = sharding.shard(param.data, group.rank)
         for layer in self._layers:
