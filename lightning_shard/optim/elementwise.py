@@ -67,7 +67,7 @@ def why_not_elementwise(
     Returns:
         The result of the trial of the first param group that fails, in words; None when all pass.
     """
-    return _why_not(optimizer, groups, in_shards)
+    return why_not(optimizer, groups, in_shards)
 
 
 def why_not_separate(
@@ -77,7 +77,7 @@ def why_not_separate(
 
     Each parameter is full here; arguments and result are as `why_not_elementwise` has them.
     """
-    return _why_not(optimizer, groups, one_by_one)
+    return why_not(optimizer, groups, one_by_one)
 
 
 def needs_full_parameters(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -86,11 +86,12 @@ def needs_full_parameters(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return not is_elementwise and why_not_separate(optimizer, [group]) is None
 
 
-def _why_not(
+def why_not(
     optimizer: Optimizer,
     groups: Sequence[dict[str, Any]] | None,
     parts: Parts,
 ) -> str | None:
+    """Say why an optimizer does something else to parts; see `why_not_elementwise`."""
     if _sends_messages(optimizer):
         return (
             "its step sends messages between ranks itself, as if each had all gradients; one "
@@ -100,7 +101,7 @@ def _why_not(
     with torch.random.fork_rng(devices=[]):
         reason = _gravest([_try_group(optimizer, group, parts) for group in tried])
     if reason == _STILL:  # it may want a second parameter
-        return None if parts is one_by_one else _why_not(optimizer, groups, one_by_one)
+        return None if parts is one_by_one else why_not(optimizer, groups, one_by_one)
     return reason
 
 
@@ -242,6 +243,11 @@ def in_shards(matrix: Tensor) -> list[list[Tensor]]:
     return [[matrix], [flat[:cut]], [flat[cut:]]]
 
 
+def in_one_shard(matrix: Tensor) -> list[list[Tensor]]:
+    """Return the matrix, and its only shard: there is one rank."""
+    return [[matrix], [matrix.flatten()]]
+
+
 def one_by_one(matrix: Tensor) -> list[list[Tensor]]:
     """Return two matrices in one run, and each in a run of its own.
 
@@ -287,6 +293,14 @@ def has_elements_only(group: Mapping[str, Any], engine: DataParallelEngine) -> b
     known, owned = set(engine.model.parameters()), engine.options.owned
     held = [param for param in group["params"] if param in known]
     return any(param not in owned for param in held) or not held
+
+
+def parts_here(group: Mapping[str, Any], engine: DataParallelEngine) -> Parts:
+    """Return how a rank has the parameters of a group."""
+    if not has_elements_only(group, engine):
+        return one_by_one
+    is_alone = engine.collectives.size == 1 and not engine.split.groups
+    return in_one_shard if is_alone else in_shards
 
 
 class LaterSteps:
@@ -340,7 +354,7 @@ class LaterSteps:
 def _trials(optimizer: Optimizer, engine: DataParallelEngine) -> list["_Trial"]:
     found: dict[str, _Trial] = {}
     for group in optimizer.param_groups:
-        parts = in_shards if has_elements_only(group, engine) else one_by_one
+        parts = parts_here(group, engine)
         options = {key: value for key, value in group.items() if key != "params"}
         for rate in (_RATE, None) if "lr" in group else (None,):
             others = options if rate is None else {**options, "lr": rate}

@@ -34,10 +34,9 @@ from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import LayerParts, has_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.elementwise import (
-    has_elements_only,
     needs_full_parameters,
-    why_not_elementwise,
-    why_not_separate,
+    parts_here,
+    why_not,
 )
 
 
@@ -207,8 +206,7 @@ def why_not_as_they_lie(optimizer: Optimizer, engine: DataParallelEngine) -> str
             group has what it needs.
     """
     for group in optimizer.param_groups:
-        is_cut = has_elements_only(group, engine)
-        reason = (why_not_elementwise if is_cut else why_not_separate)(optimizer, [group])
+        reason = why_not(optimizer, [group], parts_here(group, engine))
         if reason is not None:
             return reason
     return None
