@@ -124,6 +124,6 @@ def _become(strategy: Any, counterpart: Any) -> None:
 def _package_of(kind: type, packages: Mapping[str, str]) -> str | None:
     """Return the package that has a strategy's class; None for classes of other packages."""
     for package in packages.values():
-        if kind.__module__.startswith((f"{package}.strategies.", f"{package}.planning.")):
+        if kind.__module__.startswith(f"{package}.strategies."):
             return package
     return None

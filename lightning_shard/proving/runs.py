@@ -42,6 +42,7 @@ from lightning_shard.proving.records import (
 from lightning_shard.proving.strategies import (
     QUIET_OPTIONS,
     StrategyLike,
+    batches_seen,
     for_replay,
     full_gradients,
     places,
@@ -84,30 +85,22 @@ class Recorder(Callback):
         self._record = Record(rank=rank, data_rank=data_rank, num_data_ranks=num_data_ranks)
         self._sink.records[rank] = self._record
         enter = self._in_fit.enter_context
-        enter(self._noting_batches(trainer))
-        enter(self._noting_logs(pl_module))
-        enter(self._noting_gathers(pl_module))
-        enter(self._after_clipping(pl_module))
+        enter(batches_seen(trainer, self._note_batch))
+        for name, noting in (
+            ("log", self._noting_logs),
+            ("all_gather", self._noting_gathers),
+            ("configure_gradient_clipping", self._after_clipping),
+        ):
+            enter(patch.object(pl_module, name, noting(pl_module)))
         for name, module in pl_module.named_modules() if self._with_outputs else ():
             if name:
                 handle = module.register_forward_hook(self._noting_output(name))
                 self._in_fit.callback(handle.remove)
 
-    @contextmanager
-    def _noting_batches(self, trainer: "pl.Trainer") -> Iterator[None]:
-        """The precision plugin is the first that is given a batch; see `training_epoch_loop`."""
-        plugin = trainer.precision_plugin
-        convert = plugin.convert_input
+    def _note_batch(self, batch: Any) -> None:
+        self._record.batches.append(tree_map_only(Tensor, torch.clone, batch))
 
-        def note(batch: Any) -> Any:
-            self._record.batches.append(tree_map_only(Tensor, torch.clone, batch))
-            return convert(batch)
-
-        with patch.object(plugin, "convert_input", note):
-            yield
-
-    @contextmanager
-    def _noting_logs(self, module: "pl.LightningModule") -> Iterator[None]:
+    def _noting_logs(self, module: "pl.LightningModule") -> Callable[..., None]:
         log = module.log
 
         def noted(*args: Any, **kwargs: Any) -> None:
@@ -122,30 +115,25 @@ class Recorder(Callback):
                     self._record.step_values[name] = float(given["value"])
             log(*args, **kwargs)
 
-        with patch.object(module, "log", noted):
-            yield
+        return noted
 
-    @contextmanager
-    def _noting_gathers(self, module: "pl.LightningModule") -> Iterator[None]:
+    def _noting_gathers(self, module: "pl.LightningModule") -> Callable[..., Any]:
         gather = module.all_gather
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             self._record.num_gathers += 1
             return gather(*args, **kwargs)
 
-        with patch.object(module, "all_gather", noted):
-            yield
+        return noted
 
-    @contextmanager
-    def _after_clipping(self, module: "pl.LightningModule") -> Iterator[None]:
+    def _after_clipping(self, module: "pl.LightningModule") -> Callable[..., None]:
         clip = module.configure_gradient_clipping
 
         def noted(*args: Any, **kwargs: Any) -> None:
             clip(*args, **kwargs)
             self._note_gradients(module, "clipping")
 
-        with patch.object(module, "configure_gradient_clipping", noted):
-            yield
+        return noted
 
     def _noting_output(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -153,6 +154,20 @@ QUIET_OPTIONS: dict[str, Any] = {
     "enable_model_summary": False,
 }
 """Of the Trainer of such a run."""
+
+
+@contextmanager
+def batches_seen(trainer: "pl.Trainer", see: Callable[[Any], None]) -> Iterator[None]:
+    """Call `see` with each batch: the precision plugin is the first that is given one."""
+    plugin = trainer.precision_plugin
+    convert = plugin.convert_input
+
+    def seen(batch: Any) -> Any:
+        see(batch)
+        return convert(batch)
+
+    with patch.object(plugin, "convert_input", seen):
+        yield
 
 
 @contextmanager

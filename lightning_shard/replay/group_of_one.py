@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -41,6 +40,7 @@ from lightning_shard.checkpoint.snapshot_loading import load
 from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.environments import InProcessEnvironment
 from lightning_shard.errors import ConfigError, RankFailedError
+from lightning_shard.proving.strategies import batches_seen
 from lightning_shard.replay.rank_record import RankRecord, own_error, state_digest
 from lightning_shard.replay.tape import WITHOUT_RESULT, CallTape, set_buffers, set_full, set_place
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
@@ -107,19 +107,13 @@ class Replayer(OnlyLooks, Callback):
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        plugin = trainer.precision_plugin
-        convert = plugin.convert_input
-
-        def set_up(batch: Any) -> Any:
-            if trainer.training:
-                self._prepare(trainer)
-            return convert(batch)
-
-        self._in_fit.enter_context(patch.object(plugin, "convert_input", set_up))
+        self._in_fit.enter_context(batches_seen(trainer, partial(self._prepare, trainer)))
         self._in_fit.enter_context(without_sigterm_broadcast(trainer))
 
-    def _prepare(self, trainer: "pl.Trainer") -> None:
+    def _prepare(self, trainer: "pl.Trainer", _: Any) -> None:
         """Set the random streams as they were when this batch was fetched."""
+        if not trainer.training:
+            return
         given = self._shelf.records[_rank_of(trainer)].given[self._number]
         trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = given.is_last
         load_random_state(given.random, trainer.strategy.root_device)

@@ -34,7 +34,7 @@ from lightning_shard.checkpoint.rank_snapshot import (
 from lightning_shard.checkpoint.state_entries import CommonValue, Scalar, ShardMark
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError
-from lightning_shard.replay.tape import Result, from_plain, plain
+from lightning_shard.replay.tape import Result
 
 _OWN_CLASSES: list[Any] = [TensorKey, TensorEntry, ShardMark, Scalar, CommonValue]
 _FORMAT = 2
@@ -109,7 +109,7 @@ class RankRecord:
             "format": _FORMAT,
             "snapshot": {"data": self.snapshot.data.clone(), "metadata": metadata},
             "given": [vars(one) for one in self.given],
-            "results": None if self.results is None else plain(self.results),
+            "results": None if self.results is None else [vars(one) for one in self.results],
         }
         with new_file(path) as file:
             torch.save(content, file)
@@ -144,7 +144,7 @@ class RankRecord:
         given = [Given(**one) for one in content.pop("given")]
         snapshot = Snapshot(data=saved["data"], metadata=metadata)
         results = content.pop("results")
-        results = None if results is None else list(from_plain(results))
+        results = None if results is None else [Result(**one) for one in results]
         return cls(**content, given=given, snapshot=snapshot, results=results)
 
 

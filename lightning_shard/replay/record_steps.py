@@ -9,6 +9,7 @@ step ── an error? a loss that is not finite? a step that was asked for? ─�
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lightning_shard.checkpoint.rank_snapshot import take
 from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.option_checks import checked_options
+from lightning_shard.proving.strategies import batches_seen
 from lightning_shard.replay.rank_record import Given, RankRecord, own_error, state_digest, versions
 from lightning_shard.replay.tape import ResultRecorder, full_copies, take_buffers, take_place
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
@@ -99,25 +101,13 @@ class RecordSteps(OnlyLooks, Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         _check(trainer, with_results=self._results is not None)
         self._close()
-        self._in_fit.enter_context(self._noting_batches(trainer))
+        self._in_fit.enter_context(batches_seen(trainer, partial(self._note, trainer)))
         if self._results is not None:
             self._in_fit.enter_context(_noting_steps(trainer, self._results))
 
-    @contextmanager
-    def _noting_batches(self, trainer: "pl.Trainer") -> Iterator[None]:
-        """The precision plugin is the first that is given a batch, before hooks change it."""
-        plugin = trainer.precision_plugin
-        convert = plugin.convert_input
-
-        def noted(batch: Any) -> Any:
-            if trainer.training:
-                self._note(trainer, batch)
-            return convert(batch)
-
-        with patch.object(plugin, "convert_input", noted):
-            yield
-
     def _note(self, trainer: "pl.Trainer", batch: Any) -> None:
+        if not trainer.training:
+            return
         step = trainer.global_step
         if step != self._begun_at:  # else gradients of this step are there
             self._begun_at = step

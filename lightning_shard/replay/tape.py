@@ -158,16 +158,6 @@ def _shapes(tensors: Sequence[Tensor] | None) -> str:
     return str([tuple(one.shape) for one in tensors or ()])
 
 
-def plain(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return results as plain values, for a file."""
-    return [vars(one) for one in results]
-
-
-def from_plain(values: Sequence[dict[str, Any]]) -> Iterator[Result]:
-    """Yield results of plain values."""
-    return (Result(**one) for one in values)
-
-
 class ResultRecorder:
     """Keeps the results of calls of the thread that has entered `noting`, and of its backward.
 

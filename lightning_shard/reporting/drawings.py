@@ -11,8 +11,9 @@ What a mark means is told by its `title`, which browsers show under the pointer.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from statistics import median
+from statistics import fmean, median
 
+from lightning_shard.reporting.figures_of_run import averages
 from lightning_shard.reporting.output import format_bytes
 from lightning_shard.reporting.records import TimelineEvent
 
@@ -320,10 +321,7 @@ def _joined(steps: Mapping[int, Mapping[str, float]]) -> list[tuple[str, dict[st
     found = []
     for start in range(0, len(numbers), size):
         some = numbers[start : start + size]
-        names = dict.fromkeys(name for number in some for name in steps[number])
-        means = {
-            name: sum(steps[number].get(name, 0.0) for number in some) / len(some) for name in names
-        }
+        means = averages((steps[number] for number in some), fmean)
         found.append((f"{some[0]}" if size == 1 else f"{some[0]} to {some[-1]}", means))
     return found
 

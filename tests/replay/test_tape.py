@@ -15,7 +15,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
 from lightning_shard.replay.group_of_one import RecordedBackend, group_of_one
-from lightning_shard.replay.tape import CallTape, Result, ResultRecorder, from_plain, plain
+from lightning_shard.replay.tape import CallTape, Result, ResultRecorder
 from lightning_shard.testing import run_ranks
 
 RANKS, RANK = 3, 1
@@ -77,7 +77,7 @@ def _same(got: Any, expected: Any) -> bool:
 def test_one_rank_alone_gets_what_it_got_among_others(recorded: str) -> None:
     kind = ExchangeCollectives if recorded == "gloo" else Collectives
     expected, results = run_ranks(lambda rank: _noted(rank, many_calls, kind), RANKS)[RANK]
-    tape = CallTape(rank=RANK, results=list(from_plain(plain(results))), is_playing=True)
+    tape = CallTape(rank=RANK, results=[Result(**vars(one)) for one in results], is_playing=True)
     with group_of_one(tape, RANKS):
         got = many_calls(RANK, RecordedBackend(recorded).collectives)  # type: ignore[arg-type]
     assert len(got) == len(expected)
