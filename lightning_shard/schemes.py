@@ -15,6 +15,8 @@ OFFLOADED: dict[str, tuple[str, str]] = {
     "zero3_offload": ("zero3", "parameters"),
 }
 """By name the scheme, and what it has in host memory: as Lightning's DeepSpeed names have it."""
+BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
+"""By ZeRO stage the scheme that keeps a full model on each rank, or shards of it."""
 COMPRESSIONS = {
     "fp16": "half of the bytes",
     "bf16": "half of the bytes",
@@ -88,7 +90,7 @@ SCHEMES: dict[str, Scheme] = {
     "shard_auto": Scheme(
         class_name="AutoStrategy",
         text="Plans when a fit begins, and becomes what it has chosen.",
-        needs="a training_step that asks for no elements; automatic optimization",
+        needs="a training_step that asks for no elements",
     ),
     "local_sgd": Scheme(
         class_name="LocalSGDStrategy", text="Ranks train alone and average every few steps."

@@ -15,19 +15,10 @@ from importlib import import_module
 from typing import Any, Literal
 
 from lightning_shard.data_parallel.options import Offload
+from lightning_shard.schemes import BY_STAGE, SCHEMES
 
 Checkpointing = Literal["full", "selective"] | None
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
-_PURE = ("shard_ddp", "zero1", "zero2", "zero3")
-_CLASSES = {
-    "shard_ddp": "DDPStrategy",
-    "zero1": "ZeRO1Strategy",
-    "zero2": "ZeRO2Strategy",
-    "zero3": "ZeRO3Strategy",
-    "tensor_parallel": "TensorParallelStrategy",
-    "pipeline_parallel": "PipelineParallelStrategy",
-    "hybrid_parallel": "HybridParallelStrategy",
-}
 
 
 def strategy_class(name: str) -> Any:
@@ -92,12 +83,12 @@ class Candidate:
         """Name of the strategy, without offload's suffix."""
         if self.pp > 1:
             return "pipeline_parallel" if self.tp == self.dp == 1 else "hybrid_parallel"
-        return "tensor_parallel" if self.tp > 1 else _PURE[self.zero_stage]
+        return "tensor_parallel" if self.tp > 1 else BY_STAGE[self.zero_stage]
 
     @property
     def class_name(self) -> str:
         """Name of the strategy's class in `lightning_shard`."""
-        return _CLASSES[self.strategy]
+        return SCHEMES[self.strategy].class_name
 
     def options(self, plan: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the strategy's arguments, `plan` being that of the layers to split."""
@@ -108,7 +99,7 @@ class Candidate:
             found["offload"] = self.offload
         if self.activation_offload:
             found["activation_offload"] = True
-        if self.strategy in _PURE:
+        if self.strategy in BY_STAGE:
             return found
         if self.strategy == "tensor_parallel":
             found |= {"tensor_parallel_size": self.tp, "zero_stage": self.zero_stage}
@@ -124,7 +115,7 @@ class Candidate:
     def __str__(self) -> str:
         sizes = [(name, size) for name, size in (("pp", self.pp), ("dp", self.dp), ("tp", self.tp))]
         parts = [" ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"]
-        if self.strategy not in _PURE and self.zero_stage:
+        if self.strategy not in BY_STAGE and self.zero_stage:
             parts.append(f"ZeRO {self.zero_stage}")
         if self.schedule:
             parts.append(f"{self.schedule} of {self.num_microbatches}")

@@ -17,7 +17,7 @@ from lightning_shard.checkpoint.random_state import load_random_state, random_st
 from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
-from lightning_shard.schemes import SCHEMES, named_schemes, names_of
+from lightning_shard.schemes import BY_STAGE, SCHEMES, named_schemes, names_of
 from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.elastic import ElasticStrategy
@@ -36,7 +36,6 @@ _NO_EXCHANGE = {
     "overlap_steps": 0,
     "mixing": 0.0,
 }
-_BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
 
 
 def strategy_in_process(
@@ -136,7 +135,7 @@ def comparable(given: StrategyLike, num_ranks: int) -> tuple[StrategyLike, str, 
 def for_replay(strategy: ShardStrategy, num_ranks: int) -> ShardStrategy:
     """Return a strategy that takes recorded batches: an elastic one assigns samples itself."""
     if isinstance(strategy, ElasticStrategy):
-        return strategy_in_process(_BY_STAGE[strategy.stage], num_ranks)
+        return strategy_in_process(BY_STAGE[strategy.stage], num_ranks)
     return strategy
 
 

@@ -32,13 +32,11 @@ from lightning_shard.option_checks import checked_options
 from lightning_shard.proving.strategies import batches_seen
 from lightning_shard.replay.rank_record import Given, RankRecord, own_error, state_digest, versions
 from lightning_shard.replay.tape import ResultRecorder, full_copies, take_buffers, take_place
+from lightning_shard.schemes import BY_STAGE
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.trainer._lightning import around_sigterm_broadcast, layer_sync
 from lightning_shard.trainer.hook_advice import OnlyLooks
-
-RECORDED = ("shard_ddp", "zero1", "zero2", "zero3")
-"""The strategies whose steps are recorded."""
 
 
 class RecordSteps(OnlyLooks, Callback):
@@ -285,9 +283,9 @@ def _check(trainer: "pl.Trainer", *, with_results: bool) -> None:
     """
     strategy = trainer.strategy
     name = strategy_name(strategy)
-    if name not in RECORDED or not isinstance(strategy, DataParallelStrategy):
+    if name not in BY_STAGE or not isinstance(strategy, DataParallelStrategy):
         raise ConfigError(
-            f"RecordSteps got the strategy {name!r}, expected one of {', '.join(RECORDED)}: of "
+            f"RecordSteps got the strategy {name!r}, expected one of {', '.join(BY_STAGE)}: of "
             f"others a step depends on more than a rank's shards and its batch. Leave the callback "
             f"out, or record the fit under one of these."
         )

@@ -316,7 +316,7 @@ PERSISTENT = ("parameters", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankMemory:
+class CountedMemory:
     """One rank's memory.
 
     Attributes:
@@ -346,13 +346,13 @@ def by_kind(memory: Mapping[str, Any]) -> dict[str, float]:
     return {name: size for name, size in sums.items() if size}
 
 
-def memory_of_ranks(run: RunRecords) -> list[RankMemory]:
+def memory_of_ranks(run: RunRecords) -> list[CountedMemory]:
     """Return each rank's memory, as it was counted last."""
     found = []
     for one in last_of_ranks(run.of("memory")):
         expected = expected_of(run, one["rank"])
         found.append(
-            RankMemory(
+            CountedMemory(
                 rank=one["rank"],
                 held=by_kind(one["held"]),
                 expected=None if expected is None else by_kind(expected["memory"]),

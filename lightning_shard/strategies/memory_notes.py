@@ -36,6 +36,7 @@ from lightning_shard.planning.dry_run import dry_run
 from lightning_shard.planning.simulated_model import NoElements
 from lightning_shard.planning.simulated_rank import largest_units
 from lightning_shard.reporting.output import format_bytes
+from lightning_shard.schemes import BY_STAGE
 from lightning_shard.strategies.flat_options import option_names
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.trainer._lightning import runners_of
@@ -43,7 +44,6 @@ from lightning_shard.trainer.announcement import what_is_held
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = 4096
-_BY_STAGE = ("shard_ddp", "zero1", "zero2", "zero3")
 _OF_HOSTS = ("DefaultCPUAllocator", "not enough memory")  # in torch's own words
 _BEGINNING = "Out of memory"
 
@@ -219,7 +219,7 @@ class MemoryNotes:
             num_shards=strategy.shard_size,
             largest_units=largest_units(engine),
             options=option_names(type(strategy)),
-            is_named_by_stage=strategy_name(strategy) in _BY_STAGE,
+            is_named_by_stage=strategy_name(strategy) in BY_STAGE,
             checkpoints=engine.options.activation_checkpointing is not None,
             activations=self._activations(engine),
             offload=engine.options.offload,
