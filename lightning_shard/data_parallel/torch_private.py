@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental import proxy_tensor
@@ -45,6 +45,7 @@ __all__ = [
     "TRANSFORM_ENTRANCES",
     "BatchNorm",
     "DropoutLayer",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "Untraced",

@@ -276,6 +276,26 @@ def test_what_another_stage_has_holds_nothing_here() -> None:
     assert last.memory.activations > 0
 
 
+class OwnLabels(L.LightningModule):
+    """Makes its labels of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.head(self.embed(batch[0].argmax(-1)))
+        return nn.functional.cross_entropy(logits, batch[0].argmin(-1))
+
+
+def test_labels_that_a_step_makes_are_not_asked_for_elements() -> None:
+    """Sharded logits asked whether labels are in range, which these cannot say."""
+    plan = {"head": "colwise"}
+    batch = [torch.empty(4, 8, device="meta")]
+    found = TensorParallelStrategy(plan=plan).dry_run(OwnLabels(), batch, world_size=2)
+    assert found.ranks[0].sent["tp"] > 0
+
+
 def test_a_pipeline_refuses_a_penalty_on_inputs_as_in_a_fit() -> None:
     """Torch's error was told, with the advice to ask for shapes only."""
     strategy = PipelineParallelStrategy(num_microbatches=2)
