@@ -21,7 +21,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -45,37 +44,20 @@ class OwnMethods:
 
     Args:
         optimizer: The user's optimizer.
-        run: Calls what it is given where parameters show what the optimizer updates.
-        is_apart: Whether weights and state do not fit each other now.
+        run: Calls what it is given where parameters show what the optimizer updates, or, where a
+            trial says something against that, as they are; that is given, too.
 
     Attributes:
         obstacles: By the name of a method what a trial says against running it there, or "".
         begins_early: Whether a step uses state or weights before it calls its closure.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        run: Callable[[Callable[[], Any]], Any],
-        is_apart: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.optimizer, self.run, self.is_apart = optimizer, run, is_apart
+    def __init__(self, optimizer: Optimizer, run: Callable[[Callable[[], Any], str], Any]) -> None:
+        self.optimizer, self.run = optimizer, run
         self.obstacles = {} if is_of_torch(optimizer) else _tried_methods(optimizer)
         self.begins_early = not is_of_torch(optimizer) and _begins_early(optimizer)
         if self.obstacles:
             setattr(optimizer, _RUNNER, self)
-
-    def call(self, name: str, method: Callable[[], Any]) -> Any:
-        """Call a method of the optimizer where it does on this rank what it does on one device."""
-        if not (obstacle := self.obstacles[name]):
-            return self.run(method)
-        if self.is_apart():
-            rank_zero_warn(
-                f"{type(self.optimizer).__name__}.{name} is called with full weights and with a "
-                f"rank's part of the optimizer's state, since {obstacle}. If it uses both, it is "
-                f"wrong here: compare with strategy='shard_ddp'."
-            )
-        return method()
 
     def detach(self) -> None:
         """Leave the methods to the class."""
@@ -91,7 +73,7 @@ def _deciding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         is_its = runner is not None and runner.optimizer in (self, getattr(self, "optimizer", None))
         if not is_its or name not in runner.obstacles:  # a trial's copy, say
             return method(self, *args, **kwargs)
-        return runner.call(name, lambda: method(self, *args, **kwargs))
+        return runner.run(lambda: method(self, *args, **kwargs), runner.obstacles[name])
 
     return called
 
@@ -131,12 +113,13 @@ def _tried_methods(optimizer: Optimizer) -> dict[str, str]:
             decides = _deciding(name, method)
             decides.decides = True  # type: ignore[attr-defined]
             setattr(kind, name, decides)
-    return {name: _verdict(after.get(name, [result])) for name, result in alone.items()}
+    return {name: _verdict(name, after.get(name, [result])) for name, result in alone.items()}
 
 
-def _verdict(results: Sequence[str]) -> str:
+def _verdict(name: str, results: Sequence[str]) -> str:
     """Return what is against a method: a difference, or what it raises whatever was before it."""
-    return DIFFERENCE if DIFFERENCE in results else min(results, key=bool)
+    found = DIFFERENCE if DIFFERENCE in results else min(results, key=bool)
+    return found and f"{name}, {found}"
 
 
 def _begins_early(optimizer: Optimizer) -> bool:
@@ -180,5 +163,5 @@ def _tried(optimizer: Optimizer, parts: Parts, names: Sequence[str]) -> str:
         except TrialError as error:  # it needs a closure, or another method before
             if error.of_parts:
                 return DIFFERENCE
-            raised = f"a trial on a small matrix raised {error}"
+            raised = f"in a trial on a small matrix, raised {error}"
     return raised

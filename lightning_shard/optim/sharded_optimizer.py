@@ -390,7 +390,7 @@ class ShardedOptimizer:
         shard_state(optimizer, engine)
         self._edited_state = EditedState(optimizer, engine)
         self._flat = FlatStep(optimizer, engine)
-        self._own_methods = OwnMethods(optimizer, self._in_view_of_state, self._is_apart)
+        self._own_methods = OwnMethods(optimizer, self._in_view_of_state)
         self._failing = FailingSteps(optimizer, self._end_failed, self._end_later)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -494,16 +494,20 @@ class ShardedOptimizer:
         if self._in_view:
             self.engine.view.on_interrupted = self._end_failed
 
-    def _is_apart(self) -> bool:
-        """Whether weights look full while this rank keeps a part of the optimizer's state."""
-        is_cut = self.engine.view.differs or bool(self.engine.split.groups)
-        return is_cut and not (self._in_view or self._num_steps)
-
-    def _in_view_of_state(self, method: Callable[[], Any]) -> Any:
+    def _in_view_of_state(self, method: Callable[[], Any], obstacle: str) -> Any:
         """Call a method of the optimizer that goes by its state; each rank must call."""
         if self._in_view or self._num_steps:
             return method()
-        if not self._is_apart():
+        is_whole = not self.engine.view.differs and not self.engine.split.groups
+        if obstacle:
+            if not is_whole:
+                rank_zero_warn(
+                    f"A method of {type(self.optimizer).__name__} is called with full weights and "
+                    f"with a rank's part of the optimizer's state: {obstacle}. If it uses both, "
+                    f"it is wrong here: compare with strategy='shard_ddp'."
+                )
+            return method()
+        if is_whole:
             with self.engine.around_methods(self.optimizer):
                 return method()
         with self.engine.seeing_shards():

@@ -9,7 +9,6 @@ What ranks may have for themselves is left out: places, loggers, callbacks that 
 """
 
 import platform
-from collections.abc import Iterable
 from importlib import metadata
 from inspect import signature
 from typing import Any
@@ -140,23 +139,22 @@ def _hooks_on_parts(trainer: "pl.Trainer") -> dict[str, int]:
     """Return how many hooks user code has where ranks must take part in a gradient, or a call."""
     strategy: Any = trainer.strategy
     model, split = strategy.engine.model, strategy.engine.split
-    named, has_all = [*model.named_parameters()], True
-    found = dict[str, int]()
-    for name, param in named if split.groups else ():
-        has_all &= split.is_here(param)
-        found[f"the number of hooks on the gradient of {name!r}"] = _num_of_users(
-            gradient_hooks(param).values()
-        )
-    if not has_all:  # a call of a module is not seen on each rank
-        for name, module in model.named_modules():
-            found[f"the number of hooks on {name!r}"] = _num_of_users(forward_hooks(module))
-    return {name: number for name, number in found.items() if number}
+    if not split.groups:
+        return {}
+    params = dict(model.named_parameters())
+    hooks: dict[str, list[Any]] = {
+        f"the gradient of {name!r}": [*gradient_hooks(one).values()] for name, one in params.items()
+    }
+    if not all(map(split.is_here, params.values())):  # a call of a module is not seen on each rank
+        hooks |= {repr(name): forward_hooks(one) for name, one in model.named_modules()}
+    counts = {name: sum(map(_is_users, one)) for name, one in hooks.items()}
+    return {f"the number of hooks on {name}": number for name, number in counts.items() if number}
 
 
-def _num_of_users(hooks: Iterable[Any]) -> int:
+def _is_users(hook: Any) -> bool:
+    written = getattr(hook, "hook", hook)  # which a split layer's is around
     own = {__name__.partition(".")[0], "torch", "functools"}
-    written = (getattr(one, "hook", one) for one in hooks)  # which a split layer's is around
-    return sum(getattr(one, "__module__", "").partition(".")[0] not in own for one in written)
+    return getattr(written, "__module__", "").partition(".")[0] not in own
 
 
 def versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ the weights "model"), and of `dcp.save` with the same keys differ in nothing els
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -36,7 +36,7 @@ from lightning_shard.checkpoint.sharded.index import (
     edition_of,
     read_index,
 )
-from lightning_shard.checkpoint.sharded.key_texts import key_of
+from lightning_shard.checkpoint.sharded.key_texts import key_of, with_keys
 from lightning_shard.errors import CheckpointError
 
 
@@ -274,27 +274,9 @@ class StoredFolder:
             path = self._path(key)
             if path[0] == root:
                 value = StoredTensor(self, key, entry) if _is_tensor(entry) else self._values[key]
-                _put(top, self._with_keys(path), value)
-        return top.get(root, {})
-
-    def _with_keys(self, path: Sequence[str | int]) -> list[tuple[Any, bool]]:
-        """Return keys and list indices, and whether each is a key.
-
-        Raises:
-            CheckpointError: A key is an object, and only plain values are loaded.
-        """
-        try:
-            return [
-                (key_of(one, self.unpickled), True) if isinstance(one, str) else (one, False)
-                for one in path
-            ]
-        except Exception as error:  # whatever an object's class leads to
-            raise CheckpointError(
-                f"A key of the state in {str(self.path)!r} cannot be loaded "
-                f"({str(error).strip().partition(chr(10))[0]}), expected texts, numbers, bytes or "
-                f"tuples of them. Where keys are objects, such as those of an Enum, pass "
-                f"weights_only=False if you trust whoever has written it: loading them runs code."
-            ) from error
+                _put(top, path, value)
+        unpickled = partial(self.unpickled, what=f"A key of {root!r}")
+        return with_keys(top.get(root, {}), lambda text: key_of(text, unpickled))
 
     def read(self, targets: dict[str, Any]) -> dict[str, Any]:
         """Read tensors into the memory given for them, and return everything by key.
@@ -331,9 +313,21 @@ class StoredFolder:
         files = {place.relative_path for index, place in places if index.fqn in targets}
         verify_folder(self.path, sorted(files), edition=self.edition)
 
-    def unpickled(self, content: bytes) -> Any:
-        """Return what `torch.save` has made bytes of, with as much trust as in the folder."""
-        return torch.load(io.BytesIO(content), "cpu", weights_only=self._weights_only)
+    def unpickled(self, content: bytes, what: str) -> Any:
+        """Return what `torch.save` has made bytes of, with as much trust as in the folder.
+
+        Raises:
+            CheckpointError: It is damaged, or holds objects that are not trusted.
+        """
+        try:
+            return torch.load(io.BytesIO(content), "cpu", weights_only=self._weights_only)
+        except Exception as error:  # of objects, or whatever a damaged one leads to
+            raise CheckpointError(
+                f"{what} cannot be loaded from the checkpoint {str(self.path)!r} "
+                f"({str(error).strip().partition(chr(10))[0]}), expected tensors and plain values. "
+                f"Where it holds objects, such as those of a loader's state, pass "
+                f"weights_only=False if you trust whoever has written it: loading them runs code."
+            ) from error
 
     def meta(self) -> dict[str, Any]:
         """Return what Lightning keeps besides; what it needs at least where there is none."""
@@ -384,10 +378,10 @@ def _is_tensor(entry: Any) -> bool:
     return isinstance(entry, TensorStorageMetadata)
 
 
-def _put(container: Any, path: Sequence[tuple[Any, bool]], value: Any) -> None:
+def _put(container: Any, path: tuple[Any, ...], value: Any) -> None:
     """Put a value where it was before the state was flattened; an index belongs to a list."""
-    for (key, _), (_, follows_key) in pairwise(path):
-        made: Any = {} if follows_key else []
+    for key, following in pairwise(path):
+        made: Any = {} if isinstance(following, str) else []
         if isinstance(container, list):
             _extend(container, key)
             if container[key] is None:
@@ -395,10 +389,9 @@ def _put(container: Any, path: Sequence[tuple[Any, bool]], value: Any) -> None:
             container = container[key]
         else:
             container = container.setdefault(key, made)
-    last, _ = path[-1]
     if isinstance(container, list):
-        _extend(container, last)
-    container[last] = value
+        _extend(container, path[-1])
+    container[path[-1]] = value
 
 
 def _extend(container: list[Any], index: Any) -> None:

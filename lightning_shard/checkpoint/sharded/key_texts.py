@@ -11,6 +11,7 @@ torch writes `str(key)`: what came back was another key, which an optimizer did 
 from ast import literal_eval
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from io import BytesIO
 from typing import Any
 
@@ -19,37 +20,31 @@ import torch
 _MARK, _PICKLED = "~", "~torch.save:"
 
 
-def with_texts(value: Any) -> Any:
-    """Return nested mappings and lists with texts in the place of keys."""
+def with_keys(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested mappings and lists with their keys changed."""
     if isinstance(value, list):
-        return [with_texts(one) for one in value]
+        return [with_keys(one, change) for one in value]
     if not isinstance(value, Mapping):
         return value
-    return {_text(key): with_texts(one) for key, one in value.items()}
+    return {change(key): with_keys(one, change) for key, one in value.items()}
 
 
-def _text(key: Any) -> str:
+def text_of(key: Any) -> str:
+    """Return the text that stands for a key, the same on all ranks."""
     if type(key) is str and not key.startswith(_MARK):
         return key
-    if _is_literal(key):
-        return f"{_MARK}{key!r}"
+    with suppress(ValueError, SyntaxError):  # Python does not read what it writes of an object
+        if repr(literal_eval(repr(key))) == repr(key):
+            return f"{_MARK}{key!r}"
     file = BytesIO()
     torch.save(key, file)
     return f"{_PICKLED}{b64encode(file.getbuffer()).decode()}"
-
-
-def _is_literal(key: Any) -> bool:
-    if isinstance(key, tuple):
-        return type(key) is tuple and all(map(_is_literal, key))
-    is_finite = not isinstance(key, float) or abs(key) < float("inf")
-    return type(key) in (str, bytes, int, bool, float, type(None)) and is_finite
 
 
 def key_of(text: str, unpickled: Callable[[bytes], Any]) -> Any:
     """Return the key that a text stands for; an object is made by `unpickled`."""
     if text.startswith(_PICKLED):
         return unpickled(b64decode(text.removeprefix(_PICKLED)))
-    try:
+    with suppress(ValueError, SyntaxError):  # a text of somebody else's
         return literal_eval(text.removeprefix(_MARK)) if text.startswith(_MARK) else text
-    except (ValueError, SyntaxError):  # a text of somebody else's
-        return text
+    return text

@@ -84,15 +84,7 @@ def _unpacked(
             return [filled(one, f"{path}.{at}") for at, one in enumerate(value)]
         return value
 
-    try:
-        entry = folder.unpickled(outline.numpy().tobytes())
-    except Exception as error:  # of objects, or whatever a damaged one leads to
-        raise CheckpointError(
-            f"What {rank} has kept cannot be loaded from the checkpoint {str(folder.path)!r} "
-            f"({str(error).strip().partition(chr(10))[0]}), expected tensors and plain values. "
-            f"Where it holds objects, such as those of a loader's state, pass weights_only=False "
-            f"if you trust whoever has written it: loading them runs code."
-        ) from error
+    entry = folder.unpickled(outline.numpy().tobytes(), f"What {rank} has kept")
     try:
         return filled(entry, "")
     except KeyError as error:

@@ -25,7 +25,7 @@ from lightning_shard.checkpoint.sharded.box_writer import BoxWriter
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
 from lightning_shard.checkpoint.sharded.index import by_itself
-from lightning_shard.checkpoint.sharded.key_texts import with_texts
+from lightning_shard.checkpoint.sharded.key_texts import text_of, with_keys
 from lightning_shard.errors import CheckpointError
 
 _OF_RANK = re.compile(r"__(\d+)_")
@@ -38,7 +38,7 @@ class BoxSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        super().set_up_planner(with_texts(state_dict), storage_meta, is_coordinator)
+        super().set_up_planner(with_keys(state_dict, text_of), storage_meta, is_coordinator)
 
     @override
     def lookup_object(self, index: MetadataIndex) -> Any:
