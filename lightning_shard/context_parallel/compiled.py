@@ -27,8 +27,8 @@ from lightning_shard.data_parallel.torch_private import (
     DropoutLayer,
     calls_of,
     compiler_of,
+    forward_hooks,
     has_compiled_call,
-    has_forward_hooks,
     in_backward,
     set_compiled_call,
 )
@@ -247,9 +247,7 @@ class _Rows:
         """Return the part to run on; None to run as it is written."""
         if self.compiled is None or kwargs or len(args) != 1:
             return None
-        needs_part = any(map(has_forward_hooks, self._modules[1:])) or any(
-            map(_drops, self._modules)
-        )
+        needs_part = any(map(forward_hooks, self._modules[1:])) or any(map(_drops, self._modules))
         return None if needs_part else part_of(args[0])
 
 

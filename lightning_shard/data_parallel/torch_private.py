@@ -64,7 +64,6 @@ __all__ = [
     "gradient_hooks",
     "has_backward_hooks",
     "has_compiled_call",
-    "has_forward_hooks",
     "has_gradient_hooks",
     "in_backward",
     "in_transform",
@@ -313,11 +312,6 @@ def has_compiled_call(module: nn.Module) -> bool:
 def calls_of(module: nn.Module) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
     """Return the compiled call of a module, None without one, and that of it as it is written."""
     return module._compiled_call_impl, module._call_impl
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether code sees what a module is called with or returns."""
-    return bool(forward_hooks(module))
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
