@@ -19,10 +19,9 @@ from lightning_shard.backends._c10d import HashStore, PrefixStore, Store, init_d
 from lightning_shard.backends.guarded.addresses import address_towards, chosen_ports
 from lightning_shard.backends.guarded.token import remembered
 from lightning_shard.backends.liveness.interruption import end_at_exit
-from lightning_shard.backends.meeting_place import meet, store_without_python
+from lightning_shard.backends.meeting_place import MissingRanksError, meet, store_without_python
 from lightning_shard.backends.objects import guard_torch
 from lightning_shard.backends.pending import is_about_a_peer
-from lightning_shard.backends.roll_call import MissingRanksError
 from lightning_shard.errors import ConfigError, RankFailedError
 
 # Ranks do not start at the same time: one may import for long on a busy host. That is no silence.

@@ -21,12 +21,9 @@ import os
 import signal
 import socket
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from selectors import EVENT_READ, DefaultSelector
 from threading import Condition
 from time import monotonic
 from types import FrameType
@@ -45,8 +42,12 @@ from lightning_shard.backends.guarded.connection import Connection, Message
 from lightning_shard.backends.guarded.handshake import WrongTokenError
 from lightning_shard.backends.guarded.store import store_at
 from lightning_shard.backends.guarded.token import JobAddress, find_token, remember, wrong_token
-from lightning_shard.backends.liveness import RepeatedSignal
 from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_groups
+from lightning_shard.backends.liveness.thread import (
+    ConnectionThread,
+    unwatch_signals_by,
+    watch_signals_by,
+)
 from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.elastic.generation import Generation, Membership, SignalHandler
 from lightning_shard.elastic.rendezvous_server import MEMBER
@@ -153,19 +154,13 @@ class ServedMembership(Membership):
         It hears of them where the main thread can run no handler; not outside the main thread, nor
         where an event loop watches already.
         """
-        if threading.current_thread() is threading.main_thread():
-            before = signal.set_wakeup_fd(self._thread.signal_fd, warn_on_full_buffer=False)
-            if before != -1:
-                signal.set_wakeup_fd(before)
+        watch_signals_by(self._thread.signal_fd)
         return self.on_sigterm
 
     @override
     def end_run(self) -> None:
         """Undo `watch_signals`."""
-        if threading.current_thread() is threading.main_thread():
-            before = signal.set_wakeup_fd(-1)
-            if before != self._thread.signal_fd:
-                signal.set_wakeup_fd(before)
+        unwatch_signals_by(self._thread.signal_fd)
 
     @override
     def begin(self) -> Generation | None:
@@ -409,13 +404,11 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 _LONGEST_BEAT_SECONDS = 1.0
-_UNSENT_SECONDS = 0.01
 LONGEST_START_SECONDS = 60.0
 _LEAVING_SECONDS = 5.0
-_WAKE = b"\0"  # no signal's number
 
 
-class HeartbeatThread(threading.Thread):
+class HeartbeatThread(ConnectionThread):
     """Sends one process's heartbeats and messages, and hears the server's.
 
     Args:
@@ -435,37 +428,18 @@ class HeartbeatThread(threading.Thread):
         on_server_lost: Callable[[str], None],
         ask_to_leave: Callable[[], None],
     ) -> None:
-        super().__init__(name="lightning-shard-membership", daemon=True)
+        name = "lightning-shard-membership"
+        super().__init__(name, timeout_seconds, _LONGEST_BEAT_SECONDS, "leave")
         self.own_address = server.own_address
-        self._beat_seconds = min(timeout_seconds / 10, _LONGEST_BEAT_SECONDS)
-        self._silence_seconds = 0.7 * timeout_seconds
-        self._server = server
         self._hear_message = hear
         self._on_server_lost = on_server_lost
         self._ask_to_leave = ask_to_leave
-        self._sigterms = RepeatedSignal()
-        self._requests: deque[Message] = deque()
         # A rendezvous server that has just been started is imported still: that is no silence.
         self._server_heard = monotonic() + LONGEST_START_SECONDS
-        self._is_leaving = False
-        self._selector = DefaultSelector()
-        self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
-            end.setblocking(False)
-            # Of one that ended by itself, see `run`; at exit a thread may still read from it.
+            # Of one that ended by itself, see `_finish`; at exit a thread may still read from it.
             finalize(self, end.close).atexit = False
-        self._selector.register(self._server, EVENT_READ, self._hear)
-        self._selector.register(self._wake_read, EVENT_READ, self._wake)
-
-    @property
-    def signal_fd(self) -> int:
-        """Where `signal.set_wakeup_fd` may write which signals come."""
-        return self._wake_write.fileno()
-
-    def send(self, message: Message) -> None:
-        """Send a message to the server, from any thread; does nothing once the thread has ended."""
-        self._requests.append(message)
-        self._wake_up()
+        self._keep(server)
 
     def leave(self, message: Message) -> None:
         """Send a last message and end the thread; signals must be written elsewhere by now."""
@@ -480,12 +454,6 @@ class HeartbeatThread(threading.Thread):
         self._is_leaving = True
         self._wake_up()
 
-    def forget(self) -> None:
-        """Let go of the sockets in a forked child, so that they end when the parent does."""
-        # Unregistering would reach into the parent's selector, which a fork shares.
-        self._selector.close()
-        self._close()
-
     def come(self) -> None:
         """Take note of a SIGTERM, from a handler."""
         self._sigterms.come(self)
@@ -499,60 +467,34 @@ class HeartbeatThread(threading.Thread):
         """Have this rank leave; `RepeatedSignal` says when."""
         self._ask_to_leave()
 
-    def run(self) -> None:
-        """Serve until this process leaves, or the server is lost."""
-        last_beat = monotonic()
-        while not self._is_leaving and self._server.is_open:
-            for key, _ in self._selector.select(self._patience(last_beat)):
-                key.data()
-            self._send_requests()
-            now = monotonic()
-            if now - last_beat >= self._beat_seconds:
-                self._tick(now, now - last_beat)
-                last_beat = now
+    @property
+    @override
+    def _goes_on(self) -> bool:
+        return not self._is_leaving and self._connection.is_open
+
+    @override
+    def _finish(self) -> None:
         self._selector.close()
-        self._server.close()  # the pipe stays: signals are still written to it
+        self._connection.close()  # the pipe stays: signals are still written to it
 
-    def _patience(self, last_beat: float) -> float:
-        until_beat = max(0.0, last_beat + self._beat_seconds - monotonic())
-        return min(until_beat, _UNSENT_SECONDS) if self._server.has_unsent else until_beat
-
+    @override
     def _tick(self, now: float, seconds: float) -> None:
-        self._server.send({"kind": "beat"})
+        self._connection.send({"kind": "beat"})
         if seconds > self._silence_seconds / 2:  # this process was stopped
             self._server_heard = max(self._server_heard, now)
         elif now - self._server_heard > self._silence_seconds:
             self._on_server_lost(f"fell silent for {now - self._server_heard:.1f} s")
-            self._server.is_open = False
+            self._connection.is_open = False
 
-    def _send_requests(self) -> None:
-        while self._requests:
-            message = self._requests.popleft()
-            self._server.send(message)
-            if message["kind"] == "leave":
-                self._is_leaving = True
-        self._server.flush()
-
+    @override
     def _hear(self) -> None:
-        for message in self._server.receive():
+        for message in self._connection.receive():
             self._server_heard = monotonic()
             self._hear_message(message)
-        if not self._server.is_open:
+        if not self._connection.is_open:
             self._on_server_lost("died")
 
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
-            self._wake_write.send(_WAKE)
-
-    def _wake(self) -> None:
-        """Empty the pipe; a signal's number in it comes from `signal.set_wakeup_fd`."""
-        signals = b""
-        with contextlib.suppress(BlockingIOError):
-            signals = self._wake_read.recv(1 << 12)
+    @override
+    def _take_signals(self, signals: bytes) -> None:
         if signal.SIGTERM in signals:
-            self.come()  # the main thread may be where no handler runs
-
-    def _close(self) -> None:
-        self._server.close()
-        self._wake_read.close()
-        self._wake_write.close()
+            self.come()

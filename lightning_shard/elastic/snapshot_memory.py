@@ -4,22 +4,274 @@ sharded      every `snapshot_every` steps a snapshot, which its buddy gets as we
 replicated   the same without a buddy; and between a boundary and the next update the parameters
              and the optimizer state themselves *are* that boundary's, so that nothing is lost:
              of each step only the progress is noted, and the rest is taken when peers are lost
+
+Each rank keeps a copy of another rank's snapshot.
+
+    stride 1    0 ──> 1 ──> 2 ──> 3 ──> 0       on one host: any ranks may be lost but neighbours
+    stride 2    0 ──> 2 ──> 0   1 ──> 3 ──> 1   two ranks a host: a whole host may be lost
+
+    boundary k       begin(k): sizes and flags  |  k travels while the ranks compute
+    next boundary    finish(): k is here        |
+    boundary k + 1   begin(k + 1): all have come this far, so k is everywhere and k - 1 may go
+
+A loss while k + 1 travels leaves k complete everywhere. Source for neighbours' copies in host
+memory: Gemini, SOSP 2023, doi:10.1145/3600006.3613145.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.backends.pending import OperationContext, Span
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
-from lightning_shard.elastic.buddies import BuddyRing
 from lightning_shard.elastic.generation import Generation
 from lightning_shard.elastic.progress import Progress, flags_of
 from lightning_shard.elastic.reconfigurable import ElasticFit
+from lightning_shard.errors import ConfigError, ShardError
+
+_MESSAGE_BYTES = 1 << 30  # MPI counts in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Message:
+    """A part of a snapshot on its way."""
+
+    work: dist.Work
+    data: Tensor  # must live as long as the work
+
+
+@dataclass(kw_only=True)
+class _PendingCopy:
+    """An exchange of snapshots that is not finished yet."""
+
+    buffer: Tensor  # where the other rank's snapshot goes
+    receives: list[_Message]
+    sends: list[_Message]
+    arrived: list[bool] = field(default_factory=list)  # of the receives that were waited for
+
+
+class BuddyRing:
+    """A rank's snapshots and those of the rank that it backs up, over one generation.
+
+    Args:
+        collectives: All ranks of the generation, over a group of its own for host memory: the
+            snapshots travel while the ranks use their other groups. Each rank must construct this.
+        stride: How far away the buddy is: ranks per host on several hosts, else 1.
+        buffers: Where received snapshots go, and where both go back to; own ones when left out.
+        held: Snapshots of earlier generations; kept until one of this generation is everywhere.
+
+    Raises:
+        ConfigError: The stride is not positive.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        stride: int = 1,
+        *,
+        buffers: SnapshotBuffers | None = None,
+        held: Iterable[Snapshot] = (),
+    ) -> None:
+        if stride < 1:
+            raise ConfigError(
+                f"Rank {collectives.rank}: got a stride of {stride} between buddies, expected the "
+                f"number of ranks per host, or 1."
+            )
+        size = collectives.size
+        stride = stride % size or min(1, size - 1)
+        self.target = (collectives.rank + stride) % size
+        self.source = (collectives.rank - stride) % size
+        self._collectives = collectives
+        self._stride = stride
+        self._buffers = HostBuffers() if buffers is None else buffers
+        self._complete = list(held)
+        self._last: tuple[int, int, int] | None = None  # whose exchange is finished here
+        self._pending: _PendingCopy | None = None
+        self._sizes: list[int] = []  # of the last snapshots, by rank
+
+    @property
+    def held(self) -> list[Snapshot]:
+        """The complete snapshots that are here, the newest first."""
+        return sorted(self._complete, key=_moment, reverse=True)
+
+    def begin(self, snapshot: Snapshot, flags: int = 0) -> int:
+        """Keep this rank's snapshot and start to exchange it; each rank must call.
+
+        Finishes the last exchange first if that has not been done.
+
+        Args:
+            snapshot: This rank's, of the same step on all ranks; the ring owns it from now on.
+            flags: Bits below 2**63, which all ranks are to hear of.
+
+        Returns:
+            The bitwise "or" of all ranks' flags.
+
+        Raises:
+            RankFailedError: A peer has died; this rank's snapshot is held all the same.
+        """
+        self._complete.append(snapshot)
+        self.finish()
+        sizes, heard = self._meet(snapshot, flags)
+        self._sizes = sizes
+        self._drop_old(_moment(snapshot))
+        self._last = _moment(snapshot)
+        if self._collectives.size > 1 and snapshot.metadata.num_shards > 1:
+            self._start(snapshot, sizes[self.source])
+        return heard
+
+    def finish(self) -> None:
+        """Wait until the exchange is over; each rank must call. Does nothing where none is on.
+
+        Raises:
+            RankFailedError: A peer has died. What has come of its snapshot: see `salvage`.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        with Span(self._place()) as span:
+            for message in pending.receives[len(pending.arrived) :]:
+                pending.arrived.append(False)
+                message.work.wait()
+                pending.arrived[-1] = True
+            for message in pending.sends:
+                message.work.wait()
+            span.has_waited()
+        self._pending = None
+        self._take_in(pending.buffer)
+
+    def hand_over(self, leaving: Sequence[bool]) -> None:
+        """Give the last snapshots of ranks that leave in order to ranks that stay.
+
+        Args:
+            leaving: By rank, whether it leaves; some rank stays. The last exchange is finished;
+                each rank must call.
+
+        Raises:
+            RankFailedError: A peer has died.
+        """
+        one = self._collectives
+        newest = self.held[0]
+        if newest.metadata.num_shards == 1:
+            return
+        for rank, target in hand_overs(leaving, self._stride):
+            if rank == one.rank:
+                one.send(newest.data, target).wait()
+            elif target == one.rank:
+                buffer = self._buffers.lend(self._sizes[rank])
+                one.recv(buffer, rank).wait()
+                self._take_in(buffer)
+
+    def salvage(self, seconds: float = 1.0) -> None:
+        """After a loss, keep a snapshot that has arrived although the exchange cannot be finished.
+
+        Not collective. Afterwards only what the ring holds may be asked for.
+
+        Args:
+            seconds: How long to wait for what is still on its way from a living peer.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        deadline = time.monotonic() + seconds
+        arrived = [*pending.arrived]
+        while all(arrived) and len(arrived) < len(pending.receives):
+            arrived.append(_has_come(pending.receives[len(arrived)].work, deadline))
+        if all(arrived):
+            self._take_in(pending.buffer)
+        else:
+            self._buffers.forget(pending.buffer)
+
+    def _place(self) -> OperationContext:
+        one = self._collectives
+        return OperationContext(
+            operation="buddy", rank=one.rank, size=one.size, traffic=one.traffic
+        )
+
+    def _meet(self, snapshot: Snapshot, flags: int) -> tuple[list[int], int]:
+        mine = torch.tensor([snapshot.data.numel(), flags], dtype=torch.int64)
+        of_all_ranks = mine.new_empty(self._collectives.size * 2)
+        self._collectives.all_gather(of_all_ranks, mine).wait()
+        heard = 0
+        for said in of_all_ranks[1::2].tolist():
+            heard |= said
+        return of_all_ranks[::2].tolist(), heard
+
+    def _drop_old(self, newest: tuple[int, int, int]) -> None:
+        """Drop what is older than the last exchange: all ranks are known to have finished that."""
+        if self._last is None:
+            return
+        for one in self._complete:
+            if _moment(one) not in (self._last, newest):
+                self._buffers.give_back(one.data)
+        self._complete = [one for one in self._complete if _moment(one) in (self._last, newest)]
+
+    def _start(self, snapshot: Snapshot, num_bytes: int) -> None:
+        group = self._collectives.group
+        buffer = self._buffers.lend(num_bytes)
+        self._collectives.traffic.count("buddy", snapshot.data.numel(), 1)
+        self._pending = _PendingCopy(
+            buffer=buffer,
+            receives=[
+                _Message(
+                    work=_started(dist.irecv(part, group=group, group_src=self.source)), data=part
+                )
+                for part in torch.split(buffer, _MESSAGE_BYTES)
+            ],
+            sends=[
+                _Message(
+                    work=_started(dist.isend(part, group=group, group_dst=self.target)), data=part
+                )
+                for part in torch.split(snapshot.data, _MESSAGE_BYTES)
+            ],
+        )
+
+    def _take_in(self, buffer: Tensor) -> None:
+        snapshot = Snapshot.read(buffer)
+        self._buffers.keep(buffer)
+        self._complete.append(snapshot)
+
+
+def hand_overs(leaving: Sequence[bool], stride: int) -> list[tuple[int, int]]:
+    """Return who gives a snapshot to whom: if its buddy leaves, too, to the next that stays."""
+    size = len(leaving)
+    pairs = []
+    for rank in (rank for rank in range(size) if leaving[rank] and leaving[(rank + stride) % size]):
+        later = ((rank + distance) % size for distance in range(1, size))
+        pairs.append((rank, next(other for other in later if not leaving[other])))
+    return pairs
+
+
+def _moment(snapshot: Snapshot) -> tuple[int, int, int]:
+    metadata = snapshot.metadata
+    return metadata.generation, metadata.step, metadata.num_shards
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # c10d: only outside the group
+    return work
+
+
+def _has_come(work: dist.Work, deadline: float) -> bool:
+    """Whether a receive is done, or gets done in time; broken ones are not."""
+    try:
+        if work.is_completed():
+            return True
+        if current_world() is not None:  # time does not pass there: it never comes
+            return False
+        # Gloo's receives do not know before they are waited for.
+        return work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except (RuntimeError, ShardError):
+        return False
 
 
 class SnapshotMemory:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.errors import ConfigError
-from lightning_shard.launchers._copy import copy_with_functions
+from lightning_shard.launchers._copy import copy_with_functions, exchange_iterator, name_of, way_of
 from lightning_shard.launchers._lightning import (
     TunerExit,
     call_and_handle_interrupt,
@@ -29,7 +29,6 @@ from lightning_shard.launchers._lightning import (
     forget_launcher,
     take_down,
 )
-from lightning_shard.launchers.failed_copies import exchange_iterator, name_of, way_of
 from lightning_shard.launchers.failures import Circumstances, noted, tell
 
 

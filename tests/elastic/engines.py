@@ -16,7 +16,7 @@ from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_st
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
-from lightning_shard.elastic.buddies import BuddyRing
+from lightning_shard.elastic.snapshot_memory import BuddyRing
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 

@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.elastic.buddies import BuddyRing
+from lightning_shard.elastic.snapshot_memory import BuddyRing
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, start

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_shard.elastic.resharding import Move, plan_moves
+from lightning_shard.elastic.recovery import Move, plan_moves
 from lightning_shard.errors import LayoutError
 
 

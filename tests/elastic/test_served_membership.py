@@ -52,7 +52,7 @@ def begun(server: RunningServer) -> list[ServedMembership]:
 
 def vanish(member: ServedMembership) -> None:
     """Close the connection without a word, as the end of a process does."""
-    member._thread._server._stream.shutdown(2)
+    member._thread._connection._stream.shutdown(2)
 
 
 def test_a_newcomer_is_wanted_and_let_in_when_all_have_arrived() -> None:
@@ -348,7 +348,7 @@ def go_on_without_the_one_that_died(folder: str) -> float:
 
         def die(*_: Any, **__: Any) -> None:
             assert meeting._thread is not None
-            meeting._thread._to_hub._stream.shutdown(2)
+            meeting._thread._connection._stream.shutdown(2)
             vanish(membership)
             raise InterruptedError
 

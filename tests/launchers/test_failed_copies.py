@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_shard.launchers.failed_copies import exchange_iterator, name_of, way_of
+from lightning_shard.launchers._copy import exchange_iterator, name_of, way_of
 
 
 def _fails(value: Any) -> list[Any]:

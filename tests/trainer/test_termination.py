@@ -14,8 +14,8 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.trainer.trainer import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_shard.backends.liveness import TERMINATED_STATUS, Lifeline, termination
-from lightning_shard.backends.liveness.termination import TOGETHER_SECONDS
+from lightning_shard.backends.liveness import TERMINATED_STATUS, Lifeline, thread
+from lightning_shard.backends.liveness.thread import TOGETHER_SECONDS
 from lightning_shard.trainer.termination import RequeueHandler, TerminationHandler
 from tests.processes import REPOSITORY
 from tests.strategies.models import ExampleGPT
@@ -86,7 +86,7 @@ def outcome(call: str) -> int:
 def receive(*seconds: float) -> None:
     handler = TerminationHandler(Announcements())
     for now in seconds:
-        with patch.object(termination, "monotonic", lambda now=now: now):
+        with patch.object(thread, "monotonic", lambda now=now: now):
             handler(signal.SIGTERM, None)
 
 

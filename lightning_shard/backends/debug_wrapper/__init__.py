@@ -19,10 +19,10 @@ from lightning_shard.backends.debug_wrapper.process_group import (
     DebugExchange,
     DebugGroup,
     MakeGroup,
+    debug_name,
     exchange_collectives,
     register_debug,
 )
-from lightning_shard.backends.debug_wrapper.torch_groups import debug_name
 
 __all__ = [
     "DebugExchange",

@@ -9,6 +9,9 @@ A receive starts only when its send has been compared, since Gloo ends the proce
 than was expected. Until then a thread looks for the fingerprint: the caller may do anything, even
 wait for its own send. A receive from any source takes the first rank that it finds, and so is
 compared as well.
+
+Torch's own Gloo and NCCL groups, which debug groups hand calls over to, are made as c10d does;
+`tests/backends/debug_wrapper/test_conformance.py` fails when a private name of it changes.
 """
 
 import threading
@@ -30,13 +33,11 @@ from typing_extensions import override
 
 from lightning_shard.backends import _c10d
 from lightning_shard.backends.calls import Call, Side, describe_disagreement, tensor_key
-from lightning_shard.backends.debug_wrapper.bulletin import Bulletin, growing_pauses
-from lightning_shard.backends.debug_wrapper.fingerprint import Fingerprint, find_misfit
-from lightning_shard.backends.debug_wrapper.torch_groups import (
-    carriers,
-    debug_name,
-    make_gloo,
-    make_nccl,
+from lightning_shard.backends.debug_wrapper.bulletin import (
+    Bulletin,
+    Fingerprint,
+    find_misfit,
+    growing_pauses,
 )
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.group_handle import CoalescedWork, GroupHandle, describe_group
@@ -45,6 +46,52 @@ from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup, Tensors, as_list
 from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
+
+
+def debug_name(backend: str) -> str:
+    """Return the name under which c10d knows the debug wrapper of a backend."""
+    return f"checked_{backend}"
+
+
+def make_gloo(options: Any, backend_options: Any) -> dist.ProcessGroup:
+    """Make a Gloo group from c10d's `_DistributedBackendOptions`."""
+    del backend_options
+    backend: Any = dist.ProcessGroupGloo(
+        _own_corner(options), options.group_rank, options.group_size, timeout=options.timeout
+    )
+    return _as_group(options, backend, "cpu", dist.ProcessGroup.BackendType.GLOO)
+
+
+def make_nccl(options: Any, backend_options: Any) -> dist.ProcessGroup:
+    """Make an NCCL group from c10d's `_DistributedBackendOptions`."""
+    settings: Any = backend_options or dist.ProcessGroupNCCL.Options()
+    settings._timeout = options.timeout
+    backend: Any = dist.ProcessGroupNCCL(
+        _own_corner(options), options.group_rank, options.group_size, settings
+    )
+    return _as_group(options, backend, "cuda", dist.ProcessGroup.BackendType.NCCL)
+
+
+def _own_corner(options: Any) -> Any:
+    """Return a prefix of the group's store that no earlier group of its name has used.
+
+    The store still holds the addresses of a destroyed group, and an early rank would call them.
+    """
+    generation = options.store.add(f"inner/generation/{options.group_rank}", 1)
+    return _c10d.PrefixStore(f"inner/{generation}", options.store)
+
+
+def _as_group(options: Any, backend: Any, device_type: str, kind: Any) -> dist.ProcessGroup:
+    backend.options.global_ranks_in_group = options.global_ranks_in_group
+    backend.options.group_name = options.group_id
+    backend._set_sequence_number_for_group()
+    make_group: Any = dist.ProcessGroup
+    group = make_group(options.store, options.group_rank, options.group_size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device_type), kind, backend)
+    group._set_group_name(options.group_id)
+    return group  # type: ignore[no-any-return]
+
 
 MakeGroup = Callable[[Any, Any], dist.ProcessGroup]
 """Makes a rank's handle of a group from c10d's `_DistributedBackendOptions` and its own options."""
@@ -529,7 +576,7 @@ class DebugGroup(GroupHandle):
 
     def interrupt(self) -> None:
         """Have every waiting operation raise; may be called from any thread."""
-        for carrier in carriers(self._inner):
+        for carrier in _c10d.backends_of(self._inner):
             interrupt_backend(carrier)
 
     @override

@@ -11,7 +11,6 @@ from lightning_shard.backends._c10d import StoreBase
 from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call, Disagreement, Side, describe_disagreement
 from lightning_shard.backends.in_process.channel import Channel, Meeting
-from lightning_shard.backends.in_process.failures import Failure, Failures
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
 from lightning_shard.backends.in_process.gloo_order import is_like_gloo
 from lightning_shard.backends.in_process.rank import (
@@ -31,7 +30,7 @@ from lightning_shard.backends.in_process.rank_errors import (
 )
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
 from lightning_shard.backends.in_process.run import RanksRun
-from lightning_shard.backends.in_process.scheduler import Scheduler
+from lightning_shard.backends.in_process.scheduler import Failure, Failures, Scheduler
 from lightning_shard.backends.in_process.termination import RanksTermination, Termination
 from lightning_shard.errors import ConfigError, RankFailedError
 

@@ -21,7 +21,7 @@ from lightning_shard.backends.liveness.meeting import (
     unwatch_signals,
     watch_signals,
 )
-from lightning_shard.backends.liveness.termination import (
+from lightning_shard.backends.liveness.thread import (
     TERMINATED_STATUS,
     RepeatedSignal,
     Requeueable,

@@ -1,10 +1,8 @@
 """Starting and ending this process's lifeline, of which there is one at a time."""
 
 import os
-import signal
 import socket
 import sys
-import threading
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -18,7 +16,11 @@ from lightning_shard.backends.guarded.client import connect as come_in
 from lightning_shard.backends.guarded.connection import Connection
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.liveness.server import SERVICE
-from lightning_shard.backends.liveness.thread import LifelineThread
+from lightning_shard.backends.liveness.thread import (
+    LifelineThread,
+    unwatch_signals_by,
+    watch_signals_by,
+)
 from lightning_shard.errors import RankFailedError
 
 _starts = count()
@@ -167,21 +169,16 @@ def connect(
 def watch_signals() -> None:
     """Have the thread told of signals when the main thread is where no handler of Python's runs.
 
-    Does nothing outside the main thread, or where an event loop watches already: then a handler
-    has to tell, as soon as it runs.
+    See `watch_signals_by`, which does nothing in some places.
     """
-    if _lifeline is not None and threading.current_thread() is threading.main_thread():
-        before = signal.set_wakeup_fd(_lifeline.signal_fd, warn_on_full_buffer=False)
-        if before != -1:
-            signal.set_wakeup_fd(before)
+    if _lifeline is not None:
+        watch_signals_by(_lifeline.signal_fd)
 
 
 def unwatch_signals() -> None:
     """Undo `watch_signals`."""
-    if _lifeline is not None and threading.current_thread() is threading.main_thread():
-        before = signal.set_wakeup_fd(-1)
-        if before != _lifeline.signal_fd:
-            signal.set_wakeup_fd(before)
+    if _lifeline is not None:
+        unwatch_signals_by(_lifeline.signal_fd)
 
 
 def _forget_in_child() -> None:

@@ -37,9 +37,16 @@ from lightning_shard.backends.guarded.token import JobAddress, remember
 from lightning_shard.backends.in_flight import FlightWork, InFlight, OperationWatch
 from lightning_shard.backends.meeting_place import serve
 from lightning_shard.backends.mpi import runtime
-from lightning_shard.backends.mpi.departures import COLLECTIVE, MADE, Need
 from lightning_shard.backends.mpi.operations import OPERATIONS, GroupOfRanks, Steps
-from lightning_shard.backends.mpi.runtime import given_up, is_cuda_aware, lock, mpi
+from lightning_shard.backends.mpi.runtime import (
+    COLLECTIVE,
+    MADE,
+    Need,
+    given_up,
+    is_cuda_aware,
+    lock,
+    mpi,
+)
 from lightning_shard.backends.objects import guard_torch
 from lightning_shard.backends.packing import raw, write
 from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup

@@ -101,7 +101,7 @@ def has_failed(thread: LifelineThread) -> bool:
 
 def die(thread: LifelineThread) -> None:
     """End a rank's connection as the system does for a killed process."""
-    thread._to_hub._stream.shutdown(socket.SHUT_RDWR)
+    thread._connection._stream.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_death_reaches_everybody(ranks: list[LifelineThread]) -> None:

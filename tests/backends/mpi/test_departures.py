@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.backends.mpi.departures import COLLECTIVE, Departures, Need
+from lightning_shard.backends.mpi.runtime import COLLECTIVE, Departures, Need
 
 
 class World:

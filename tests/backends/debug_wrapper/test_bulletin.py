@@ -7,7 +7,7 @@ import torch
 
 from lightning_shard.backends.call_site import CallSite
 from lightning_shard.backends.calls import Call, message_key
-from lightning_shard.backends.debug_wrapper.fingerprint import Fingerprint, find_misfit
+from lightning_shard.backends.debug_wrapper.bulletin import Fingerprint, find_misfit
 
 
 def fingerprint(op: str, rank: int, inputs: list[int], outputs: list[int], **options: Any) -> Any:
