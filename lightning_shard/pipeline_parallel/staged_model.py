@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_shard.data_parallel.assigned import taken_out
 from lightning_shard.data_parallel.reentrance import without_reentrance
 from lightning_shard.data_parallel.sharded_parameter import show_kept
+from lightning_shard.data_parallel.torch_private import pass_for_parameter
 from lightning_shard.errors import ConfigError
 from lightning_shard.module_classes import give_class_back
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
@@ -238,11 +239,14 @@ class StagedModel:
                 )
 
     def _absent_params(self, stage: int) -> dict[Tensor, Tensor]:
-        return {
+        absent = {
             param: Placeholder.of(param, self._full_shapes[param], self._names[param])
             for param, stages in self._param_stages.items()
             if stage not in stages
         }
+        for stand_in in absent.values():
+            pass_for_parameter(stand_in)
+        return absent
 
     def _copied_buffers(self, stage: int) -> dict[Tensor, Tensor]:
         return {
