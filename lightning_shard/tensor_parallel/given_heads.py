@@ -116,14 +116,12 @@ def cut_given_heads(
         layers: Its layers that are split, before they are.
         group: Group of the ranks that share the heads.
     """
-    split = [one for one in layers if one.style.form in ("colwise", "shared")]
-    widths = {
-        linear_sizes(one.module)[1] // (1 if is_shared else one.style.num_blocks): (
-            one.style.num_blocks if is_shared else 0
-        )
-        for one in split
-        for is_shared in [one.style.form == "shared"]
-    }
+    widths = {}
+    for module, style in ((layer.module, layer.style) for layer in layers):
+        if style.form == "shared":
+            widths[linear_sizes(module)[1]] = style.num_blocks
+        elif style.form == "colwise":
+            widths[linear_sizes(module)[1] // style.num_blocks] = 0
     given = GivenHeads(group, widths)
     if widths and group.size > 1:
         before, after = TracedHook(given.before), TracedHook(given.after)
