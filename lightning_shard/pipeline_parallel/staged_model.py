@@ -239,7 +239,7 @@ class StagedModel:
                 )
 
     def _absent_params(self, stage: int) -> dict[Tensor, Tensor]:
-        absent = {
+        absent: dict[Tensor, Tensor] = {
             param: Placeholder.of(param, self._full_shapes[param], self._names[param])
             for param, stages in self._param_stages.items()
             if stage not in stages
