@@ -35,7 +35,6 @@ from lightning_shard.meta_start.start import MetaStart, noted_alike
 from lightning_shard.parallel_dimensions.context import ContextDimension
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.parallel_dimensions.experts import ExpertDimension
-from lightning_shard.parallel_dimensions.pipeline import PipelineDimension
 from lightning_shard.parallel_dimensions.run_view import RunGroups, RunView
 from lightning_shard.parallel_dimensions.step_runner import WrappedRunner
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
@@ -532,10 +531,21 @@ class TensorParallelStrategy(ModelParallelStrategy):
         super().__init__([dimension], zero_stage=layers.zero_stage, **part(SplitOptions, options))
 
 
-class _StagedStrategy(ModelParallelStrategy):
-    """A strategy with stages, which it tells of."""
+class PipelineParallelStrategy(ModelParallelStrategy):
+    """Consecutive layers on each rank, microbatches in flight; `strategy="pipeline_parallel"`.
 
-    _stages: PipelineDimension
+    Raises:
+        ConfigError: A size, schedule or split that cannot be.
+    """
+
+    @takes(RunConfig, PipelineParallelConfig, GradientConfig, FitEndConfig)
+    def __init__(self, **options: Unpack[PipelineParallelOptions]) -> None:
+        stages = PipelineParallelConfig.of(options)
+        self._stages = stages.dimension(
+            stages.pipeline_parallel_size,
+            recomputes=options.get("activation_checkpointing") is not None,
+        )
+        super().__init__([self._stages], **part(SplitOptions, options))
 
     @property
     def pipeline(self) -> Pipeline:
@@ -561,24 +571,7 @@ class _StagedStrategy(ModelParallelStrategy):
         return self._stages.options.table(self.mesh.pp, num_microbatches)
 
 
-class PipelineParallelStrategy(_StagedStrategy):
-    """Consecutive layers on each rank, microbatches in flight; `strategy="pipeline_parallel"`.
-
-    Raises:
-        ConfigError: A size, schedule or split that cannot be.
-    """
-
-    @takes(RunConfig, PipelineParallelConfig, GradientConfig, FitEndConfig)
-    def __init__(self, **options: Unpack[PipelineParallelOptions]) -> None:
-        stages = PipelineParallelConfig.of(options)
-        self._stages = stages.dimension(
-            stages.pipeline_parallel_size,
-            recomputes=options.get("activation_checkpointing") is not None,
-        )
-        super().__init__([self._stages], **part(SplitOptions, options))
-
-
-class HybridParallelStrategy(_StagedStrategy):
+class HybridParallelStrategy(ModelParallelStrategy):
     """Stages of split layers, and copies of them on other data; `strategy="hybrid_parallel"`.
 
     Raises:
@@ -627,6 +620,29 @@ class HybridParallelStrategy(_StagedStrategy):
         mesh, found = self.mesh, super().placement(ranks_per_node)
         about = mesh.shard and warning_of_unshards(mesh, mesh.shard, ranks_per_node)
         return replace(found, warnings=(*found.warnings, about)) if about else found
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline; there from `setup` to `teardown`."""
+        return self._stages.pipeline
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a batch that has as many samples."""
+        return self._stages.options.num_parts(self.mesh.pp)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks of the pipeline."""
+        return self._stages.options.num_stages(self.mesh.pp)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return what the ranks do with a batch of so many parts.
+
+        Raises:
+            ConfigError: The schedule does not allow it.
+        """
+        return self._stages.options.table(self.mesh.pp, num_microbatches)
 
     def expert_load(self) -> Mapping[str, ExpertLoad]:
         """Return by name how the tokens of each mixture were shared out in this fit, or the last.
