@@ -356,6 +356,11 @@ class DataParallelEngine:
             return nullcontext()
         return self._unsharder.at_hand(params, unrounded=unrounded)
 
+    def hide_rounded(self) -> None:
+        """Let the code of a step that comes next see no rounded parameters before its blocks."""
+        if self._unsharder is not None:
+            self._unsharder.hide_rounded()
+
     @property
     def reformats(self) -> bool:
         """Whether parameters have another format while they are full than between the steps."""

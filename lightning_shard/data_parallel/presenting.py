@@ -55,15 +55,19 @@ def look_full(
     def bring(unit: Unit) -> bool:
         return unsharder is not None and unsharder.bring(unit)
 
-    def home(param: nn.Parameter, bring: Callable[[], bool]) -> ParameterHome:
+    def home(
+        param: nn.Parameter,
+        bring: Callable[[], bool],
+        is_rounded: Callable[[], bool] = lambda: False,
+    ) -> ParameterHome:
         spread: Spread = shards.spread_of(param)
         if any(group in split.groups_of_layers for group in split.groups_of(param)):
             spread = _OfOneExpert(spread) if is_shared_out(param, split) else _OfOneStage(spread)
         note, is_of_part = shards.note_of(param), bool(split.groups)
-        return ParameterHome(spread, note, user_code, bring, named, is_of_part)
+        return ParameterHome(spread, note, user_code, bring, named, is_of_part, is_rounded)
 
     def home_in(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
-        return home(flat.params[index], partial(bring, unit))
+        return home(flat.params[index], partial(bring, unit), lambda: unit.is_hidden)
 
     beside = set[nn.Parameter]()
     for unit in units:
@@ -92,7 +96,7 @@ def _show_absent(
 
 def _brought_beside(unit: Unit, bring: Callable[[Unit], bool]) -> bool:
     """Bring a unit as a rank does of whose part of it more is asked for."""
-    return unit.is_full or bring(unit)
+    return (unit.is_full and not unit.is_hidden) or bring(unit)
 
 
 class _OfOneStage:

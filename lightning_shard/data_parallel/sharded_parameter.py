@@ -123,6 +123,7 @@ class ParameterHome:
         named: The parameters of the model that this rank has, by name.
         is_of_part: Whether the model is split over other ranks, too, by layers that call on their
             parameters in the middle of user code.
+        is_rounded: Returns whether the full parameter is here, but rounded for blocks.
     """
 
     spread: Spread
@@ -131,6 +132,7 @@ class ParameterHome:
     bring: Callable[[], bool]
     named: Mapping[str, nn.Parameter]
     is_of_part: bool = False
+    is_rounded: Callable[[], bool] = lambda: False
 
     def bring_for_user(self) -> bool:
         """Call `bring`, where user code reads the parameter."""
@@ -336,16 +338,11 @@ _AS_IT_IS = frozenset(
         _TENSOR.requires_grad.__set__,
     }
 )
-_NOT_RECORDED = frozenset(
+_OF_SHAPE = frozenset(
     {
-        _TENSOR.data.__get__,
-        _TENSOR.data.__set__,
-        _SET_GRAD,
         _TENSOR.shape.__get__,
         _TENSOR.ndim.__get__,
         _TENSOR.layout.__get__,
-        Tensor.detach,
-        torch.detach,
         Tensor.dim,
         Tensor.numel,
         torch.numel,
@@ -365,6 +362,13 @@ _NOT_RECORDED = frozenset(
         torch.empty_like,
     }
 )
+_NOT_RECORDED = _OF_SHAPE | {
+    _TENSOR.data.__get__,
+    _TENSOR.data.__set__,
+    _SET_GRAD,
+    Tensor.detach,
+    torch.detach,
+}
 
 
 def _home_of(param: nn.Parameter) -> ParameterHome:
@@ -378,6 +382,16 @@ def _shard_of(param: nn.Parameter) -> ParameterShard:
 
 
 def _of_user(func: Function, params: Sequence[ShardedParameter], args: Args, kwargs: Kwargs) -> Any:
+    """Compute with full parameters, of which rounded ones that are here are brought unrounded."""
+    rounded = [one for one in params if func not in _OF_SHAPE and _home_of(one).is_rounded()]
+    if rounded and all(_home_of(param).bring_for_user() for param in rounded):
+        return computed(func, args, kwargs)
+    return _in_shards(func, params, args, kwargs)
+
+
+def _in_shards(
+    func: Function, params: Sequence[ShardedParameter], args: Args, kwargs: Kwargs
+) -> Any:
     """Compute with the full parameters of which the arguments are shards.
 
     Raises:

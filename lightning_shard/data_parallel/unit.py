@@ -33,6 +33,7 @@ class Unit:
             resharded.
         is_rounded: Whether full parameters are rounded to the 16 bits of autocast's regions.
         was_met: Whether user code has run while the unit was unsharded, and may have changed it.
+        is_hidden: Whether parameters look sharded although rounded ones are here: see `hide`.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Unit:
         self.modules = tuple(modules)
         self.flats = tuple(flats)
         self.passages = Passages()
-        self.kept = self.brought = self.was_met = False
+        self.kept = self.brought = self.was_met = self.is_hidden = False
         self.stays = self.is_root
         self._forwarded: set[nn.Module] = set()
         self._pending: list[Pending | Uploaded] | None = None
@@ -85,15 +86,28 @@ class Unit:
 
     def ensure_full(self) -> None:
         """Let the module's parameters show their full shapes, waiting for them if need be."""
-        if self.is_full:
+        if self.is_full and not self.is_hidden:
             return
         self.begin_unshard()
         for handle in self._pending or ():
             handle.wait()
         self._pending = None
+        self._present_full()
+
+    def _present_full(self) -> None:
         for flat in self.flats:
             flat.present_full()
-        self.is_full = True
+        self.is_full, self.is_hidden = True, False
+
+    def hide(self) -> None:
+        """Let parameters that are rounded look sharded between blocks, to the code of a step.
+
+        What reads one there has the unit brought unrounded.
+        """
+        self.is_hidden = self.is_full and self.is_rounded
+        for flat in self.flats if self.is_hidden else ():
+            flat.present_local()
+            flat.present_shards(sharded=True)
 
     def widen(self, *, for_good: bool) -> None:
         """Have full parameters as their shards are, for code outside autocast; each must call.
@@ -120,9 +134,7 @@ class Unit:
         for handle in pending:
             if handle is not None:
                 handle.wait()
-        for flat in self.flats:
-            flat.present_full()
-        self.is_full = True
+        self._present_full()
         for flat, known in zip(rounded, () if was_full else before, strict=False):
             known.untyped_storage().resize_(known.nbytes)  # for the backwards that are to come
             known.copy_(flat.full)
@@ -141,7 +153,7 @@ class Unit:
         if self.is_full or self._pending is not None:
             for flat in self.flats:
                 flat.reshard()
-        self._pending, self.is_full = None, False
+        self._pending, self.is_full, self.is_hidden = None, False, False
         if self._rounds_again and not self.passages.are_open:
             for flat in (one for one in self.flats if one.full.dtype != one.compute_dtype):
                 flat.gather_in(flat.compute_dtype)

@@ -42,6 +42,7 @@ from lightning_shard.data_parallel.torch_private import (
     GENERATES_TOGETHER,
     in_backward,
     untraced,
+    without_function_modes,
 )
 from lightning_shard.data_parallel.transforms import OF_SHARDS, refuse_transforms
 from lightning_shard.data_parallel.unit import Unit
@@ -499,6 +500,13 @@ class Unsharder:
             unit.kept = unit.brought = True
         return brings
 
+    def hide_rounded(self) -> None:
+        """Let user code that comes before the blocks see no rounded parameters."""
+        with without_function_modes():  # which would see calls of this package's
+            for unit in self._units:
+                if not (unit.kept or unit.stays):
+                    unit.hide()
+
     def note_user_code(self) -> None:
         """Note that a hook or a step of the user's has run, which may have edited full units."""
         for unit in self._units:
@@ -638,15 +646,15 @@ class Unsharder:
         stays = unit.kept or self._holds or (unit.stays and self._in_step)
         if unit.note_forward(module) and not stays:
             unit.reshard(edited=True)  # a forward may keep its own weights small
+        elif self._in_step and not stays:
+            unit.hide()
 
     def _before_backward(self, unit: Unit, passage: Passage) -> None:
         unit.kept |= torch.is_grad_enabled()  # create_graph: a second backward reads it again
         if passage in self._awaited and not self._within:
             self.catch_up(passage)
-        if unit.is_full and passage in unit.passages.open_backwards:
-            return
         unit.ensure_full()
-        if self._within:
+        if self._within or passage in unit.passages.open_backwards:
             return
         unit.passages.open_backwards.add(passage)
         self._prefetch(self._previous, unit)
