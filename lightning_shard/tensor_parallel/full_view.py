@@ -22,7 +22,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_shard.backends.call_site import is_called_by_user
 from lightning_shard.data_parallel.assigned import taken_out
 from lightning_shard.data_parallel.sharded_parameter import show_kept
-from lightning_shard.data_parallel.torch_private import has_compiled_call, is_traced
+from lightning_shard.data_parallel.torch_private import (
+    calls_of,
+    has_compiled_call,
+    is_traced,
+    set_compiled_call,
+)
 from lightning_shard.tensor_parallel.dim_sharded_tensor import showing
 
 _VIEW = "_lightning_shard_view"
@@ -95,6 +100,24 @@ class FullView:
         return self
 
 
+_KeptParameters = Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]
+
+
+def _show(kept: _KeptParameters, *, seen: bool = True) -> None:
+    """Let parameters that user code keeps be seen as their modules show them, or as they are."""
+    for param, look in kept:
+        show_kept(param, look=look if seen else None)
+
+
+def _called(kept: _KeptParameters, call: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call compiled code, which takes plain parameters only."""
+    _show(kept, seen=False)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _show(kept)
+
+
 class KeptViews:
     """Lets parameters that user code keeps beside modules be seen as modules' views show them.
 
@@ -105,25 +128,28 @@ class KeptViews:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kept: Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] | None = None
+        self._kept: _KeptParameters | None = None
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show them inside as the views do; at the first time they are looked for."""
         kept, self._kept = self._find() if self._kept is None else self._kept, ()
-        for param, look in kept:
-            show_kept(param, look=look)
+        compiled = [one for one in self._model.modules() if kept and has_compiled_call(one)]
+        inner = {part for one in compiled for part in one.modules() if part is not one}
+        calls = [(module, calls_of(module)[0]) for module in compiled if module not in inner]
+        for module, call in calls:
+            set_compiled_call(module, partial(_called, kept, call))
+        _show(kept)
         try:
             yield
         finally:
             self._kept = kept or self._kept  # a step within a step has shown none
-            for param, _ in kept:
-                show_kept(param, look=None)
+            _show(kept, seen=False)
+            for module, call in calls:
+                set_compiled_call(module, call)
 
-    def _find(self) -> Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]:
+    def _find(self) -> _KeptParameters:
         modules = list(self._model.modules())
-        if any(map(has_compiled_call, modules)):  # compiled code takes no such class
-            return []
         attributes = [
             value
             for module in modules

@@ -98,6 +98,17 @@ def test_a_penalty_was_of_this_ranks_parts(penalty: str, strategy: str) -> None:
     torch.testing.assert_close(run.weights, expected.weights, rtol=1e-5, atol=5e-7)
 
 
+def test_kept_parameters_beside_compiled_blocks_were_parts() -> None:
+    """A number of them was this rank's, without a word, and a loss of them was refused."""
+    model = penalized("kept in a list")
+    for block in model.blocks:
+        block.compile(backend="eager")
+    run = train(model, num_steps=3, strategy=tensor(), devices=2)
+    expected = penalized_on_one_device("kept in a list")
+    torch.testing.assert_close(run.losses, expected.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(run.weights, expected.weights, rtol=1e-5, atol=5e-7)
+
+
 def look(module: nn.Module) -> float:
     return float(sum(p.norm() ** 2 for p in matrices(module)))
 
