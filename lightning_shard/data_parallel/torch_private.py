@@ -92,7 +92,7 @@ __all__ = [
     "versions_shared",
     "with_buffers",
     "without_function_modes",
-    "without_global_hooks",
+    "without_hooks",
     "without_saving_hooks",
     "wraps_tensors",
 ]
@@ -433,13 +433,14 @@ def is_called_plainly(module: nn.Module, but: type) -> bool:
 
 
 @contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Call modules inside without the hooks of all modules of the process."""
-    before = [dict(hooks) for hooks in GLOBAL_HOOKS]
-    for hooks in GLOBAL_HOOKS:
+def without_hooks(*modules: nn.Module) -> Iterator[None]:
+    """Call modules inside without their hooks, and without those of all modules of the process."""
+    every = [*GLOBAL_HOOKS, *(hooks for one in modules for hooks in hooks_of(one))]
+    before = [dict(hooks) for hooks in every]
+    for hooks in every:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, known in zip(GLOBAL_HOOKS, before, strict=True):
+        for hooks, known in zip(every, before, strict=True):
             hooks.update(known)

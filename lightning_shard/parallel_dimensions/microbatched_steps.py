@@ -76,7 +76,7 @@ class MicrobatchedSteps(StepRunner):
     ) -> None:
         self._run, self._engine, self._pipeline = run, engine, pipeline
         self._split, self._logs = split, logs
-        self._calls = LoggerCalls(run.module, split, run.in_hook)
+        self._calls = LoggerCalls(run.module, split, run.in_hook, logs)
         self._num_parts, self._lists, self._on_training = num_parts, lists, on_training
         self._readers: dict[str, BatchReader] = {}
         self._ragged = False  # whether a batch has been left whole for that
@@ -182,10 +182,15 @@ class MicrobatchedSteps(StepRunner):
         def recorded(microbatch: Microbatch, checked: Checked | None) -> Any:
             is_last, may_repeat = checked is not None, self._pipeline.is_rehearsing
             self._num_counts = 0
+            self._engine.hide_rounded()
             with (
                 self._calls.step(microbatch),
                 self._logs.recording(
-                    microbatch.size, counts=is_last, may_repeat=may_repeat, completed=completed
+                    microbatch.size,
+                    counts=is_last,
+                    may_repeat=may_repeat,
+                    completed=completed,
+                    in_block=self._calls.keep,
                 ) as note,
             ):
                 with tensors_given() as given, asking(OfLastStage(given)), _telling(microbatch):

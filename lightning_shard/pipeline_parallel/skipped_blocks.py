@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard.data_parallel.recomputation import CACHES
+from lightning_shard.data_parallel.torch_private import without_hooks
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import held_values, signature, tensors_in
 from lightning_shard.placeholders import Placeholder, alone, births, note_given
@@ -140,14 +141,15 @@ class SkippedBlock:
 
     Args:
         block: The block, whose parameters are stand-ins while this is called.
+        name: Name of the block in the model.
 
     Attributes:
         hint: Template of the result of another block of its class; None without one.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, name: str = "") -> None:
         self.hint: Template | None = None
-        self._block = block
+        self._block, self._name = block, name
         self._keeps = False  # values beside its result
         self._templates: dict[Any, Template] = {}
 
@@ -181,15 +183,28 @@ class SkippedBlock:
         """Return a result of the block and its template, which is None where the result counts."""
         try:
             result = _on_copies(call)
-        except ConfigError:
-            try:  # a hook may be what has asked for elements
-                result = _on_copies(call._replace(function=self._block.forward))
-            except ConfigError as error:
+        except ConfigError as error:
+            if not self._runs_without_hooks(call):
                 if self.hint is None or self.hint.num_arguments != len(leaves):
                     raise UnknownResultError from error
                 return None, self.hint
+            raise ConfigError(
+                f"A hook on the forward of {self._name!r}, a block of another stage of the "
+                f"pipeline, or of a module in it, asks for elements there ({error}), so that what "
+                f"it does would be done on one stage alone; expected hooks that take tensors as "
+                f"they are. Give self.log or a logger the tensor (output.mean(), without item()), "
+                f"or use strategy='zero3'."
+            ) from error
         template = Template.of(result, leaves)
         return (None, template) if template.is_plain else (result, None)
+
+    def _runs_without_hooks(self, call: BlockCall) -> bool:
+        try:
+            with without_hooks(*self._block.modules()):
+                _on_copies(call._replace(function=self._block.forward))
+        except ConfigError:
+            return False
+        return True
 
 
 def template_of_call(call: BlockCall, forget: Callable[[], None]) -> Template:

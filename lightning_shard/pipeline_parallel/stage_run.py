@@ -216,6 +216,11 @@ class StageRun:
                     f"writes to the tensor itself. Make the view after the call."
                 )
 
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the step is in a block, of this stage or of another."""
+        return self.position % 2 == 1
+
     def asks(self, tensor: Tensor) -> bool:
         """Say whether an argument of a block asks for a gradient.
 

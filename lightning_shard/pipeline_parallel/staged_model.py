@@ -92,7 +92,8 @@ class StagedModel:
         self._shown: int | None = None  # the stage whose stand-ins are in their places now
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         for index, block in enumerate(partition.blocks.modules):
-            setattr(block, _PLACE, _BlockPosition(self, index, SkippedBlock(block)))
+            skipped = SkippedBlock(block, self.block_names[index])
+            setattr(block, _PLACE, _BlockPosition(self, index, skipped))
             extend_class(block, "Staged", _Caught)
 
     @property

@@ -30,7 +30,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import (
     forget_forward_hooks,
     in_backward,
-    without_global_hooks,
+    without_hooks,
 )
 from lightning_shard.data_parallel.unsharding import TracedHook
 from lightning_shard.data_parallel.values_at_start import give_memory
@@ -87,7 +87,7 @@ def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
     is_large = _num_values(candidate.owner) > _LARGEST * sum(map(_num_values, layers))
     if is_large or any(map(_is_lightning_module, candidate.owner.modules())):
         return TrialResult(is_right=None)  # a copy of a LightningModule has a copy of its trainer
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), without_global_hooks():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), without_hooks():
         try:
             full = _run_full(candidate)
             if candidate.is_attention and full.leaves_out(candidate.styles):
@@ -129,7 +129,7 @@ def _results(
     layer: nn.Module, style: Style, full_input: Tensor, inputs: Sequence[Tensor]
 ) -> _Results:
     parts = []
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), without_global_hooks():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), without_hooks():
         full = nn.ModuleDict({"layer": bare_copy(layer)})
         for rank, values in enumerate(inputs):
             part = copy.deepcopy(full)

@@ -1,5 +1,7 @@
 """Gives loggers what a pipeline's steps have for them, once per batch, as one step would.
 
+What hooks on blocks give `self.log` comes the same way, since the last stage skips those blocks.
+
     stage 0       add_histogram(weight)  add_histogram(hidden)                    for each
     stage 1       add_histogram(weight)                         add_scalar(loss)  microbatch
     every rank    add_histogram(weight)  add_histogram(hidden)  add_scalar(loss)  once
@@ -13,6 +15,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -26,6 +29,7 @@ from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.stage_run import running_stage
 from lightning_shard.placeholders import Placeholder
 from lightning_shard.trainer.experiments import LoggerCall, in_full, taking
+from lightning_shard.trainer.step_logs import Record, StepLogs
 
 _ADVICE = "Give loggers such values in on_train_batch_end(outputs, batch, batch_idx) instead"
 
@@ -75,6 +79,7 @@ class LoggerCalls:
         module: The module, whose trainer has the loggers.
         split: The split over the pipeline's ranks, each of which must construct this and call it.
         in_hook: Makes the context in which weights look full; each rank must enter.
+        logs: Logs what blocks have given `self.log`.
     """
 
     def __init__(
@@ -82,8 +87,10 @@ class LoggerCalls:
         module: pl.LightningModule,
         split: PipelineSplit,
         in_hook: Callable[[], AbstractContextManager[None]],
+        logs: StepLogs,
     ) -> None:
         self._module, self._pipeline, self._in_hook = module, split.group, in_hook
+        self._logs = logs
         self._names = {param: name for name, param in module.named_parameters()}
         self._shapes = {name: split.full_shape(param) for param, name in self._names.items()}
         self._kept: dict[_Stage, list[bytes]] = {}
@@ -94,7 +101,7 @@ class LoggerCalls:
     def batch(self) -> Iterator[None]:
         """Run the steps of a batch inside."""
         self._kept, self._sizes = {}, {}
-        with taking(self._take):
+        with taking(self._take), patch.object(self._module, "log", self._log_again):
             yield
 
     @contextmanager
@@ -116,28 +123,59 @@ class LoggerCalls:
             ConfigError: A value is known on no stage as a whole.
         """
         kept, self._kept = self._kept, {}
-        if not self._module.trainer.loggers:
-            return
         has_any = torch.tensor([bool(kept)], dtype=torch.uint8, device=self._module.device)
         self._pipeline.all_reduce(has_any, "max").wait()
         if not has_any.item():
             return
-        every: dict[_Stage, list[bytes]] = {}
+        every: dict[_Stage, list[Any]] = {}
         for one in self._pipeline.all_gather_object(kept):
-            every |= one
+            every |= {stage: [*map(pickle.loads, calls)] for stage, calls in one.items()}
+        logged: dict[int, list[list[Record]]] = {}
+        for (stage, _), calls in sorted(every.items()):
+            own = [one for one in calls if isinstance(one, Record)]
+            logged.setdefault(stage, []).append(own)
+        for microbatches in logged.values():
+            self._logs.log_of_blocks(microbatches)
         with self._in_hook():
             for call in self._merged(dict(sorted(every.items(), reverse=True))):
                 call.make()
 
+    def keep(self, record: Record) -> None:
+        """Keep what a block of this stage, which is not the last, gives `self.log`.
+
+        Raises:
+            ConfigError: It is a metric, which counts on the last stage alone.
+        """
+        if not isinstance(record.value, Tensor):
+            raise ConfigError(
+                f"log({record.name!r}, metric) is called in a block of a pipeline's stage that is "
+                f"not the last, as by a hook on the block, but metrics count on the last stage "
+                f"alone; expected a number or a tensor there. Log the metric in the step."
+            )
+        self._keep(pickle.dumps(record._replace(value=record.value.cpu())))
+
+    def _keep(self, encoded: bytes) -> None:
+        run = running_stage()
+        assert run is not None
+        assert self._running is not None
+        self._kept.setdefault((run.stage, self._running.index), []).append(encoded)
+
+    def _log_again(self, *_: Any, **__: Any) -> None:
+        """Log nothing outside of steps: what a checkpoint computes again was logged before."""
+        self._refuse_in_backward("log")
+
+    def _refuse_in_backward(self, name: str) -> None:
+        is_again = is_checkpointing(saving_hook()) and self._running is None
+        if self._running is None and running_stage() is None and not is_again:
+            raise ConfigError(
+                f"{name}() is called in the backward of a pipeline's microbatch, as by a hook on "
+                f"an activation's gradient; expected calls in steps or in Lightning's hooks. "
+                f"{_ADVICE}."
+            )
+
     def _take(self, call: LoggerCall) -> None:
         name, run = call.path[-1], running_stage()
-        is_again = is_checkpointing(saving_hook()) and self._running is None
-        if self._running is None and run is None and not is_again:
-            raise ConfigError(
-                f"{name}() of a logger is called in the backward of a pipeline's microbatch, as by "
-                f"a hook on an activation's gradient; expected calls in steps or in Lightning's "
-                f"hooks. {_ADVICE}."
-            )
+        self._refuse_in_backward(name)
         if run is None or run.stands_in or run.is_over:
             return
         if call.logger not in self._module.trainer.loggers:
@@ -147,9 +185,7 @@ class LoggerCalls:
                 f"step runs for each microbatch on several ranks. {_ADVICE}."
             )
         with run.unnoted():
-            kept = self._encoded(call, run.position)
-        assert self._running is not None
-        self._kept.setdefault((run.stage, self._running.index), []).append(kept)
+            self._keep(self._encoded(call, run.position))
 
     def _encoded(self, call: LoggerCall, position: int) -> bytes:
         values: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
@@ -176,14 +212,15 @@ class LoggerCalls:
             return _Weight(self._names[tensor])
         return in_full(tensor).detach().to("cpu", copy=True).contiguous()
 
-    def _merged(self, every: Mapping[_Stage, Sequence[bytes]]) -> Iterator[LoggerCall]:
+    def _merged(self, every: Mapping[_Stage, Sequence[Any]]) -> Iterator[LoggerCall]:
         """Yield one call for those of all stages and microbatches that belong together."""
         found: dict[tuple[str, int], dict[int, list[_Kept]]] = {}
         order: dict[tuple[str, int], tuple[int, int]] = {}
         for (_, microbatch), calls in every.items():  # the last stage comes first
             times: dict[str, int] = {}
-            for number, encoded in enumerate(calls):
-                one: _Kept = pickle.loads(encoded)
+            for number, one in enumerate(calls):
+                if not isinstance(one, _Kept):
+                    continue
                 times[one.sign] = times.get(one.sign, 0) + 1
                 key = one.sign, times[one.sign]
                 order.setdefault(key, (one.position, number))

@@ -141,12 +141,11 @@ def _hooks_on_parts(trainer: "pl.Trainer") -> dict[str, int]:
     model, split = strategy.engine.model, strategy.engine.split
     if not split.groups:
         return {}
-    params = dict(model.named_parameters())
     hooks: dict[str, list[Any]] = {
-        f"the gradient of {name!r}": [*gradient_hooks(one).values()] for name, one in params.items()
+        f"the gradient of {name!r}": [*gradient_hooks(param).values()]
+        for name, param in model.named_parameters()
     }
-    if not all(map(split.is_here, params.values())):  # a call of a module is not seen on each rank
-        hooks |= {repr(name): forward_hooks(one) for name, one in model.named_modules()}
+    hooks |= {repr(name): forward_hooks(one) for name, one in model.named_modules()}
     counts = {name: sum(map(_is_users, one)) for name, one in hooks.items()}
     return {f"the number of hooks on {name}": number for name, number in counts.items() if number}
 

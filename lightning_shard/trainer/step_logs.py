@@ -36,6 +36,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.stage_run import running_stage
 from lightning_shard.placeholders import OtherStageError, Placeholder, is_placeholder
 from lightning_shard.trainer import _torchmetrics
 from lightning_shard.trainer.shared_values import SharedValues
@@ -57,7 +58,7 @@ class _LoggedMetric(NamedTuple):
     step_value: Tensor | None
 
 
-class _Record(NamedTuple):
+class Record(NamedTuple):
     """One call of `log`.
 
     Attributes:
@@ -95,7 +96,7 @@ class StepLogs:
         self._metrics = MetricSources(module, pipeline, source)
         self._attributes = StepAttributes(module, optimizers)
         self._names: dict[int, str] = {}
-        self._microbatches: list[list[_Record]] = []
+        self._microbatches: list[list[Record]] = []
         self._is_between_batches = True
 
     @contextmanager
@@ -106,6 +107,7 @@ class StepLogs:
         counts: bool = True,
         may_repeat: bool = False,
         completed: Callable[[Any], Any] = lambda value: value,
+        in_block: Callable[[Record], None] = lambda record: None,
     ) -> Iterator[StepNote]:
         """Run the step of one microbatch on one stage inside, where `module.log` only records.
 
@@ -118,6 +120,8 @@ class StepLogs:
             may_repeat: Whether a step that raises is run again, as `MetricSources.step` says.
             completed: Turns items that the step adds to the module's lists into ones that other
                 ranks can take.
+            in_block: Given what a step that does not count logs in a block of its stage, by a hook
+                say; the last stage skips that block.
 
         Yields:
             The note that the caller writes the step's loss to.
@@ -126,12 +130,17 @@ class StepLogs:
             self._is_between_batches = False
             self._metrics.find()
             self._names = {}
-        records: list[_Record] = []
+        records: list[Record] = []
 
         def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             options = dict(zip(_OPTIONS, args, strict=False)) | kwargs
+            run = running_stage()
+            if run is not None and run.stands_in:  # the block's own stage logs
+                return
             if counts:
                 records.append(self._record(name, value, size, options))
+            elif run is not None and run.is_in_block:
+                in_block(self._record(name, value, size, options))
 
         with (
             patch.object(self._module, "log", record),
@@ -168,6 +177,11 @@ class StepLogs:
             self._log(record)
         return outputs
 
+    def log_of_blocks(self, microbatches: Sequence[Sequence[Record]]) -> None:
+        """Log what one stage's blocks have logged in each microbatch; each rank must call."""
+        for record in _merged(microbatches):
+            self._log(record)
+
     def share_persistent_metrics(self) -> None:
         """Give every rank's metrics the states that a checkpoint saves; each rank must call."""
         self._metrics.share_persistent()
@@ -176,7 +190,7 @@ class StepLogs:
         """Give the module's metrics back as they were."""
         self._metrics.restore()
 
-    def _record(self, name: str, value: Any, size: int, options: dict[str, Any]) -> _Record:
+    def _record(self, name: str, value: Any, size: int, options: dict[str, Any]) -> Record:
         if options.get("sync_dist_group") is not None:
             raise ConfigError(
                 f"log({name!r}, sync_dist_group=...) cannot be used with pipeline parallelism: the "
@@ -184,7 +198,7 @@ class StepLogs:
                 f"reduces over the data-parallel ranks."
             )
         batch_size = options.pop("batch_size", None)
-        return _Record(
+        return Record(
             name=name,
             value=self._held(name, value, options),
             batch_size=float(size if batch_size is None else batch_size),
@@ -231,7 +245,7 @@ class StepLogs:
             )
         return str(attribute)
 
-    def _log(self, record: _Record) -> None:
+    def _log(self, record: Record) -> None:
         value: Any = record.value
         if isinstance(value, _LoggedMetric):
             metric = self._module.get_submodule(value.attribute)
@@ -249,12 +263,12 @@ def _scalar(value: Any, device: torch.device) -> Tensor:
     return scalar.to(device, dtype, copy=True)
 
 
-def _merged(microbatches: Sequence[Sequence[_Record]]) -> list[_Record]:
+def _merged(microbatches: Sequence[Sequence[Record]]) -> list[Record]:
     """Merge the records that belong together into one, as of one step.
 
     Such records are the n-th calls of each microbatch with one name and the same options.
     """
-    groups: defaultdict[Any, list[_Record]] = defaultdict(list)
+    groups: defaultdict[Any, list[Record]] = defaultdict(list)
     for records in microbatches:
         calls: defaultdict[Any, int] = defaultdict(int)
         for record in records:
@@ -265,7 +279,7 @@ def _merged(microbatches: Sequence[Sequence[_Record]]) -> list[_Record]:
     return [_merged_record(group) for group in groups.values()]
 
 
-def _merged_record(records: Sequence[_Record]) -> _Record:
+def _merged_record(records: Sequence[Record]) -> Record:
     first = records[0]
     sizes = [record.batch_size for record in records]
     values = [record.value for record in records]
@@ -280,7 +294,7 @@ def _merged_record(records: Sequence[_Record]) -> _Record:
     return first._replace(value=value, batch_size=sum(sizes))
 
 
-def _reduced(values: Sequence[Tensor], sizes: Sequence[float], first: _Record) -> Tensor:
+def _reduced(values: Sequence[Tensor], sizes: Sequence[float], first: Record) -> Tensor:
     reduce_fx = first.options.get("reduce_fx", "mean")
     if isinstance(reduce_fx, str):
         reduce_fx = _REDUCTIONS.get(reduce_fx.lower(), torch.mean)

@@ -49,7 +49,7 @@ from lightning_shard.data_parallel.torch_private import (
     storage_key,
     storage_uses,
     without_function_modes,
-    without_global_hooks,
+    without_hooks,
 )
 from lightning_shard.data_parallel.unsharding import TracedHook
 
@@ -221,7 +221,7 @@ def test_the_hooks_of_all_modules() -> None:
     try:
         assert [len(hooks) for hooks in GLOBAL_HOOKS] == [1, 1, 1, 1]
         assert not is_called_plainly(layer, TracedHook)
-        with without_global_hooks():
+        with without_hooks():
             layer(torch.ones(2))
         assert called == ["own"]
         layer(torch.ones(2, requires_grad=True)).sum().backward()

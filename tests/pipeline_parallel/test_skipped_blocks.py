@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall, SkippedBlock
 from lightning_shard.placeholders import Placeholder, is_placeholder
 
@@ -70,7 +72,14 @@ def test_hooks_of_skipped_blocks_were_not_called() -> None:
     assert all(map(is_placeholder, seen))
 
 
-def test_a_hook_that_asks_for_elements_is_left_out() -> None:
+@pytest.mark.parametrize("place", ["", "inner"])
+def test_a_hook_that_asks_for_elements_was_left_out(place: str) -> None:
+    """What it kept was missing on the ranks that skip the block."""
     block = Counted()
-    block.register_forward_hook(lambda module, args, output: output.sum().item() and None)
-    assert is_placeholder(SkippedBlock(block)(BlockCall(block, (stand_in(4),), {})))
+    block.add_module("inner", nn.Identity())
+    block.forward = lambda x: block.inner(x)  # type: ignore[method-assign]
+    block.get_submodule(place).register_forward_hook(lambda *given: given[-1].sum().item() and None)
+    with pytest.raises(
+        ConfigError, match=r"A hook on the forward of 'blocks.1', a block of another"
+    ):
+        SkippedBlock(block, "blocks.1")(BlockCall(block, (stand_in(4),), {}))

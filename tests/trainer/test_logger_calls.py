@@ -179,7 +179,7 @@ def of_several_stages(module: Any, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        (in_backward, r"add\(\) of a logger is called in the backward of a pipeline's microbatch"),
+        (in_backward, r"add\(\) is called in the backward of a pipeline's microbatch"),
         (not_the_trainers, r"log_metrics\(\) is called .* none of the Trainer's loggers"),
         (unsendable, r"add\(\) .* with something that cannot be sent to other ranks"),
         (of_several_stages, r"add\(\) .* no stage has all of it"),
