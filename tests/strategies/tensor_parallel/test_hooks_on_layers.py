@@ -1,7 +1,7 @@
 """Hooks that user code puts on modules see of split layers what they see on one device."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -69,18 +69,19 @@ class Watching(L.LightningModule):
 
     def at(self, place: str) -> list[Any]:
         names = {module: name for name, module in self.named_modules() if name}
-
-        def look(module: nn.Module, args: Any, result: Tensor) -> None:
-            if (name := names.get(module)) and self._trainer is not None:
-                self.log(f"mean {name}", result.detach().mean())
-                self.log(f"std {name}", args[0].detach().float().std(), on_step=True, on_epoch=True)
-                self.kept[name] = result
-
         if place != self.since.removesuffix(", globally"):
             return []
         if "globally" in self.since:
-            return [register_module_forward_hook(look)]
-        return [module.register_forward_hook(look) for module in names]
+            return [register_module_forward_hook(lambda *given: self.look(names, *given))]
+        hooks = {module: partial(self.look, name) for module, name in names.items()}
+        return [module.register_forward_hook(hook) for module, hook in hooks.items()]
+
+    def look(self, names: Any, module: nn.Module, args: Any, result: Tensor) -> None:
+        name = names if isinstance(names, str) else names.get(module)
+        if name and self._trainer is not None:
+            self.log(f"mean {name}", result.detach().mean())
+            self.log(f"std {name}", args[0].detach().float().std(), on_step=True, on_epoch=True)
+            self.kept[name] = result
 
     def configure_model(self) -> None:
         if "configure_model" in self.since and not self.kept:
