@@ -68,6 +68,7 @@ class Backend(ABC):
         Real-process backends rendezvous at MASTER_ADDR and MASTER_PORT, which the launcher or the
         cluster environment has set, unless a store is given; see `rendezvous.join_world`.
         """
+        self.prepare(store)
         join_world(
             self.c10d_name,
             rank=rank,
@@ -76,6 +77,10 @@ class Backend(ABC):
             timeout=timeout,
             store=store,
         )
+
+    def prepare(self, store: Store | None) -> None:
+        """Set what the backend reads as the ranks meet at this store; nothing, as a rule."""
+        return
 
     def collectives(self, group: dist.ProcessGroup) -> Collectives:
         """Wrap `group` in the algorithms that suit this backend."""

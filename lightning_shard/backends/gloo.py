@@ -1,10 +1,8 @@
 """Gloo: torch's own backend for CPU ranks, on one host or several."""
 
 import contextlib
-from datetime import timedelta
 from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -30,35 +28,16 @@ class GlooBackend(Backend):
         return "this torch was built without Gloo. Install a wheel from pytorch.org."
 
     @override
-    def init_process_group(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        timeout: timedelta,
-        store: Store | None = None,
-    ) -> None:
-        prefer_interface(store)
-        super().init_process_group(
-            rank=rank, world_size=world_size, device=device, timeout=timeout, store=store
-        )
+    def prepare(self, store: Store | None) -> None:
+        """Let Gloo bind to the interface over which the ranks reach each other."""
+        if is_on_one_host(store):
+            settings.prefer_loopback_for_gloo()
+        else:
+            _prefer_interface_towards(host_of_rank_zero(store))
 
     @override
     def collectives(self, group: dist.ProcessGroup) -> Collectives:
         return exchange_collectives(group)
-
-
-def prefer_interface(store: Store | None) -> None:
-    """Let Gloo bind to the interface over which the ranks reach each other.
-
-    Args:
-        store: The given store at which they meet; None for the one at MASTER_ADDR.
-    """
-    if is_on_one_host(store):
-        settings.prefer_loopback_for_gloo()
-    else:
-        _prefer_interface_towards(host_of_rank_zero(store))
 
 
 def _prefer_interface_towards(host: str) -> None:

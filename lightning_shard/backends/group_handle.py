@@ -29,14 +29,22 @@ class GroupHandle(_c10d.ProcessGroupBase):
         name: Name of the group in c10d, the same on each of its ranks.
         global_ranks: Global ranks of the group's members, in order of their group rank.
         rank: This rank's number in the group.
+        timeout: Time after which a peer that has not come is an error, if it waits by the clock.
     """
 
     backend_name: ClassVar[str]
     shares_host: bool = False
     """Whether all its ranks are on one host, and may have buffers in common."""
 
-    def __init__(self, name: str, global_ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        global_ranks: tuple[int, ...],
+        rank: int,
+        timeout: timedelta = timedelta.max,
+    ) -> None:
         super().__init__(rank, len(global_ranks))
+        self._timeout = timeout
         self.global_ranks = global_ranks
         self._name, self._group_rank = name, rank
         self._num_collectives = 0
@@ -164,7 +172,8 @@ class GroupHandle(_c10d.ProcessGroupBase):
         return CoalescedWork(works)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing, unless a subclass waits by the clock."""
+        """Set the time after which a peer that has not come is an error."""
+        self._timeout = timeout
 
     def shutdown(self) -> None:
         """Do nothing, unless a subclass holds something."""
@@ -193,10 +202,18 @@ class CallWork(dist.Work):
         """Wait."""
         self.wait()
 
+    def exception(self) -> Exception | None:
+        """Return None, unless a subclass keeps an error: they are raised by `wait`."""
+        return None
+
     def result(self) -> list[Any]:
         """Wait, and return the tensors that were written."""
         self.wait()
         return list(self._call.results)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Wait, and return a future that is done."""
+        return done_future(self.result())
 
     def source_rank(self) -> int:
         """Wait, and return the group rank that sent what a receive got."""
@@ -230,9 +247,20 @@ class CoalescedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Wait, and return a future that is done."""
         self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self.result())
-        return future
+        return done_future(self.result())
+
+
+def done_future(results: list[Any]) -> torch.futures.Future[Any]:
+    """Return a future that has these results, of which the tensors are on one device."""
+    devices: list[Any] = [one.device for one in results if isinstance(one, Tensor) and one.is_cuda]
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=devices[:1] or None)
+    future.set_result(results)
+    return future
+
+
+def ranks_of(options: Any) -> tuple[int, ...]:
+    """Return a group's global ranks from c10d's `_DistributedBackendOptions`."""
+    return tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
 
 
 def describe_group(name: str, global_ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import HashStore, PrefixStore, Store, init_default_group
 from lightning_shard.backends.guarded.addresses import address_towards, chosen_ports
-from lightning_shard.backends.guarded.token import remembered
+from lightning_shard.backends.guarded.token import JobAddress, remembered
 from lightning_shard.backends.liveness.interruption import end_at_exit
 from lightning_shard.backends.meeting_place import MissingRanksError, meet, store_without_python
 from lightning_shard.backends.objects import guard_torch
@@ -149,14 +149,7 @@ def _join_at_rank_zero(
             f"through between the hosts, from and to {address_towards(address.host, 0)} here; or "
             f"see whether another rank has ended. torch said: {error}"
         ) from error
-    liveness.start(
-        store,
-        rank=rank,
-        world_size=world_size,
-        host=address.host,
-        token=address.token,
-        timeout=timeout,
-    )
+    liveness.start(store, address, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _check_same_backend(store: Store, backend: str, rank: int, world_size: int) -> None:
@@ -191,15 +184,8 @@ def _join_at(
     guard_torch()
     store.set_timeout(min(timeout, LONGEST_CONNECTING))
     host = store.get(HOST_KEY).decode()
-    liveness.start(
-        store,
-        rank=rank,
-        world_size=world_size,
-        host=host,
-        token=remembered() or "",
-        timeout=timeout,
-        name="given",
-    )
+    at = JobAddress(host=host, port=0, token=remembered() or "")
+    liveness.start(store, at, rank=rank, world_size=world_size, timeout=timeout, name="given")
     unless_a_rank_fails(lambda: make_group(store, host), "making the process group")
     store.set_timeout(timeout)
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -76,13 +77,18 @@ def _describe(arguments: Namespace) -> int:
 
 def _print(told: dict[str, Any], depth: int) -> None:
     console = Console(highlight=False)
+    console.print(rows_by_name(_rows(told)))
+    console.print(_tree(told["weights"]["tensors"], depth))
+
+
+def rows_by_name(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table without borders, of names and what is said of each."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in _rows(told):
+    for name, value in rows:
         table.add_row(name, Text(value))
-    console.print(table)
-    console.print(_tree(told["weights"]["tensors"], depth))
+    return table
 
 
 def _rows(told: dict[str, Any]) -> list[tuple[str, str]]:

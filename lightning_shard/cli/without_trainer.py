@@ -28,10 +28,10 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
+from lightning_shard.cli.checkpoints import rows_by_name
 from lightning_shard.cli.shard_cli import ShardCLI, find_classes_here
 from lightning_shard.proving.prove import prove
 from lightning_shard.proving.verdict import Verdict
@@ -230,12 +230,7 @@ def _run_replay() -> int:
 def _print(head: Text, lines: Iterable[tuple[str, str]]) -> None:
     console = Console(highlight=False)
     console.print(head)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in lines:
-        table.add_row(name, Text(value))
-    console.print(table)
+    console.print(rows_by_name(lines))
 
 
 RUN = {"prove": _run_prove, "replay": _run_replay}

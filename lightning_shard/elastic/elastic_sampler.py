@@ -74,22 +74,12 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         self.rescale(rank, num_ranks)
 
     @property
-    def rank(self) -> int:
-        """Rank whose batches are yielded."""
-        return self._rank
-
-    @property
-    def num_ranks(self) -> int:
-        """W, the number of ranks between which the samples are assigned."""
-        return self._num_ranks
-
-    @property
     def global_batch(self) -> int:
         """Samples of an optimizer step, over all ranks."""
         if self._global_batch is not None:
             return self._global_batch
         assert self._accumulation is not None
-        return self.rank_batch * self._num_ranks * self._accumulation
+        return self.rank_batch * self.num_ranks * self._accumulation
 
     @property
     def accumulation(self) -> int:
@@ -114,7 +104,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         return EpochShares(
             num_samples=self.num_samples,
             step_samples=self.global_batch,
-            num_ranks=self._num_ranks,
+            num_ranks=self.num_ranks,
             rank_batch=self.rank_batch,
             drop_last=self.drop_last,
             samples_done=start.samples,
@@ -132,8 +122,8 @@ class ElasticBatchSampler(Sampler[list[Any]]):
             raise ConfigError(
                 f"Rank {rank} of {num_ranks} does not exist, expected 0 <= rank < num_ranks."
             )
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self.rank = rank
+        self.num_ranks = num_ranks
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; has no effect on the present one."""
@@ -171,7 +161,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
             LayoutError: The step is not left in this epoch.
         """
         step = self.shares.step(step_in_epoch)
-        return step.weight(microbatch, self._rank if rank is None else rank)
+        return step.weight(microbatch, self.rank if rank is None else rank)
 
     def weight_of_batch(self, batch_in_epoch: int) -> float:
         """Return `weight` of this rank's batch, counted from the epoch's start as `len` counts."""
@@ -184,7 +174,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         Position, rank and size count as they are when the first batch is asked for; an iterator
         that is under way stays as it is.
         """
-        order, shares, rank = self.sampler.indices(), self.shares, self._rank
+        order, shares, rank = self.sampler.indices(), self.shares, self.rank
         for step in shares.steps:
             begin, assigned = shares.begin(step), shares.step(step)
             for microbatch in range(assigned.num_microbatches):

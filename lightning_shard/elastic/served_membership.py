@@ -376,16 +376,10 @@ def _connect(address: JobAddress, is_starting: bool) -> Connection:
     """Connect; while the job starts on several hosts, its server may still be to come."""
     seconds = LONGEST_START_SECONDS if is_starting else _LONGEST_CONNECTING_SECONDS
     try:
-        return connect(
-            address.host,
-            address.port,
-            token=address.token,
-            service=MEMBER,
-            patience_seconds=seconds,
-        )
+        return connect(address, MEMBER, seconds)
+    except WrongTokenError as error:
+        raise wrong_token(address, error) from error
     except OSError as error:
-        if isinstance(error, WrongTokenError):
-            raise wrong_token(address, error) from error
         raise RankFailedError(
             f"The elastic job at {address.host}, port {address.port}, cannot be reached. Check "
             f"that it still runs and that LIGHTNING_SHARD_JOB is what its first process has "

@@ -25,7 +25,7 @@ class Participant:
 
     def __init__(self, job: Job) -> None:
         self._connection = connect(
-            job.host, job.port, token=job.token, service=MEMBER, patience_seconds=60
+            JobAddress(host=job.host, port=job.port, token=job.token), MEMBER, 60
         )
         self._heard: list[Message] = []
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning_shard.backends.guarded.client import connect
 from lightning_shard.backends.guarded.connection import Connection
 from lightning_shard.backends.guarded.handshake import WrongTokenError
+from lightning_shard.backends.guarded.token import JobAddress
 
 SECONDS = 0.5
 HUGE = 1 << 20
@@ -137,7 +138,8 @@ class Attacker:
         service = self._random.choice(_SERVICES)
         guess = f"{self._random.getrandbits(128):032x}"
         with contextlib.suppress(WrongTokenError):
-            let_in = connect(*place, token=guess, service=service, patience_seconds=0.2)
+            address = JobAddress(host=place[0], port=place[1], token=guess)
+            let_in = connect(address, service, 0.2)
             self.admitted.append(f"{guess} at {place}")
             let_in.close()
 

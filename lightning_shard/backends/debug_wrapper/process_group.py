@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
-from torch.futures import Future
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d
@@ -40,7 +39,13 @@ from lightning_shard.backends.debug_wrapper.bulletin import (
     growing_pauses,
 )
 from lightning_shard.backends.exchange import ExchangeCollectives
-from lightning_shard.backends.group_handle import CoalescedWork, GroupHandle, describe_group
+from lightning_shard.backends.group_handle import (
+    CallWork,
+    CoalescedWork,
+    GroupHandle,
+    describe_group,
+    ranks_of,
+)
 from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_backend
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup, Tensors, as_list
@@ -229,12 +234,12 @@ def _clear(lock: threading.Lock, opened: list[ComparedReceive]) -> None:
         opened.clear()
 
 
-class MessageWork(dist.Work):
+class MessageWork(CallWork):
     """One side of a message: waits until it has been compared, and then until it has moved."""
 
     def __init__(self, board: Bulletin, call: Call, mine: Fingerprint) -> None:
-        super().__init__()
-        self._board, self._call, self._mine = board, call, mine
+        super().__init__(call)
+        self._board, self._mine = board, mine
         self._is_over = False
 
     def _compared(self) -> dist.Work:
@@ -262,25 +267,8 @@ class MessageWork(dist.Work):
             self._is_over = True
         return True
 
-    def synchronize(self) -> None:
-        """Wait until the message has moved, as `wait`."""
-        self.wait()
-
-    def exception(self) -> None:
-        """Return None: errors are raised by `wait`."""
-
-    def result(self) -> list[Any]:
-        """Wait, and return the tensors that were written."""
-        self.wait()
-        return list(self._call.results)
-
-    def get_future(self) -> Future[Any]:
-        """Wait, and return a future that is done."""
-        tensors = self.result()
-        on_gpu: list[Any] = [t.device for t in tensors if t.is_cuda]
-        future: Future[Any] = Future(devices=on_gpu[:1] or None)
-        future.set_result(tensors)
-        return future
+    def _source(self) -> int:
+        return self._call.root
 
 
 class SentWork(MessageWork):
@@ -323,12 +311,9 @@ class ReceivedWork(MessageWork):
         work = self._awaited.work
         return self._awaited.settled.is_set() and work is not None and work.is_completed()
 
-    def source_rank(self) -> int:
-        """Return the group rank that sent the message."""
-        self.wait()
+    @override
+    def _source(self) -> int:
         return self._awaited.source
-
-    _source_rank = source_rank
 
 
 class Comparer(PythonGroup):
@@ -492,9 +477,7 @@ class DebugGroup(GroupHandle):
     def __init__(
         self, options: Any, inner: dist.ProcessGroup, name: str, devices: Sequence[str]
     ) -> None:
-        ranks = tuple(options.global_ranks_in_group)
-        self._is_default = not ranks
-        ranks = ranks or tuple(range(options.group_size))
+        self._is_default, ranks = not options.global_ranks_in_group, ranks_of(options)
         super().__init__(options.group_id, ranks, options.group_rank)
         self._inner, self._backend, self._devices = inner, name, devices
         self.shares_host = getattr(inner, "shares_host", False)

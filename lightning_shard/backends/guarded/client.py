@@ -15,16 +15,14 @@ from lightning_shard.backends.guarded.handshake import (
     Connecting,
     WrongTokenError,
 )
+from lightning_shard.backends.guarded.token import JobAddress
 
 _RETRY_SECONDS = 0.05
 _LONGEST_TRY_SECONDS = 5.0
 
 
 def connect(
-    host: str,
-    port: int,
-    *,
-    token: str,
+    address: JobAddress,
     service: str,
     patience_seconds: float,
     between_tries: Callable[[], object] = lambda: None,
@@ -32,9 +30,7 @@ def connect(
     """Connect with a door, and wait for it if it is still to come.
 
     Args:
-        host: Name or address of the door's host.
-        port: The port of the door.
-        token: The job's token.
+        address: Where the door is, and the job's token.
         service: The service that is asked for.
         patience_seconds: How long to try.
         between_tries: Called before each further try; raises if none has a chance.
@@ -49,13 +45,13 @@ def connect(
     deadline = monotonic() + patience_seconds
     while True:
         last: OSError | None = None
-        for stream in _streams(host, port, deadline):
+        for stream in _streams(address.host, address.port, deadline):
             if isinstance(stream, OSError):
                 last = last or stream
                 continue
             connection = Connection(stream, LONGEST_LINE_BYTES)
             try:
-                _shake_hands(connection, Connecting(token, service), deadline)
+                _shake_hands(connection, Connecting(address.token, service), deadline)
                 return connection
             except OSError as error:
                 connection.close()
@@ -63,7 +59,7 @@ def connect(
                     raise
                 last = error
         if monotonic() + _RETRY_SECONDS > deadline:
-            raise last or TimeoutError(f"nobody answers at {host}, port {port}")
+            raise last or TimeoutError(f"nobody answers at {address.host}, port {address.port}")
         sleep(_RETRY_SECONDS)
         between_tries()
 

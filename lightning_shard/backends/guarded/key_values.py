@@ -4,17 +4,26 @@ A request is answered at once, but one for keys that are not set yet: that waits
 closes the connection, and is forgotten.
 """
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from selectors import EVENT_READ, BaseSelector
+from typing import Any
 
+from lightning_shard.backends._c10d import StoreBase
 from lightning_shard.backends.guarded.connection import Connection, Message
 
 
 class KeyValues:
-    """Keys and their values, which are strings of one character for each byte."""
+    """Keys and their values, which are strings of one character for each byte.
 
-    def __init__(self) -> None:
+    Args:
+        on_change: Called whenever a value has been set.
+    """
+
+    def __init__(self, on_change: Callable[[], object] = lambda: None) -> None:
+        self._on_change = on_change
         self._values: dict[str, str] = {}
         self._requests: dict[str, Callable[..., object]] = {
             "set": self._set,
@@ -41,20 +50,25 @@ class KeyValues:
         return {"answer": self._requests[kind](**request)}
 
     def _set(self, values: dict[str, str]) -> None:
-        self._values.update({str(key): str(value) for key, value in values.items()})
+        for key, value in values.items():
+            self._put(key, str(value))
+
+    def _put(self, key: str, value: str) -> None:
+        self._values[key] = value
+        self._on_change()
 
     def _add(self, key: str, value: int) -> int:
         total = int(self._values.get(key, "0")) + int(value)
-        self._values[key] = str(total)
+        self._put(key, str(total))
         return total
 
     def _append(self, key: str, value: str) -> None:
-        self._values[key] = self._values.get(key, "") + str(value)
+        self._put(key, self._values.get(key, "") + str(value))
 
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
-            self._values[key] = str(desired)
+            self._put(key, str(desired))
         return self._values.get(key, expected)
 
     def _delete(self, key: str) -> bool:
@@ -62,6 +76,95 @@ class KeyValues:
 
     def _check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
+
+
+class RequestStore(StoreBase):
+    """A store of c10d whose calls are requests that `KeyValues` answers.
+
+    c10d's C++ (`PrefixStore`, groups, its own barriers) calls these methods too, some by camel-case
+    names, from any thread.
+    """
+
+    @abstractmethod
+    def _ask(self, kind: str, **told: Any) -> Any:
+        """Return the answer to a request."""
+
+    @abstractmethod
+    def _get(self, keys: Sequence[str], timeout: timedelta | None) -> list[str]:
+        """Return the values of keys, once all are set."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set the value of a key."""
+        self.multi_set([key], [value])
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        return self.multi_get([key])[0]
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter and return its new value."""
+        return int(self._ask("add", key=key, value=value))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of a key."""
+        self._ask("append", key=key, value=_sent(value))
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Set a key if it has the expected value, or is absent and "" is expected."""
+        expected, desired = _sent(expected_value), _sent(desired_value)
+        return _received(self._ask("compare_set", key=key, expected=expected, desired=desired))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return bool(self._ask("check", keys=list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set.
+
+        Raises:
+            torch.distributed.DistStoreError: They are not in time.
+        """
+        self._get(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; return whether it was set."""
+        return bool(self._ask("delete", key=key))
+
+    def num_keys(self) -> int:
+        """Return the number of keys that are set."""
+        return int(self._ask("count"))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for several keys and return their values."""
+        return [_received(value) for value in self._get(keys, None)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys."""
+        told = {key: _sent(value) for key, value in zip(keys, values, strict=True)}
+        self._ask("set", values=told)
+
+    def has_extended_api(self) -> bool:
+        """Say that append and the multi-key calls are there."""
+        return True
+
+    deleteKey = delete_key  # noqa: N815 - c10d's name
+    getNumKeys = num_keys  # noqa: N815 - c10d's name
+
+
+def _sent(value: str | bytes) -> str:
+    return (
+        value if isinstance(value, str) and value.isascii() else _as_bytes(value).decode("latin-1")
+    )
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _received(value: str) -> bytes:
+    return value.encode("latin-1")
 
 
 class KeyValueService:

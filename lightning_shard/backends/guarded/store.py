@@ -13,11 +13,13 @@ from time import monotonic
 from typing import Any, cast
 
 import torch.distributed as dist
+from typing_extensions import override
 
-from lightning_shard.backends._c10d import Store, StoreBase
+from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.guarded.client import ask, connect
 from lightning_shard.backends.guarded.connection import Connection
 from lightning_shard.backends.guarded.handshake import WrongTokenError
+from lightning_shard.backends.guarded.key_values import RequestStore
 from lightning_shard.backends.guarded.token import JobAddress, wrong_token
 
 SERVICE = "store"
@@ -43,7 +45,7 @@ def store_at(address: JobAddress, timeout: timedelta) -> Store:
     return store
 
 
-class JobStore(StoreBase):
+class JobStore(RequestStore):
     """The store of one job.
 
     c10d's C++ (`PrefixStore`, groups, its own barriers) calls these methods too, some by camel-case
@@ -69,68 +71,9 @@ class JobStore(StoreBase):
         self.own_address = first.own_address
         self._idle.append(first)
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set the value of a key."""
-        self.multi_set([key], [value])
-
-    def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
-        return self.multi_get([key])[0]
-
-    def add(self, key: str, value: int) -> int:
-        """Add to a counter and return its new value."""
-        return int(self._ask("add", key=key, value=value))
-
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of a key."""
-        self._ask("append", key=key, value=_sent(value))
-
-    def compare_set(
-        self, key: str, expected_value: str | bytes, desired_value: str | bytes
-    ) -> bytes:
-        """Set a key if it has the expected value, or is absent and "" is expected."""
-        expected, desired = _sent(expected_value), _sent(desired_value)
-        return _received(self._ask("compare_set", key=key, expected=expected, desired=desired))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
-        return bool(self._ask("check", keys=list(keys)))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set.
-
-        Raises:
-            torch.distributed.DistStoreError: They are not in time.
-        """
-        self._get(keys, timeout)
-
-    def delete_key(self, key: str) -> bool:
-        """Forget a key; return whether it was set."""
-        return bool(self._ask("delete", key=key))
-
-    def num_keys(self) -> int:
-        """Return the number of keys that are set."""
-        return int(self._ask("count"))
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for several keys and return their values."""
-        return [_received(value) for value in self._get(keys, None)]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys."""
-        told = {key: _sent(value) for key, value in zip(keys, values, strict=True)}
-        self._ask("set", values=told)
-
-    def has_extended_api(self) -> bool:
-        """Say that append and the multi-key calls are there."""
-        return True
-
     def clone(self) -> "JobStore":
         """Return this store: its calls wait for each other nowhere."""
         return self
-
-    deleteKey = delete_key  # noqa: N815 - c10d's name
-    getNumKeys = num_keys  # noqa: N815 - c10d's name
 
     def forget(self) -> None:
         """Let go of the sockets in a forked child, so that they end when the parent does."""
@@ -138,6 +81,7 @@ class JobStore(StoreBase):
         while self._idle:
             self._idle.pop().close()
 
+    @override
     def _get(self, keys: Sequence[str], timeout: timedelta | None) -> list[str]:
         store: Any = self
         seconds = (timeout or store.timeout).total_seconds()
@@ -150,6 +94,7 @@ class JobStore(StoreBase):
             ) from None
         return answer
 
+    @override
     def _ask(self, kind: str, seconds: float = _ANSWER_SECONDS, **told: Any) -> Any:
         connection = self._take()
         try:
@@ -183,16 +128,10 @@ class JobStore(StoreBase):
     def _connect(self, timeout: timedelta) -> Connection:
         begin, address = monotonic(), self.address
         try:
-            return connect(
-                address.host,
-                address.port,
-                token=address.token,
-                service=SERVICE,
-                patience_seconds=timeout.total_seconds(),
-            )
+            return connect(address, SERVICE, timeout.total_seconds())
+        except WrongTokenError as error:
+            raise wrong_token(address, error) from error
         except OSError as error:
-            if isinstance(error, WrongTokenError):
-                raise wrong_token(address, error) from error
             raise dist.DistNetworkError(
                 f"{self}: timed out after {monotonic() - begin:.1f} s, not connected ({error})"
             ) from error
@@ -200,20 +139,6 @@ class JobStore(StoreBase):
     def __repr__(self) -> str:
         """Say where it is, and nothing secret."""
         return f"the job's store at {self.address.host}, port {self.address.port}"
-
-
-def _sent(value: str | bytes) -> str:
-    return (
-        value if isinstance(value, str) and value.isascii() else _as_bytes(value).decode("latin-1")
-    )
-
-
-def _as_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _received(value: str) -> bytes:
-    return value.encode("latin-1")
 
 
 def _forget_in_child() -> None:

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.futures import Future
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d
@@ -15,7 +13,7 @@ from lightning_shard.backends.base import Backend
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
-from lightning_shard.backends.group_handle import CallWork
+from lightning_shard.backends.group_handle import CallWork, ranks_of
 from lightning_shard.backends.in_process.channel import Meeting
 from lightning_shard.backends.in_process.world import BACKEND_NAME, World, current_world
 from lightning_shard.backends.python_group import PythonGroup
@@ -33,7 +31,10 @@ _HOW_TO_USE = (
 
 
 class InProcessWork(CallWork):
-    """One rank's handle of one operation in an in-process world."""
+    """One rank's handle of one operation in an in-process world.
+
+    Its future is done: torch's DDP blocks its thread on futures.
+    """
 
     def __init__(self, world: "World", meeting: Meeting, call: Call):
         super().__init__(call)
@@ -64,19 +65,8 @@ class InProcessWork(CallWork):
         """Whether the results are there; no other rank runs meanwhile."""
         return self._meeting.done
 
-    def exception(self) -> None:
-        """Return None: errors are raised by `wait`."""
-
     def _source(self) -> int:
         return self._meeting.source
-
-    def get_future(self) -> Future[Any]:
-        """Wait, and return a future that is done; torch's DDP blocks its thread on futures."""
-        self.wait()
-        tensors = [t for t in self._call.results if isinstance(t, Tensor) and t.is_cuda]
-        future: Future[Any] = Future(devices=[tensors[0].device] if tensors else None)
-        future.set_result(list(self._call.results))
-        return future
 
 
 class InProcessGroup(PythonGroup):
@@ -114,8 +104,8 @@ def _require_world() -> World:
 def _make_group(options: Any, backend_options: Any) -> InProcessGroup:
     """Make the running rank's handle of a group; c10d calls this function."""
     del backend_options
-    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return InProcessGroup(_require_world(), options.group_id, ranks, options.group_rank)
+    name, rank = options.group_id, options.group_rank
+    return InProcessGroup(_require_world(), name, ranks_of(options), rank)
 
 
 class InProcessBackend(Backend):

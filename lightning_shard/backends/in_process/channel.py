@@ -54,12 +54,20 @@ def _broadcast(calls: Calls) -> None:
 
 
 def _all_gather(calls: Calls) -> None:
-    for call in calls:
+    _gather_on(calls, calls)
+
+
+def _gather(calls: Calls) -> None:
+    _gather_on([calls[calls[0].root]], calls)
+
+
+def _gather_on(receivers: Calls, calls: Calls) -> None:
+    for call in receivers:
         for slot, source in zip(call.outputs, calls, strict=True):
             _check_numel(call, slot, source, source.inputs[0])
-    targets = [slot for call in calls for slot in call.outputs]
+    targets = [slot for call in receivers for slot in call.outputs]
     sources = unaliased([call.inputs[0] for call in calls], targets)
-    for call in calls:
+    for call in receivers:
         for slot, part in zip(call.outputs, sources, strict=True):
             write(slot, part)
 
@@ -90,15 +98,6 @@ def _reduce_scatter_single(calls: Calls) -> None:
     for call in calls:
         for output, total in zip(call.outputs, totals, strict=True):
             write(output, total[call.rank])
-
-
-def _gather(calls: Calls) -> None:
-    root = calls[calls[0].root]
-    for slot, source in zip(root.outputs, calls, strict=True):
-        _check_numel(root, slot, source, source.inputs[0])
-    sources = unaliased([call.inputs[0] for call in calls], root.outputs)
-    for slot, part in zip(root.outputs, sources, strict=True):
-        write(slot, part)
 
 
 def _scatter(calls: Calls) -> None:

@@ -5,18 +5,64 @@ elastic world changes from one generation of groups to the next.
 
     thread 0  1  2  3          generation 1: rank 0, 1, 2, 3
     thread 0     2  3  4       generation 2: rank 0,    1, 2, 3
+
+The errors that a world raises on its ranks are made for each rank when they are raised there.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
 from lightning_shard.backends.in_process.channel import Channel
-from lightning_shard.backends.in_process.rank_errors import ErrorMaker
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
+from lightning_shard.errors import DeadlockError, RankFailedError
+
+ErrorMaker = Callable[[int, str], Exception]
+"""Makes one rank's error from its number and a description of the operation it is in."""
+
+
+def deadlock_error(report: str, rank: int, operation: str) -> Exception:
+    """Make a rank's error of a deadlock: no rank can run; `report` has a line for each rank."""
+    return DeadlockError(
+        f"Rank {rank} waits for ever in {operation}: no rank can run, and not every rank has "
+        f"finished.\n{report}\n"
+        "Every rank of a group must make the same calls in the same order: look for a rank "
+        "that returned early or took another branch."
+    )
+
+
+def peer_failed_error_maker(failed: str, error: BaseException) -> ErrorMaker:
+    """Make the errors of the peers of the rank named `failed`, which raised `error`."""
+
+    def make(rank: int, operation: str) -> Exception:
+        made = RankFailedError(
+            f"Rank {rank} cannot go on with {operation}: rank {failed} raised "
+            f"{type(error).__name__}: {error}\nMend that error first; this one follows from it."
+        )
+        made.__cause__ = error
+        return made
+
+    return make
+
+
+def gone_error(gone: Sequence[str], rank: int, operation: str) -> Exception:
+    """Make a rank's error of peers, named `gone`, which a fault has dropped."""
+    return RankFailedError(
+        f"Rank {rank} cannot go on with {operation}: rank {', '.join(gone)} is gone, without "
+        "a word. Start again from a checkpoint, or go on in a group without it."
+    )
+
+
+def left_error(left: Sequence[str], rank: int, operation: str) -> Exception:
+    """Make a rank's error of peers, named `left`, which left their groups or ended."""
+    return RankFailedError(
+        f"Rank {rank} cannot go on with {operation}: rank {', '.join(left)} has left these "
+        "groups. Go on in the next generation's."
+    )
+
 
 NOT_YET = -1
 

@@ -30,10 +30,13 @@ from functools import partial
 
 from lightning_shard.backends.in_process.channel import Channel
 from lightning_shard.backends.in_process.faults import RankDropped
-from lightning_shard.backends.in_process.rank import Rank, RankPosition, Status, Wait
-from lightning_shard.backends.in_process.rank_errors import (
+from lightning_shard.backends.in_process.rank import (
     ErrorMaker,
-    deadlock_error_maker,
+    Rank,
+    RankPosition,
+    Status,
+    Wait,
+    deadlock_error,
     peer_failed_error_maker,
 )
 from lightning_shard.errors import ConfigError
@@ -98,7 +101,7 @@ class Scheduler:
             self._end_standstill([one for one in self.ranks if one.failing is not None])
         try:
             if self._idle_polls > _MAX_IDLE_POLLS and not self._deadlines():
-                self.condemn(deadlock_error_maker(self._report()))
+                self.condemn(partial(deadlock_error, self._report()))
                 self.raise_if_condemned(rank, describe)
             self._hand_over(rank)
         finally:
@@ -282,7 +285,7 @@ class Scheduler:
             if deadlines := self._deadlines():
                 time.sleep(max(0.0, min(deadlines) - time.monotonic()))
             elif not (self._give_up_the_forsaken(waiting) or self._end_standstill(waiting)):
-                self.condemn(deadlock_error_maker(self._report()))
+                self.condemn(partial(deadlock_error, self._report()))
 
     def _deadlines(self) -> list[float]:
         waits = [rank.wait for rank in self.ranks if rank.status is Status.ALIVE]

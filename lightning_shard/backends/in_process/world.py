@@ -4,29 +4,35 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
+from typing_extensions import override
+
 from lightning_shard.backends import _c10d
-from lightning_shard.backends._c10d import StoreBase
 from lightning_shard.backends.call_site import CallSite, find_call_site
-from lightning_shard.backends.calls import Call, Disagreement, Side, describe_disagreement
+from lightning_shard.backends.calls import (
+    Call,
+    Disagreement,
+    Side,
+    describe_disagreement,
+    mismatch_error,
+)
+from lightning_shard.backends.guarded.key_values import KeyValues, RequestStore
 from lightning_shard.backends.in_process.channel import Channel, Meeting
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
 from lightning_shard.backends.in_process.gloo_order import is_like_gloo
 from lightning_shard.backends.in_process.rank import (
     NOT_YET,
+    ErrorMaker,
     Rank,
     RankPosition,
     Status,
     Wait,
-    rank_name,
-)
-from lightning_shard.backends.in_process.rank_errors import (
-    ErrorMaker,
-    gone_error_maker,
-    left_error_maker,
-    mismatch_error_maker,
+    gone_error,
+    left_error,
     peer_failed_error_maker,
+    rank_name,
 )
 from lightning_shard.backends.in_process.rank_globals import RankGlobals
 from lightning_shard.backends.in_process.run import RanksRun
@@ -40,95 +46,45 @@ _active: list["World"] = []  # the one world that runs, if any
 _ENDED = (Status.GONE, Status.FAILED, Status.FINISHED)
 
 
-def _as_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
-
-
-class InProcessStore(StoreBase):
+class InProcessStore(RequestStore):
     """The store of one world.
 
-    c10d's C++ (`PrefixStore`, its own barriers) calls these methods too, some by camel-case names.
-    Time-outs are not used: what can never come is a deadlock, and found at once.
+    Args:
+        world: The world whose ranks use it; they run in turn while one waits for a key.
     """
 
     def __init__(self, world: "World") -> None:
         super().__init__()
         self._world = world
-        self._values: dict[str, bytes] = {}
+        self._key_values = KeyValues(lambda: world.scheduler.note_progress())
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set the value of a key."""
-        self._put(key, _as_bytes(value))
-
-    def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
-        self.wait([key])
-        return self._values[key]
-
-    def add(self, key: str, value: int) -> int:
-        """Add to a counter and return its new value."""
-        total = int(self._values.get(key, b"0")) + value
-        self._put(key, str(total).encode())
-        return total
-
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of a key."""
-        self._put(key, self._values.get(key, b"") + _as_bytes(value))
-
-    def compare_set(
-        self, key: str, expected_value: str | bytes, desired_value: str | bytes
-    ) -> bytes:
-        """Set a key if it has the expected value, or is absent and "" is expected."""
-        expected = _as_bytes(expected_value)
-        current = self._values.get(key)
-        if current == expected or (current is None and not expected):
-            self._put(key, _as_bytes(desired_value))
-        return self._values.get(key, expected)
-
+    @override
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set; if not at once, the other ranks run once before the answer."""
-        if not self._has(keys):
+        if not super().check(keys):
             site = find_call_site()
             self._world.scheduler.yield_token(lambda: _describe("check", keys, site))
-        return self._has(keys)
+        return super().check(keys)
 
+    @override
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Let the other ranks run until all keys are set."""
-        del timeout
-        if not self._has(keys):
-            site = find_call_site()
-            self._world.wait_until(lambda: self._has(keys), lambda: _describe("wait", keys, site))
+        if not super().check(keys):
+            has, site = super().check, find_call_site()
+            self._world.wait_until(lambda: has(keys), lambda: _describe("wait", keys, site))
 
-    def delete_key(self, key: str) -> bool:
-        """Forget a key; return whether it was set."""
-        return self._values.pop(key, None) is not None
+    @override
+    def _get(self, keys: Sequence[str], timeout: timedelta | None) -> list[str]:
+        for key in keys:
+            self.wait([key])
+        values: list[str] = self._ask("get", keys=list(keys))
+        return values
 
-    def num_keys(self) -> int:
-        """Return the number of keys that are set."""
-        return len(self._values)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for several keys and return their values."""
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        """Say that append and the multi-key calls are there."""
-        return True
-
-    deleteKey = delete_key  # noqa: N815 - c10d's name
-    getNumKeys = num_keys  # noqa: N815 - c10d's name
-
-    def _put(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-        self._world.scheduler.note_progress()
-
-    def _has(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
+    @override
+    def _ask(self, kind: str, **told: Any) -> Any:
+        answer = self._key_values.answer({"kind": kind, **told})
+        assert answer is not None  # only a `get` waits, for keys that are set by now
+        return answer["answer"]
 
 
 def _describe(method: str, keys: Sequence[str], site: CallSite) -> str:
@@ -175,7 +131,7 @@ class Losses:
                 )
         gone = [p for p in lost if ranks[p[0]].status is Status.GONE]
         names = [rank_name(number, thread) for thread, number in gone or lost]
-        return gone_error_maker(names) if gone else left_error_maker(names)
+        return partial(gone_error if gone else left_error, names)
 
     def _is_lost(self, rank: Rank, generation: int) -> bool:
         if not self._is_elastic:
@@ -378,7 +334,7 @@ class World:
             meeting = channel.join(call) if call.tag is None else channel.transfer(call)
         except Disagreement as disagreement:
             problem = _describe_disagreement(channel, disagreement)
-            self.scheduler.condemn(mismatch_error_maker(problem))
+            self.scheduler.condemn(partial(mismatch_error, problem))
             self.scheduler.raise_if_condemned(rank, describe)
             raise AssertionError("a condemned rank has an error") from None
         self.scheduler.note_progress()

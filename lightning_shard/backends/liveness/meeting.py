@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from lightning_shard.backends.guarded.addresses import listen
 from lightning_shard.backends.guarded.client import connect as come_in
 from lightning_shard.backends.guarded.connection import Connection
+from lightning_shard.backends.guarded.token import JobAddress
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.liveness.server import SERVICE
 from lightning_shard.backends.liveness.thread import (
@@ -45,11 +47,10 @@ def current() -> Lifeline | None:
 
 def start(
     store: KeyValueStore,
+    address: JobAddress,
     *,
     rank: int,
     world_size: int,
-    host: str,
-    token: str,
     timeout: timedelta,
     name: str | None = None,
 ) -> None:
@@ -57,10 +58,9 @@ def start(
 
     Args:
         store: The job's store, in which rank 0 says how it is to be reached.
+        address: Rank 0's host, and the job's token; the hub has a port of its own.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        host: Name or address of rank 0's host.
-        token: The job's token.
         timeout: A rank that is silent for most of this time is given up.
         name: Name of this start in the store, the same on all ranks; by default each rank
             counts its starts, which a rank that has come later cannot.
@@ -76,10 +76,9 @@ def start(
     _thread = connect(
         store,
         key,
+        address,
         rank=rank,
         world_size=world_size,
-        host=host,
-        token=token,
         timeout=timeout,
         met_anew=name is not None,
     )
@@ -113,11 +112,10 @@ def stop_at_exit() -> None:
 def connect(
     store: KeyValueStore,
     key: str,
+    address: JobAddress,
     *,
     rank: int,
     world_size: int,
-    host: str,
-    token: str,
     timeout: timedelta,
     met_anew: bool = False,
 ) -> LifelineThread:
@@ -127,10 +125,9 @@ def connect(
         store: The job's store, which every rank reaches.
         key: Key in the store under which rank 0 says how it is to be reached; a new one for
             each lifeline.
+        address: Rank 0's host, and the job's token.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        host: Name or address of rank 0's host.
-        token: The job's token.
         timeout: Time-out of the process groups; a rank that is silent for most of it is given up.
         met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
     """
@@ -138,29 +135,22 @@ def connect(
     try:
         hub: Connection | list[socket.socket]
         if rank == 0:
-            hub = listen(host, 0)
+            hub = listen(address.host, 0)
             store.set(key, str(hub[0].getsockname()[1]))
         else:
-            port = int(store.get(key))
-            hub = come_in(
-                host,
-                port,
-                token=token,
-                service=SERVICE,
-                patience_seconds=seconds,
-                between_tries=partial(store.get, key),
-            )
+            of_hub = replace(address, port=int(store.get(key)))
+            hub = come_in(of_hub, SERVICE, seconds, between_tries=partial(store.get, key))
     except (OSError, ValueError, dist.DistError) as error:
         raise RankFailedError(
             f"Rank {rank} of {world_size} could not set up its control connection with rank 0 on "
-            f"{host} within {timeout}. Check that rank 0 runs and that the hosts reach each "
-            f"other's ports, as the ranks' data needs them too. The system said: {error}"
+            f"{address.host} within {timeout}. Check that rank 0 runs and that the hosts reach "
+            f"each other's ports, as the ranks' data needs them too. The system said: {error}"
         ) from error
     return LifelineThread(
         rank=rank,
         world_size=world_size,
         timeout_seconds=seconds,
-        token=token,
+        token=address.token,
         hub=hub,
         met_anew=met_anew,
     )

@@ -32,6 +32,7 @@ from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.debug_wrapper import debug_name, exchange_collectives, register_debug
 from lightning_shard.backends.exchange import ExchangeCollectives
+from lightning_shard.backends.group_handle import ranks_of
 from lightning_shard.backends.guarded.store import JobStore, store_at
 from lightning_shard.backends.guarded.token import JobAddress, remember
 from lightning_shard.backends.in_flight import FlightWork, InFlight, OperationWatch
@@ -284,8 +285,7 @@ class MPIGroup(PythonGroup):
         timeout: timedelta,
         store: Store,
     ) -> None:
-        super().__init__(name, global_ranks, rank)
-        self._timeout = timeout
+        super().__init__(name, global_ranks, rank, timeout)
         self._numbers = count()
         self._largest_tag = runtime.largest_tag()
         self._tally = runtime.departures.tally(name)
@@ -368,10 +368,6 @@ class MPIGroup(PythonGroup):
         operation = OPERATIONS[call.op]
         yield from staged(operation, self, call) if must_stage(tensors) else operation(self, call)
         drain_streams(tensors)  # who waits may read the results on any stream
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time after which a peer that has not come is an error."""
-        self._timeout = timeout
 
     def shutdown(self) -> None:
         """Give the communicators back; the group is not used afterwards."""
@@ -478,14 +474,7 @@ class MPIBackend(Backend):
             timeout=timeout,
         )
         address = cast(JobStore, meeting).address
-        liveness.start(
-            meeting,
-            rank=rank,
-            world_size=world_size,
-            host=address.host,
-            token=address.token,
-            timeout=timeout,
-        )
+        liveness.start(meeting, address, rank=rank, world_size=world_size, timeout=timeout)
 
     @override
     def collectives(self, group: dist.ProcessGroup) -> ExchangeCollectives:
@@ -495,7 +484,7 @@ class MPIBackend(Backend):
 def _make_group(options: Any, backend_options: Any) -> Any:
     """Make this rank's handle of a group; c10d calls this function."""
     del backend_options
-    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    ranks = ranks_of(options)
     _check_place(rank=ranks[options.group_rank])
     runtime.finalize_in_order(progress.end)
     rank, timeout, store = options.group_rank, options.timeout, options.store

@@ -23,6 +23,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.common_buffer import CommonBuffer
 from lightning_shard.backends.debug_wrapper import register_debug
 from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.backends.group_handle import ranks_of
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.python_group import PythonGroup
 from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName
@@ -159,7 +160,7 @@ def _make_group(options: Any, backend_options: Any) -> Any:
     """Make this rank's handle of a group; c10d calls this function."""
     del backend_options
     rank, size = options.group_rank, options.group_size
-    ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+    ranks = ranks_of(options)
     corner = PrefixStore(f"shm/{options.store.add(f'shm/made/{rank}', 1)}", options.store)
     hosts = hosts_of_ranks(corner, rank, size)
     if len({*hosts}) == 1:

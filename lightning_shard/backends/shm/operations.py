@@ -40,6 +40,7 @@ class BoardWait:
     absent: Callable[[], list[int]]
 
 
+Round = Generator[BoardWait, Any, None]
 Steps = Generator[BoardWait, Any, int | None]
 """What a receive returns is the group rank of its source."""
 
@@ -65,12 +66,11 @@ def _turn(room: Room, number: int) -> BoardWait:
     return BoardWait(lambda: room.is_turn(number), lambda: room.missing(number))
 
 
-def _ending(room: Room, number: int, offered: Offered) -> Steps:
+def _ending(room: Room, number: int, offered: Offered) -> Round:
     """End a round that this rank has read; wait for its peers where they read in place."""
     room.has_read(number)
     if offered.in_place and room.undrained(number):
         yield BoardWait(lambda: not room.undrained(number), lambda: room.undrained(number))
-    return None
 
 
 def _round(
@@ -82,14 +82,14 @@ def _round(
     return number, offered
 
 
-def _all_reduce(room: Room, mail: Mail, call: Call) -> Steps:
+def _all_reduce(room: Room, mail: Mail, call: Call) -> Round:
     flat = pack(call.inputs)
     if flat.nbytes <= _AT_ONCE_BYTES:
         number, offered = yield from _round(room, call, [flat], [flat])
         parts = [_only(room, number, rank, flat) for rank in range(room.size)]
         unpack(reduce_tensors(parts, call.reduce_op).to(flat.dtype), call.inputs)
         yield from _ending(room, number, offered)
-        return None
+        return
     first = room.reserve(2)
     offered = yield from _posting(room, first, call, lambda: room.offer([flat]), flat.nbytes)
     ours = _only(room, first, room.rank, flat)
@@ -101,7 +101,6 @@ def _all_reduce(room: Room, mail: Mail, call: Call) -> Steps:
     _copy_slices(of_each_rank, flat)
     unpack(flat, call.inputs)
     yield from _ending(room, first + 1, offered)
-    return None
 
 
 def _copy_slices(of_each_rank: Sequence[Tensor], flat: Tensor) -> None:
@@ -112,7 +111,7 @@ def _copy_slices(of_each_rank: Sequence[Tensor], flat: Tensor) -> None:
             target.copy_(source)
 
 
-def _reduce(room: Room, mail: Mail, call: Call) -> Steps:
+def _reduce(room: Room, mail: Mail, call: Call) -> Round:
     flat = pack(call.inputs)
     number, offered = yield from _round(room, call, [flat], [flat])
     if room.rank == call.root:
@@ -120,10 +119,9 @@ def _reduce(room: Room, mail: Mail, call: Call) -> Steps:
         _reduce_into(flat, of_each_rank, call)
         unpack(flat, call.inputs)
     yield from _ending(room, number, offered)
-    return None
 
 
-def _reduce_scatter(room: Room, mail: Mail, call: Call) -> Steps:
+def _reduce_scatter(room: Room, mail: Mail, call: Call) -> Round:
     output = raw(call.outputs[0])
     others = [one for rank, one in enumerate(call.inputs) if rank != room.rank]
     written = [output] if any(_touch(output, one) for one in others) else []
@@ -131,10 +129,9 @@ def _reduce_scatter(room: Room, mail: Mail, call: Call) -> Steps:
     parts = [_part(room, number, rank, room.rank, output, call) for rank in range(room.size)]
     _reduce_to(output, parts, call)
     yield from _ending(room, number, offered)
-    return None
 
 
-def _reduce_scatter_single(room: Room, mail: Mail, call: Call) -> Steps:
+def _reduce_scatter_single(room: Room, mail: Mail, call: Call) -> Round:
     flats = [pack([full]) for full in call.inputs]
     outputs = [raw(output) for output in call.outputs]
     safe = all(
@@ -147,32 +144,29 @@ def _reduce_scatter_single(room: Room, mail: Mail, call: Call) -> Steps:
         of_each_rank = [_whole(room, number, rank, index, flat) for rank in range(room.size)]
         _reduce_to(output, _slices(of_each_rank, room.rank), call)
     yield from _ending(room, number, offered)
-    return None
 
 
 def _slice_address(flat: Tensor, room: Room) -> int:
     return flat.data_ptr() + room.rank * (flat.numel() // room.size) * flat.itemsize
 
 
-def _broadcast(room: Room, mail: Mail, call: Call) -> Steps:
+def _broadcast(room: Room, mail: Mail, call: Call) -> Round:
     given = call.inputs if room.rank == call.root else []
     number, offered = yield from _round(room, call, given)
     if room.rank != call.root:
         for index, target in enumerate(call.inputs):
             _copy(target, _part(room, number, call.root, index, target, call))
     yield from _ending(room, number, offered)
-    return None
 
 
-def _all_gather(room: Room, mail: Mail, call: Call) -> Steps:
+def _all_gather(room: Room, mail: Mail, call: Call) -> Round:
     number, offered = yield from _round(room, call, call.inputs, _written(room, call.outputs, call))
     for rank, slot in enumerate(call.outputs):
         _copy(slot, _part(room, number, rank, 0, slot, call))
     yield from _ending(room, number, offered)
-    return None
 
 
-def _all_gather_single(room: Room, mail: Mail, call: Call) -> Steps:
+def _all_gather_single(room: Room, mail: Mail, call: Call) -> Round:
     flats = [room_for([output]) for output in call.outputs]
     slots = [_slice(flat, rank, room.size) for flat in flats for rank in range(room.size)]
     number, offered = yield from _round(room, call, call.inputs, _written(room, slots, call))
@@ -183,7 +177,6 @@ def _all_gather_single(room: Room, mail: Mail, call: Call) -> Steps:
     for flat, output in zip(flats, call.outputs, strict=True):
         unpack(flat, [output])
     yield from _ending(room, number, offered)
-    return None
 
 
 def _written(room: Room, slots: Sequence[Tensor], call: Call) -> list[Tensor]:
@@ -196,33 +189,30 @@ def _written(room: Room, slots: Sequence[Tensor], call: Call) -> list[Tensor]:
     ]
 
 
-def _gather(room: Room, mail: Mail, call: Call) -> Steps:
+def _gather(room: Room, mail: Mail, call: Call) -> Round:
     number, offered = yield from _round(room, call, call.inputs, call.outputs)
     if room.rank == call.root:
         for rank, slot in enumerate(call.outputs):
             _copy(slot, _part(room, number, rank, 0, slot, call))
     yield from _ending(room, number, offered)
-    return None
 
 
-def _scatter(room: Room, mail: Mail, call: Call) -> Steps:
+def _scatter(room: Room, mail: Mail, call: Call) -> Round:
     given = call.inputs if room.rank == call.root else []
     number, offered = yield from _round(room, call, given, call.outputs)
     target = call.outputs[0]
     _copy(target, _part(room, number, call.root, room.rank, target, call))
     yield from _ending(room, number, offered)
-    return None
 
 
-def _all_to_all(room: Room, mail: Mail, call: Call) -> Steps:
+def _all_to_all(room: Room, mail: Mail, call: Call) -> Round:
     number, offered = yield from _round(room, call, call.inputs, call.outputs)
     for rank, slot in enumerate(call.outputs):
         _copy(slot, _part(room, number, rank, room.rank, slot, call))
     yield from _ending(room, number, offered)
-    return None
 
 
-def _gather_common(room: Room, mail: Mail, call: Call) -> Steps:
+def _gather_common(room: Room, mail: Mail, call: Call) -> Round:
     """Bring a common buffer up to date; a second round where some rank has edits to give."""
     buffer, flag = call.results[0], call.inputs[0]
     first = room.reserve(2)
@@ -237,16 +227,14 @@ def _gather_common(room: Room, mail: Mail, call: Call) -> Steps:
         yield _turn(room, first + 1)
     buffer.see()
     room.has_read(first + 1)
-    return None
 
 
-def _barrier(room: Room, mail: Mail, call: Call) -> Steps:
+def _barrier(room: Room, mail: Mail, call: Call) -> Round:
     number, offered = yield from _round(room, call, [])
     yield from _ending(room, number, offered)
-    return None
 
 
-def _send(room: Room, mail: Mail, call: Call) -> Steps:
+def _send(room: Room, mail: Mail, call: Call) -> Round:
     for tensor in call.inputs:
         peer, number, size = call.root, mail.number(call.root), tensor.nbytes
 
@@ -256,7 +244,6 @@ def _send(room: Room, mail: Mail, call: Call) -> Steps:
         if not may_send():
             yield BoardWait(may_send, lambda: [call.root])
         mail.send(peer, number, tensor, call.tag or 0)
-    return None
 
 
 def _recv(room: Room, mail: Mail, call: Call) -> Steps:

@@ -255,6 +255,10 @@ class ShmGroup(PythonGroup):
         ConfigError: A process is another user's, or cannot be seen from here.
         RankFailedError: A rank has ended.
         BackendUnavailableError: The host has no memory for the group's board.
+
+    Attributes:
+        failure: The first error of an operation, after which the ranks are out of step.
+        is_interrupted: Whether a rank is known to have failed, so that nobody waits any more.
     """
 
     backend_name: ClassVar[str] = BACKEND_NAME
@@ -268,10 +272,9 @@ class ShmGroup(PythonGroup):
         timeout: timedelta,
         store: Store,
     ) -> None:
-        super().__init__(name, global_ranks, rank)
-        self._timeout = timeout
-        self._failure: Exception | None = None
-        self._is_interrupted = False
+        super().__init__(name, global_ranks, rank, timeout)
+        self.failure: Exception | None = None
+        self.is_interrupted = False
         corner = PrefixStore(f"shm/{store.add(f'shm/made/{rank}', 1)}", store)
         _left_rooms[:] = [room for room in _left_rooms if not room.all_have_left]
         self._room = Room(own_heap(), corner, rank, len(global_ranks))
@@ -280,7 +283,7 @@ class ShmGroup(PythonGroup):
     @override
     def _start(self, call: Call) -> ShmWork:
         watch = _OperationWatch(self, call)
-        if (failure := self._failure or watch.peer_failure()) is not None:
+        if (failure := self.failure or watch.peer_failure()) is not None:
             raise failure
         flight = ShmFlight(OPERATIONS[call.op](self._room, self._mail, call), watch)
         flights.begin(flight)
@@ -291,14 +294,9 @@ class ShmGroup(PythonGroup):
         """Time after which a peer that has not come is an error."""
         return self._timeout
 
-    @property
-    def failure(self) -> Exception | None:
-        """The first error of an operation, after which the ranks are out of step."""
-        return self._failure
-
     def break_off(self, error: Exception) -> None:
         """Take note of an operation's error: later ones raise it, too."""
-        self._failure = self._failure or error
+        self.failure = self.failure or error
 
     def absent(self, ranks: list[int]) -> list[int]:
         """Return the global ranks among group ranks that have left, or whose processes ended."""
@@ -308,17 +306,8 @@ class ShmGroup(PythonGroup):
 
     def interrupt(self) -> None:
         """Have every waiting operation raise; may be called from any thread."""
-        self._is_interrupted = True
+        self.is_interrupted = True
         self._room.heap.doorbell.ring()
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a rank is known to have failed, so that nobody waits any more."""
-        return self._is_interrupted
-
-    @override
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
 
     @override
     def shutdown(self) -> None:

@@ -404,13 +404,6 @@ class GlooMessageWork(CallWork):
     def _source(self) -> int:
         return int(self._works[-1]._source_rank()) if self._call.root < 0 else self._call.root
 
-    def get_future(self) -> Future[Any]:
-        """Wait, and return a future that is done."""
-        self.wait()
-        future: Future[Any] = Future()
-        future.set_result(list(self._call.results))
-        return future
-
 
 def send(ranks: GlooRanks, call: Call) -> GlooMessageWork:
     """Start to send a call's tensors to its root."""

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.backends import liveness
+from lightning_shard.backends.guarded.token import JobAddress
 from lightning_shard.backends.liveness import meeting
 from lightning_shard.backends.liveness.meeting import connect
 from lightning_shard.backends.liveness.thread import LifelineThread
@@ -26,6 +27,7 @@ from tests.processes import free_port
 
 LONG = timedelta(minutes=5)
 TOKEN = "token of the tests"
+HERE = JobAddress(host="127.0.0.1", port=0, token=TOKEN)
 STRANGE_WORDS = (
     b'{"nonce": "0", "service": "lifeline", "proof": "guess"}\n',
     b"GET / HTTP/1.1\r\n\r\n",
@@ -58,10 +60,9 @@ def meet(store: DictStore, num_ranks: int, timeout: timedelta) -> list[LifelineT
         made = connect(
             store,
             "key",
+            HERE,
             rank=rank,
             world_size=num_ranks,
-            host="127.0.0.1",
-            token=TOKEN,
             timeout=timeout,
         )
         if rank == 0:
@@ -180,7 +181,7 @@ def test_a_system_without_fork_could_not_import_the_package(
 
 
 def test_one_rank_needs_no_lifeline() -> None:
-    liveness.start(DictStore(), rank=0, world_size=1, host="127.0.0.1", token=TOKEN, timeout=LONG)
+    liveness.start(DictStore(), HERE, rank=0, world_size=1, timeout=LONG)
     assert liveness.current() is None
     liveness.stop()
 
@@ -191,14 +192,14 @@ def test_rank_0_cannot_be_reached() -> None:
             raise dist.DistNetworkError("nobody there")
 
     with pytest.raises(RankFailedError, match="Rank 1 of 2 could not set up its control conn"):
-        liveness.start(Refuses(), rank=1, world_size=2, host="127.0.0.1", token=TOKEN, timeout=LONG)
+        liveness.start(Refuses(), HERE, rank=1, world_size=2, timeout=LONG)
     assert liveness.current() is None
 
 
 def end_in_an_exception(rank: int, port: int, error: BaseException | None) -> None:
     """Be a rank that ends as the others do, or in `error`."""
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
-    liveness.start(store, rank=rank, world_size=2, host="127.0.0.1", token=TOKEN, timeout=LONG)
+    liveness.start(store, HERE, rank=rank, world_size=2, timeout=LONG)
     lifeline = liveness.current()
     assert lifeline is not None
     if rank == 0:
