@@ -87,7 +87,7 @@ def _is_remote(path: Any) -> bool:
 
 
 def _found() -> Any:
-    return import_module("lightning_shard.checkpoint.found")
+    return import_module("lightning_shard.checkpoint.files.parts")
 
 
 def take_folders(lightning: str) -> None:

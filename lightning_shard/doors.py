@@ -154,7 +154,8 @@ def _serve(lightning: str) -> None:
 
 def _serve_fabric(lightning: str, package: str) -> None:
     """Make every strategy known to this root of Fabric."""
-    import_module("lightning_shard.fabric.registry").register_strategies(lightning, package)
-    import_module("lightning_shard.fabric.misplaced").refuse_misplaced(lightning, package)
+    registry = import_module("lightning_shard.fabric.registry")
+    registry.register_strategies(lightning, package)
+    registry.refuse_misplaced(lightning, package)
     environments = package.removesuffix("fabric") + "environments"  # of the same root
     import_module(f"{environments}.detection").ask_mpi_under_mpi_alone(lightning)

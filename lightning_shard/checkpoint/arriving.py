@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
-from lightning_shard.checkpoint.files.tensor_parts import PART_BYTES
+from lightning_shard.checkpoint.files.torch_archive import PART_BYTES
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ranks_of

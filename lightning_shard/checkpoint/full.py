@@ -4,7 +4,8 @@ Parameters come together buffer by buffer, so that no rank but rank 0 holds more
 above its share; rank 0 holds the full tensor on the CPU, as it must to write one file.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +21,6 @@ from lightning_shard.checkpoint.misfits import (
     misfit_error,
     shape_misfit,
 )
-from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot, named_tensors
 from lightning_shard.checkpoint.optimizer_state import is_shard, params_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
@@ -98,6 +98,66 @@ def detached(value: Any, engine: DataParallelEngine) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().cpu() if engine.is_first else value.detach()
+
+
+# Of these a load may change the entries. Subclasses of a user's own may do anything when copied.
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
+
+
+class ModuleSnapshot:
+    """The attributes of a module before a load, and its submodules', and their tensors' values.
+
+    A module's own hooks may do more than copy values: give buffers another size, set attributes,
+    rename entries. So a load is not foreseen but undone.
+
+    Args:
+        module: The module to remember.
+        with_parameters: Whether the parameters' values are kept, too, which takes their memory.
+        without: Parameters that somebody else restores.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        with_parameters: bool = True,
+        without: Container[nn.Parameter] = (),
+    ) -> None:
+        self._attributes = [(part, dict(vars(part))) for part in module.modules()]
+        self._entries = [
+            (value, value.copy())
+            for _, attributes in self._attributes
+            for value in attributes.values()
+            if type(value) in _CONTAINERS
+        ]
+        params = [one for one in module.parameters() if with_parameters and one not in without]
+        self._values = [
+            (tensor, tensor.data, tensor.detach().clone())
+            for tensor in (*params, *module.buffers())
+            if not is_lazy(tensor)
+        ]
+
+    def restore(self) -> None:
+        """Undo a load, right after it: attributes, entries and values."""
+        for part, attributes in self._attributes:
+            vars(part).clear()
+            vars(part).update(attributes)
+        for container, entries in self._entries:
+            _refill(container, entries)
+        self.restore_values()
+
+    @torch.no_grad()
+    def restore_values(self) -> None:
+        """Restore only the values of parameters and buffers, in whatever the module is now."""
+        for tensor, data, value in self._values:
+            if tensor.shape != value.shape:
+                tensor.data = data
+            tensor.copy_(value)
+
+
+def _refill(container: Any, entries: Any) -> None:
+    container.clear()
+    container.extend(entries) if isinstance(container, list) else container.update(entries)
 
 
 def load_module_state(
@@ -260,3 +320,9 @@ def _watching(module: nn.Module, wrong_shapes: list[str], wrong_kinds: list[str]
 
 def _some(misfit: str | None) -> list[str]:
     return [] if misfit is None else [misfit]
+
+
+def named_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a module itself, without those of its children."""
+    yield from part.named_parameters(recurse=False, remove_duplicate=False)
+    yield from part.named_buffers(recurse=False, remove_duplicate=False)

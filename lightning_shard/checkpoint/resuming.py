@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.by_rank import entries_of_ranks, outline
+from lightning_shard.checkpoint.full import ModuleSnapshot
 from lightning_shard.checkpoint.lent_values import LentValues
 from lightning_shard.checkpoint.misfits import (
     kind_of,
@@ -29,7 +30,6 @@ from lightning_shard.checkpoint.misfits import (
     optimizer_misfits,
     shape_misfit,
 )
-from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot
 from lightning_shard.checkpoint.random_state import random_misfit
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
+from lightning_shard.checkpoint.full import ModuleSnapshot
 from lightning_shard.checkpoint.misfits import WEIGHTS_ADVICE, misfit_error
-from lightning_shard.checkpoint.module_snapshot import ModuleSnapshot
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit
 from lightning_shard.checkpoint.section import writable_section

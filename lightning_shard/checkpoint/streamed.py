@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.arriving import ArrivingTensor, full_parameters
-from lightning_shard.checkpoint.files.tensor_parts import untouched
-from lightning_shard.checkpoint.files.torch_archive import ArchiveRecord, records_of
+from lightning_shard.checkpoint.files.torch_archive import ArchiveRecord, records_of, untouched
 from lightning_shard.checkpoint.full import detached
 from lightning_shard.checkpoint.optimizer_state import FullOptimizerState
 from lightning_shard.checkpoint.section import frozen_entries

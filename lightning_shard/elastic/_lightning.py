@@ -38,8 +38,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.files.parts import by_age, checkpoints_in, completed_at
 from lightning_shard.checkpoint.files.places import fresh_place, inside
-from lightning_shard.checkpoint.found import by_age, checkpoints_in, completed_at
 from lightning_shard.checkpoint.full import module_shapes, optimizer_shapes
 from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
 from lightning_shard.errors import ConfigError

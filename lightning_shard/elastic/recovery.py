@@ -44,8 +44,10 @@ from lightning_shard.checkpoint.rank_snapshot import (
     Snapshot,
     SnapshotMetadata,
     TensorKey,
+    check_fits,
+    forget_state,
+    rebuild_optimizers,
 )
-from lightning_shard.checkpoint.snapshot_loading import check_fits, forget_state, rebuild_optimizers
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.errors import LayoutError

@@ -33,16 +33,15 @@ from lightning_shard.checkpoint.async_save.background_saves import BackgroundSav
 from lightning_shard.checkpoint.conversion.source import whole_checkpoint
 from lightning_shard.checkpoint.files.places import is_folder
 from lightning_shard.checkpoint.full import full_module_state, load_into_shards, load_module_state
-from lightning_shard.checkpoint.mapped_file import in_own_memory
 from lightning_shard.checkpoint.misfits import WEIGHTS_ADVICE, misfit_error
 from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit, failing_together
 from lightning_shard.checkpoint.run_folders import RunFolders, is_stored, load_folder
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY, section_of
 from lightning_shard.checkpoint.sharded.folder import has_stored, read_all
-from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
 from lightning_shard.checkpoint.sharded.reading import (
     load_rest,
+    loads_plainly,
     local_optimizer_state,
     placeholders,
     read_weights,
@@ -57,7 +56,7 @@ from lightning_shard.fabric._lightning import check_keys_are_there
 from lightning_shard.fabric.sharded_module import HeldModule, ShardedModule
 from lightning_shard.fabric.state_tree import NamedModules, Path, converted, objects_in, paired
 from lightning_shard.mesh import ParallelMesh
-from lightning_shard.strategies.checkpoint_files import CheckpointFiles
+from lightning_shard.strategies.checkpoint_files import CheckpointFiles, in_own_memory
 from lightning_shard.strategies.options import CheckpointFormat
 
 _KIND = CHECKPOINT_KEY  # the key by which an entry of meta.pt is known to stand for another

@@ -1,8 +1,12 @@
 """The strategy names that Fabric knows: those of a Trainer, of which some are refused with advice.
 
-A strategy's module is imported when a Fabric asks for the name.
+A strategy's module is imported when a Fabric asks for the name. Where a Trainer's strategy meets
+Fabric, or one of the other root, the error says what to pass instead; the private names of
+Lightning that this touches are here alone, and `tests/fabric/test_registry.py` fails when one
+changes.
 """
 
+from functools import wraps
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -68,3 +72,40 @@ def register_strategies(lightning: str, package: str) -> None:
                 continue
             made = NamedStrategy(package, scheme.scheme.class_name)
             registry.register(name, made, f"See {package}.", backend=backend, **scheme.options)
+
+
+def refuse_misplaced(lightning: str, package: str) -> None:
+    """Let the Fabric of a root refuse strategies that are not built on it, by name.
+
+    Args:
+        lightning: Root of Fabric: "lightning.fabric" or "lightning_fabric".
+        package: Package whose strategies are built on that root.
+    """
+    connector = getattr(import_module(f"{lightning}.connector"), "_Connector", None)
+    check = getattr(connector, "_check_config_and_set_final_flags", None)
+    if connector is None or check is None:
+        return  # a release that we do not serve is imported as if we were not there
+
+    @wraps(check)
+    def check_own(self: Any, *args: Any, **flags: Any) -> None:
+        for flag in (*args, *flags.values()):
+            _refuse(flag, package)
+        check(self, *args, **flags)
+
+    connector._check_config_and_set_final_flags = check_own
+
+
+def _refuse(strategy: Any, package: str) -> None:
+    for kind in type(strategy).__mro__:
+        home, ours = kind.__module__, package.partition(".")[0] + "."
+        is_ours = home.startswith(ours) and (".strategies." in home or ".fabric." in home)
+        if is_ours and not home.startswith(f"{package}."):
+            name, offered = kind.__name__, import_module(package)
+            advice = f"Import {name} from there, or pass its name" if hasattr(offered, name) else ""
+            raise ConfigError(
+                f"Fabric got a strategy of the class {home}.{name}, which is built on another "
+                f"runner; expected one of {package}. "
+                f"{advice or 'Pass the name of one that is there'} (strategy='zero3')."
+            )
+        if is_ours:
+            return

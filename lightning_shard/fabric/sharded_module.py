@@ -30,8 +30,8 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.misfits import optimizer_misfits
 from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit, error_of
-from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
 from lightning_shard.checkpoint.sharded.named_optimizers import name_misfits, numbered_state
+from lightning_shard.checkpoint.sharded.reading import loads_plainly
 from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.kept_activations import KeptActivations

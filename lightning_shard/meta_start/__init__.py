@@ -1,8 +1,8 @@
 """Modules that are built on torch's "meta" device and get their values later, shard by shard.
 
     with trainer.init_module(empty_init=True):    recorder.py      what is drawn and computed is
-        model = Net()                             tape.py          noted, with the generator's state
-                                                  recipes.py       a note at every parameter
+        model = Net()                             tape.py          noted, with random states;
+                                                                   a note is left at each parameter
     model on meta that nobody saw being built     start.py         `reset_parameters` is noted
     engine, one unit after the other                               notes become values, and shards
 

@@ -24,8 +24,11 @@ from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.torch_private import INITIALISERS
 from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.errors import ConfigError
-from lightning_shard.meta_start.recipes import (
+from lightning_shard.meta_start.recorder import noting
+from lightning_shard.meta_start.tape import (
+    Constant,
     Recipe,
+    Tape,
     buffer_recipe,
     forget_recipes,
     has_meta_tensors,
@@ -33,8 +36,6 @@ from lightning_shard.meta_start.recipes import (
     note_recipe,
     recipe_of,
 )
-from lightning_shard.meta_start.recorder import noting
-from lightning_shard.meta_start.tape import Constant, Tape
 
 
 def digest(recipes: Mapping[str, Recipe | None]) -> str:

@@ -36,7 +36,7 @@ from lightning_shard.backends.packing import write
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.python_group import PythonGroup
 from lightning_shard.checkpoint.random_state import load_random_state
-from lightning_shard.checkpoint.snapshot_loading import load
+from lightning_shard.checkpoint.rank_snapshot import load
 from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.environments import InProcessEnvironment
 from lightning_shard.errors import ConfigError, RankFailedError

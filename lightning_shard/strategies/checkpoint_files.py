@@ -1,26 +1,39 @@
 """The default `CheckpointIO` of this package's strategies: files that are never half there.
 
 A file takes its place when all of it is on the disk, and is compared with its checksums before
-anything of it is loaded. It is an ordinary file of `torch.save`.
+anything of it is loaded. It is an ordinary file of `torch.save`. In a run it is mapped into memory,
+and checked by the ranks that see it together:
+
+    weights, optimizers' states,       mapped: a rank reads what it needs, and copies it
+    what other ranks have kept
+    everything else                    copied, since whoever is given it may keep it
+
+So a rank holds no copy of the file, and ranks that see the same file read it once between them. A
+file on each host's own disk is read once on each. Whoever looks at the whole checkpoint (a hook)
+gets ordinary tensors instead, see `CheckpointFiles.load_checkpoint`.
 """
 
+import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.by_rank import entries_of_ranks
+from lightning_shard.checkpoint.files.archive_check import ALL, Share
 from lightning_shard.checkpoint.files.new import new_file
-from lightning_shard.checkpoint.files.parts import remove
+from lightning_shard.checkpoint.files.parts import home, remove
 from lightning_shard.checkpoint.files.places import is_on_the_web, local_path
-from lightning_shard.checkpoint.files.reading import read_file
+from lightning_shard.checkpoint.files.reading import read_file, read_mapped
 from lightning_shard.checkpoint.files.remote_folders import remove_remote
 from lightning_shard.checkpoint.files.torch_archive import ArchiveRecord, records_of, write_archive
-from lightning_shard.checkpoint.mapped_file import load_mapped, load_together
+from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.errors import CheckpointError
 
 (_Wrapping,) = AsyncCheckpointIO.__bases__  # what wraps another `CheckpointIO`
@@ -69,18 +82,41 @@ class CheckpointFiles(CheckpointIO):
         collectives: Collectives | None,
         rank: int,
     ) -> dict[str, Any]:
-        """Load a checkpoint file for a run, mapped into memory; see `mapped_file.load_mapped`."""
-        if is_on_the_web(path):
-            return self.load_checkpoint(path, weights_only=weights_only)
-        return _dictionary(path, load_mapped(path, weights_only, module, collectives, rank))
+        """Load a checkpoint for a run, of which a rank reads what it needs, when it does.
+
+        Args:
+            path: Local, or any path of fsspec's.
+            weights_only: As for `torch.load`.
+            module: The module that takes the weights up by torch's own code.
+            collectives: Group of the ranks that load the file together, each of which must call;
+                None where this rank checks all of it by itself.
+            rank: The rank whose own entry is kept.
+
+        Raises:
+            CheckpointError: The file is missing or no checkpoint, or damaged in this rank's share.
+        """
+        loaded = self.load_together(path, weights_only, collectives)
+        if not is_on_the_web(path):
+            _copy_what_may_stay(loaded, module, f"rank_{rank}")
+        return loaded
 
     def load_together(
         self, path: Any, weights_only: bool | None, collectives: Collectives | None
     ) -> dict[str, Any]:
-        """Load a file whose tensors are mapped into memory; see `mapped_file.load_together`."""
+        """Load a checkpoint file whose tensors are mapped: who keeps one must copy it.
+
+        Args:
+            path: As for `load_mapped`.
+            weights_only: As for `load_mapped`.
+            collectives: As for `load_mapped`.
+
+        Raises:
+            CheckpointError: As for `load_mapped`.
+        """
         if is_on_the_web(path):
             return self.load_checkpoint(path, weights_only=weights_only)
-        return _dictionary(path, load_together(path, weights_only, collectives))
+        share = _share_of(path, collectives)
+        return _dictionary(path, read_mapped(path, weights_only, share=share))
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -111,3 +147,55 @@ def with_files(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
         wrapper: Any = checkpoint_io
         wrapper.checkpoint_io = CheckpointFiles()  # kept only where there was none
     return checkpoint_io
+
+
+def _share_of(path: Any, collectives: Collectives | None) -> Share:
+    """Return what is checked here of a file that other ranks may see, too."""
+    if collectives is None or collectives.size == 1:
+        return ALL
+    seen = collectives.all_gather_object(_identity(path))
+    mine = seen[collectives.rank]
+    if mine is None:
+        return ALL
+    ranks = [rank for rank, one in enumerate(seen) if one == mine]
+    return Share(ranks.index(collectives.rank), len(ranks))
+
+
+def _identity(path: Any) -> tuple[Any, ...] | None:
+    """Return what is equal where two ranks see the same file of the same host."""
+    place = local_path(path)
+    if place is None:
+        return None
+    try:
+        found = os.stat(place)
+    except OSError:
+        return None
+    return home(), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _copy_what_may_stay(checkpoint: dict[str, Any], module: nn.Module, own: str) -> None:
+    state = module.state_dict(keep_vars=True)
+    params = [name for name, value in state.items() if isinstance(value, nn.Parameter)]
+    section = checkpoint.get(CHECKPOINT_KEY)
+    others = [name for name, _ in entries_of_ranks(section or {}) if name != own]
+    _copy_all_but(checkpoint, ("state_dict", "optimizer_states", CHECKPOINT_KEY))
+    _copy_all_but(checkpoint.get("state_dict"), params)
+    _copy_all_but(section, others)
+
+
+def _copy_all_but(entries: Any, mapped: Collection[str]) -> None:
+    """Replace tensors by copies, in place: torch's own mapping knows module versions."""
+    if not isinstance(entries, Mapping):
+        return
+    left: Any = entries
+    for name in set(entries) - set(mapped):
+        left[name] = in_own_memory(entries[name])
+
+
+def in_own_memory(nested: Any) -> Any:
+    """Return nested containers with copies of the tensors in them, which are mapped."""
+    return tree_map_only(Tensor, _copy, nested)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone() if type(tensor) is Tensor else copy.deepcopy(tensor)

@@ -55,7 +55,7 @@ from lightning_shard.checkpoint.section import (
 )
 from lightning_shard.checkpoint.sharded.entries import checkpoint_of
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
-from lightning_shard.checkpoint.sharded.load_hooks import loads_plainly
+from lightning_shard.checkpoint.sharded.reading import loads_plainly
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
 from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState

@@ -12,8 +12,8 @@ from lightning_shard.checkpoint.files.reading import read_mapped
 from lightning_shard.checkpoint.lent_values import LentValues
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
-from tests.checkpoint.test_mapped_file import is_mapped
 from tests.examples.commands import ignore_upstream_warnings
+from tests.strategies.test_mapped_files import is_mapped
 
 pytestmark = [
     *ignore_upstream_warnings,

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
-from lightning_shard.checkpoint.snapshot_loading import load
+from lightning_shard.checkpoint.rank_snapshot import Snapshot, load, take
 from lightning_shard.errors import CheckpointError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, assert_same, start

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.meta_start.recipes import buffer_recipe, recipe_of
 from lightning_shard.meta_start.recorder import recording
+from lightning_shard.meta_start.tape import buffer_recipe, recipe_of
 
 
 class Odd(nn.Module):

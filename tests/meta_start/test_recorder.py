@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from examples.train_gpt import GPT
 from lightning_shard.errors import ConfigError
-from lightning_shard.meta_start.recipes import recipe_of
 from lightning_shard.meta_start.recorder import recording
+from lightning_shard.meta_start.tape import recipe_of
 from tests.meta_start.models import Odd, built_with, values
 
 

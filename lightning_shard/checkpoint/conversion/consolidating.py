@@ -27,8 +27,12 @@ from lightning_shard.checkpoint.conversion.unread import (
 )
 from lightning_shard.checkpoint.files.new import new_file, new_folder
 from lightning_shard.checkpoint.files.places import inside, remote_place
-from lightning_shard.checkpoint.files.tensor_parts import untouched
-from lightning_shard.checkpoint.files.torch_archive import ArchiveRecord, records_of, write_archive
+from lightning_shard.checkpoint.files.torch_archive import (
+    ArchiveRecord,
+    records_of,
+    untouched,
+    write_archive,
+)
 from lightning_shard.errors import ConfigError
 
 _OF_HUGGING_FACE = ("model.safetensors", "model-*-of-*.safetensors", INDEX_OF_SAFETENSORS)

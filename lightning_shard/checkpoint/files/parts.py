@@ -1,4 +1,4 @@
-"""Names of what is not complete yet, and what becomes of it when its writer has died.
+"""What is complete; names of what is not yet, and what becomes of it when its writer has died.
 
     .last.ckpt.ls-1f0c…-4711-81734-0.part         being written; whoever was killed has left it
     .last.ckpt.ls-1f0c…-4711-81734-1.before.part  the last checkpoint, while the next takes its
@@ -11,20 +11,32 @@
 Names begin with a dot and end in `.part`, so that nothing that looks for `*.ckpt` finds them. A
 writer in the same namespace is known to live or not. One elsewhere counts as dead when nothing of
 what it writes has changed for an hour, by the filesystem's own clock.
+
+A file is complete when it was written, a folder when its index was: one without an index is none.
+On an object store nothing else tells a folder that somebody has begun from one that is complete.
 """
 
 import hashlib
 import os
+import posixpath
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
+from lightning_shard.checkpoint.files.places import (
+    fresh_place,
+    inside,
+    local_path,
+    names_in,
+    written_at,
+)
 
 _NAME = re.compile(
     r"\.(?P<name>.*)\.ls-(?P<home>[0-9a-f]{16})-(?P<pid>\d+)-(?P<began>\d+)-\d+"
@@ -157,3 +169,43 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def checkpoints_in(folder: Any, suffix: str, prefix: str = "") -> list[str]:
+    """Return the paths of what is in a folder and has a checkpoint's name, complete or not.
+
+    Args:
+        folder: Local, or any path of fsspec's; it need not be there.
+        suffix: What the names end in, such as ".ckpt".
+        prefix: What they begin with.
+    """
+    names = [name for name in names_in(*fresh_place(folder)) if not is_leftover(name)]
+    return [inside(folder, one) for one in names if one.startswith(prefix) and one.endswith(suffix)]
+
+
+def completed_at(path: Any) -> float | None:
+    """Return when a checkpoint was complete, in seconds since 1970 by its filesystem's clock.
+
+    Returns:
+        None where there is none, or none that is complete; 0.0 where nobody tells the time.
+    """
+    filesystem, inner = fresh_place(path)
+    if not filesystem.exists(inner):
+        return None
+    if filesystem.isdir(inner):
+        inner = posixpath.join(inner, INDEX_FILE)
+        if not filesystem.isfile(inner):
+            return None
+    return written_at(filesystem, inner) or 0.0
+
+
+def by_age(paths: Iterable[Any]) -> list[str]:
+    """Return those that are complete, the oldest first."""
+    times = {str(path): completed_at(path) for path in paths}
+    known = {path: time for path, time in times.items() if time is not None}
+    return sorted(known, key=lambda path: known[path])
+
+
+def is_remote(path: Any) -> bool:
+    """Whether a path is behind one of fsspec's filesystems, and not on this machine's."""
+    return local_path(path) is None

@@ -13,17 +13,21 @@ maps them into memory, too.
 """
 
 import hashlib
+import mmap
 import pickle
 import struct
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.serialization import _save
 
 _ALIGNMENT = 64  # of the elements in the file
+PART_BYTES = 4 << 20
 _CHUNK_BYTES = 1 << 20  # stays in the processor's cache between its checksum and the write
 _MAX_32 = 0xFFFFFFFF
 _LONG_FROM = _MAX_32  # what takes fields of 64 bits
@@ -36,6 +40,7 @@ _END = struct.Struct("<4s4H2IH")
 _FOLDER = "archive"
 _POLYNOMIAL = 0xEDB88320  # of zip and zlib, without x^32
 _ONE, _X = 1 << 31, 1 << 30
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE, unknown to Python 3.11
 
 
 def joined_crc(first: int, second: int, second_bytes: int) -> int:
@@ -234,3 +239,38 @@ def _entry(path: bytes, crc: int, size: int, begin: int) -> bytes:
     kind = (0, 45 if long else 0, _FLAGS, 0, 0, 0)
     head = _ENTRY.pack(b"PK\1\2", *kind, crc, told, told, len(path), len(extra), 0, 0, 0, 0, at)
     return head + path + extra
+
+
+def parts_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor's elements in order, without a copy where they lie so.
+
+    Args:
+        tensor: On any device, with any strides.
+    """
+    if tensor.is_contiguous():
+        flat = tensor.view(-1).view(torch.uint8)
+        step = max(1, flat.numel()) if flat.is_cpu else PART_BYTES
+        for first in range(0, flat.numel(), step):
+            yield flat[first : first + step].cpu().numpy().data
+    elif tensor.nbytes <= PART_BYTES:
+        yield from parts_of(tensor.contiguous())
+    elif tensor[0].nbytes > PART_BYTES:
+        for row in tensor:
+            yield from parts_of(row)
+    else:
+        num_rows = PART_BYTES // tensor[0].nbytes
+        for first in range(0, len(tensor), num_rows):
+            yield from parts_of(tensor[first : first + num_rows])
+
+
+def untouched(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor on the CPU whose elements nobody may look at: they come from elsewhere.
+
+    It is pickled with its shape. Its memory, of any size, takes none as nobody touches it.
+    """
+    num_bytes = shape.numel() * dtype.itemsize
+    if not num_bytes:
+        return torch.empty(shape, dtype=dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    memory = mmap.mmap(-1, num_bytes, flags=flags)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -8,7 +8,7 @@
     which entry of Lightning's checkpoint is where in it
                                     entries
     what each rank keeps for itself rank_entries
-    what it may hold, what fits     index, named_optimizers, load_hooks
+    what it may hold, what fits     index, named_optimizers
 
     NAME/.metadata          DCP's index, written last: a folder without it is no checkpoint
     NAME/__R_0.distcp       boxes that rank R has written

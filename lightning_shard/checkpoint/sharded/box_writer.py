@@ -27,12 +27,13 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.files.checksums import Checksum
 from lightning_shard.checkpoint.files.open_folder import OpenFolder, WrittenFile
-from lightning_shard.checkpoint.files.tensor_parts import parts_of, untouched
 from lightning_shard.checkpoint.files.torch_archive import (
     Archive,
     ArchiveRecord,
     bytes_of,
+    parts_of,
     records_of,
+    untouched,
 )
 
 _ELEMENTS = "data/0"

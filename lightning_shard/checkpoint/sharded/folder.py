@@ -27,7 +27,7 @@ from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, META_FILE, 
 from lightning_shard.checkpoint.files.parts import is_leftover
 from lightning_shard.checkpoint.files.places import file_sizes, inside, is_file
 from lightning_shard.checkpoint.files.reading import read_file
-from lightning_shard.checkpoint.files.tensor_parts import PART_BYTES
+from lightning_shard.checkpoint.files.torch_archive import PART_BYTES
 from lightning_shard.checkpoint.sharded.box_writer import bytes_before_elements, is_plain
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.index import (

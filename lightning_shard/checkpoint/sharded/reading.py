@@ -1,10 +1,15 @@
-"""Reading a folder into a run: each rank the boxes that it needs, straight into its shards."""
+"""Reading a folder into a run: each rank the boxes that it needs, straight into its shards.
+
+A module that renames, converts or computes what it loads is given full tensors instead. What tells
+is private to torch, and a test fails when it changes.
+"""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.misfits import dtype_misfit, shape_misfit
@@ -12,6 +17,9 @@ from lightning_shard.checkpoint.optimizer_state import is_kept, params_of
 from lightning_shard.checkpoint.sharded.folder import StoredTensor, exchanged, read_all
 from lightning_shard.checkpoint.sharded.run_state import empty_entry, parameter_boxes
 from lightning_shard.data_parallel.engine import DataParallelEngine
+
+_LEAVE_PARAMETERS_ALONE = ("torch.nn.modules.", "torchmetrics.", "lightning.")
+_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
 
 
 def weight_misfits(
@@ -139,3 +147,22 @@ def _is_cut(
 def placeholders(states: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return states with placeholders for stored tensors, to be checked."""
     return [exchanged(state, StoredTensor.placeholder) for state in states]
+
+
+def loads_plainly(module: nn.Module) -> bool:
+    """Whether nothing but torch's own code takes the parameters out of a `state_dict`."""
+    return all(_is_plain(part) for part in module.modules())
+
+
+def _is_plain(part: nn.Module) -> bool:
+    kind = type(part)
+    methods = (kind._load_from_state_dict, kind._save_to_state_dict)
+    known = all(method.__module__.startswith(_LEAVE_PARAMETERS_ALONE) for method in methods)
+    return (
+        known
+        and kind.load_state_dict is nn.Module.load_state_dict
+        and kind.state_dict is nn.Module.state_dict
+        and kind.set_extra_state is nn.Module.set_extra_state
+        and not any(getattr(part, name) for name in _HOOKS)
+        and not any(is_lazy(param) for param in part.parameters(recurse=False))
+    )

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from lightning_shard.checkpoint.files import tensor_parts
+from lightning_shard.checkpoint.files import torch_archive
 from lightning_shard.checkpoint.files.checksums import checksum_of, read_checksums, verify_folder
-from lightning_shard.checkpoint.files.tensor_parts import parts_of
+from lightning_shard.checkpoint.files.torch_archive import parts_of
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.errors import CheckpointError
@@ -50,7 +50,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut what is copied in parts of a few numbers."""
-    monkeypatch.setattr(tensor_parts, "PART_BYTES", 64)
+    monkeypatch.setattr(torch_archive, "PART_BYTES", 64)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.files.archive_check import Share
 from lightning_shard.checkpoint.files.reading import read_mapped
-from lightning_shard.checkpoint.mapped_file import load_mapped
 from lightning_shard.errors import CheckpointError
+from lightning_shard.strategies.checkpoint_files import CheckpointFiles
 from lightning_shard.testing import run_ranks
 from tests.benchmarks.checkpoints import peak_above
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
@@ -76,7 +76,7 @@ def test_each_tensor_is_checked_by_one_of_the_ranks(number: int, tmp_path: Path)
     def load(rank: int) -> str:
         group = Collectives(dist.group.WORLD)
         try:
-            load_mapped(path, None, Weights(), group, rank)
+            CheckpointFiles().load_mapped(path, None, Weights(), group, rank)
         except CheckpointError as error:
             return str(error)
         return ""
@@ -103,7 +103,9 @@ def test_ranks_that_see_other_files_check_all_of_theirs(tmp_path: Path) -> None:
 
     def load(rank: int) -> bool:
         with pytest.raises(CheckpointError, match=r"weights\.0"):
-            load_mapped(paths[rank], None, Weights(), Collectives(dist.group.WORLD), rank)
+            CheckpointFiles().load_mapped(
+                paths[rank], None, Weights(), Collectives(dist.group.WORLD), rank
+            )
         return True
 
     assert all(run_ranks(load, 2))
@@ -111,7 +113,7 @@ def test_ranks_that_see_other_files_check_all_of_theirs(tmp_path: Path) -> None:
 
 def test_only_what_is_copied_later_is_mapped(tmp_path: Path) -> None:
     path = saved(tmp_path / "last.ckpt")
-    loaded, plain = load_mapped(path, None, Weights(), None, 1), torch.load(path)
+    loaded, plain = CheckpointFiles().load_mapped(path, None, Weights(), None, 1), torch.load(path)
     assert all(map(torch.equal, tensors(loaded), tensors(plain)))
     assert loaded.keys() == plain.keys()
     weights = loaded["state_dict"]
@@ -153,7 +155,7 @@ def test_a_mapped_file_is_not_in_memory(tmp_path: Path) -> None:
     moments = {key: torch.randn_like(module.weight) for key in ("exp_avg", "exp_avg_sq")}
     torch.save({"state_dict": module.state_dict(), "optimizer_states": [{"state": moments}]}, path)
     with peak_above() as peak:
-        loaded = load_mapped(path, None, module, None, 0)
+        loaded = CheckpointFiles().load_mapped(path, None, module, None, 0)
     assert path.stat().st_size > 12 * MOST_MEGABYTES * 1e6
     assert peak[0] < MOST_MEGABYTES
     assert torch.equal(loaded["state_dict"]["weight"], module.weight)
