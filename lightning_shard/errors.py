@@ -43,3 +43,9 @@ class CheckpointError(ShardError, RuntimeError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """A checkpoint that is not there."""
+
+
+def some_of(names: list[str], most: int = 3) -> str:
+    """Return the first of some names for a message, and how many more there are."""
+    told = ", ".join(map(repr, names[:most]))
+    return f"{told} and {len(names) - most} more" if len(names) > most else told

@@ -34,7 +34,7 @@ MAY_TOUCH_THEM = {
     "backends/_c10d.py",
     "backends/debug_wrapper/process_group.py",
     "backends/in_process/rank_globals.py",
-    "checkpoint/conversion/archive.py",
+    "checkpoint/files/stored_archive.py",
     "checkpoint/conversion/loading.py",
     "checkpoint/files/torch_archive.py",
     "checkpoint/sharded/box_writer.py",

@@ -309,7 +309,7 @@ def full_parameters(
         return
     params = [param for param in engine.model.parameters() if param not in without]
     held = {param for flat in engine.flats for param in flat.params}
-    _take_in_edits(engine)
+    take_in_edits(engine)
     ranks = [ranks_of(param, engine.groups, engine.split) for param in params]
     slices = [
         _sliced(param, engine, own.shard) if param in held else None
@@ -325,7 +325,8 @@ def full_parameters(
             yield param, full
 
 
-def _take_in_edits(engine: DataParallelEngine) -> None:
+def take_in_edits(engine: DataParallelEngine) -> None:
+    """Let shards have what user code has assigned to parameters, or edited while they were full."""
     for flat in engine.flats:
         flat.see_assigned()
         if flat.is_unsharded:

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.lent_values import LentValues
 from lightning_shard.checkpoint.misfits import (
-    WEIGHTS_ADVICE,
-    dtype_misfit,
-    misfit_error,
-    shape_misfit,
+    dtype_misfits,
+    shape_misfits,
+    weights_error,
 )
 from lightning_shard.checkpoint.optimizer_state import is_shard, params_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -254,13 +253,12 @@ def _load(
                 raise  # of a hook of the user's
             told = [line.strip().rstrip(".") for line in str(error).splitlines()[1:]]
             names = [line for line in told if "size mismatch for" not in line]
-            found = misfit_error(
-                type(module).__name__, [*wrong_shapes, *wrong_kinds, *names] or told, WEIGHTS_ADVICE
-            )
-            found.__cause__ = error
+            found = weights_error(module, [*wrong_shapes, *wrong_kinds, *names] or told)
+            if found is not None:
+                found.__cause__ = error
             return found
     if wrong_kinds:
-        return misfit_error(type(module).__name__, wrong_kinds, WEIGHTS_ADVICE)
+        return weights_error(module, wrong_kinds)
     absent: Sequence[str] = getattr(result, "missing_keys", ())
     if strict and left_out:
         unexpected = getattr(result, "unexpected_keys", ())
@@ -269,7 +267,7 @@ def _load(
         ]
         wrong = [*lacking, *(f"Unexpected key in state_dict: {name!r}" for name in unexpected)]
         if wrong:
-            return misfit_error(type(module).__name__, wrong, WEIGHTS_ADVICE)
+            return weights_error(module, wrong)
     missing += absent
     return None
 
@@ -286,14 +284,10 @@ def _paired_error(
             full_name = f"{prefix}.{name}" if prefix else name
             value = paired.get(full_name)
             if isinstance(value, Tensor) and not is_lazy(tensor):
-                found += _tensor_misfits(f"{full_name!r} of current_model_state", value, tensor)
-    return misfit_error(type(module).__name__, found, WEIGHTS_ADVICE) if found else None
-
-
-def _tensor_misfits(what: str, value: Tensor, tensor: Tensor) -> list[str]:
-    shapes = shape_misfit(what, value.shape, tensor.shape)
-    kinds = dtype_misfit(what, value.dtype, tensor.dtype)
-    return [found for found in (shapes, kinds) if found is not None]
+                what = f"{full_name!r} of current_model_state"
+                found += shape_misfits(what, value.shape, tensor.shape)
+                found += dtype_misfits(what, value.dtype, tensor.dtype)
+    return weights_error(module, found)
 
 
 @contextmanager
@@ -307,8 +301,8 @@ def _watching(module: nn.Module, wrong_shapes: list[str], wrong_kinds: list[str]
                 continue
             what = f"{prefix + name!r}"
             if value.numel() != 1 or tensor.numel() != 1:  # torch exchanges () and (1,)
-                wrong_shapes.extend(_some(shape_misfit(what, value.shape, tensor.shape)))
-            wrong_kinds.extend(_some(dtype_misfit(what, value.dtype, tensor.dtype)))
+                wrong_shapes.extend(shape_misfits(what, value.shape, tensor.shape))
+            wrong_kinds.extend(dtype_misfits(what, value.dtype, tensor.dtype))
 
     handles = [part.register_load_state_dict_pre_hook(look) for part in hookable(module)]  # type: ignore[no-untyped-call]
     try:
@@ -316,10 +310,6 @@ def _watching(module: nn.Module, wrong_shapes: list[str], wrong_kinds: list[str]
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _some(misfit: str | None) -> list[str]:
-    return [] if misfit is None else [misfit]
 
 
 def named_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

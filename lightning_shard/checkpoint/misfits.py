@@ -47,18 +47,18 @@ def kind_of(dtype: torch.dtype) -> str:
     return "floating-point" if dtype.is_floating_point else "integer"
 
 
-def dtype_misfit(what: str, got: torch.dtype, expected: torch.dtype) -> str | None:
-    """Return the misfit of numbers that would become another kind; None for one kind."""
+def dtype_misfits(what: str, got: torch.dtype, expected: torch.dtype) -> list[str]:
+    """Return the misfit of numbers that would become another kind; none for one kind."""
     if kind_of(got) == kind_of(expected):
-        return None
-    return f"{what} is of {got}, expected {kind_of(expected)} numbers as {expected}"
+        return []
+    return [f"{what} is of {got}, expected {kind_of(expected)} numbers as {expected}"]
 
 
-def shape_misfit(what: str, got: Sequence[int], expected: Sequence[int]) -> str | None:
-    """Return the misfit of a tensor with another shape than expected; None for the same."""
+def shape_misfits(what: str, got: Sequence[int], expected: Sequence[int]) -> list[str]:
+    """Return the misfit of a tensor with another shape than expected; none for the same."""
     if tuple(got) == tuple(expected):
-        return None
-    return f"{what} has shape {tuple(got)}, expected {tuple(expected)}"
+        return []
+    return [f"{what} has shape {tuple(got)}, expected {tuple(expected)}"]
 
 
 def misfit_error(
@@ -77,6 +77,13 @@ def misfit_error(
     return CheckpointError(
         f"The checkpoint does not fit {owner}, and {loaded} loaded: {told}{more}. {advice}"
     )
+
+
+def weights_error(module: nn.Module, misfits: Sequence[str]) -> CheckpointError | None:
+    """Return the error of weights that do not fit a module; None where all do."""
+    if not misfits:
+        return None
+    return misfit_error(type(module).__name__, misfits, WEIGHTS_ADVICE)
 
 
 def optimizer_misfits(
@@ -178,12 +185,8 @@ class _Trial:
             if value is not None and not (isinstance(value, Number) and model.numel() == 1):
                 yield f"{what} is a {type(value).__name__}, expected a tensor"
         elif value.numel() != 1 or prod(expected) != 1:
-            for found in (
-                shape_misfit(what, value.shape, expected),
-                dtype_misfit(what, value.dtype, model.dtype),
-            ):
-                if found is not None:
-                    yield found
+            yield from shape_misfits(what, value.shape, expected)
+            yield from dtype_misfits(what, value.dtype, model.dtype)
 
 
 class _Trials:

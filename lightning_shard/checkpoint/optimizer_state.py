@@ -132,7 +132,7 @@ class FullOptimizerState:
         numbers = range(len(self._params))
         entries = {key: one for key, one in self._packed["state"].items() if key in numbers}
         agreed = _agree_on_keys(entries, self._params, engine)
-        self._slices, self._common, self._owned = agreed
+        self._slices, self._common, self._owned = map(agreed.__getitem__, _KINDS)
         if engine.is_first:
             self.shapes = {
                 (index, key): (engine.full_shape(self._params[index]), dtype)
@@ -155,7 +155,6 @@ class FullOptimizerState:
         engine = self._engine
         if not self._packed or not self._params:
             return
-        owned = [(index, key) for index, keys in sorted(self._owned.items()) for key in keys]
         yield from self._of_shards(self._entries())
         owned = [(index, key) for index, keys in sorted(self._owned.items()) for key in keys]
         ours = [one for one in owned if self._owned[one[0]][one[1]].model_ranks == _ranks(engine)]
@@ -238,6 +237,9 @@ class FullOptimizerState:
         return {**self._packed, "state": state}
 
 
+_KINDS = ("shard", "common", "owned")  # of entries, see `_told`
+
+
 class _Owned(NamedTuple):
     """A state tensor on the owner of its parameter.
 
@@ -286,14 +288,12 @@ def _brought(
 
 def _agree_on_keys(
     state: Mapping[int, Mapping[str, Any]], params: list[nn.Parameter], engine: DataParallelEngine
-) -> tuple[
-    dict[int, dict[str, torch.dtype]], dict[int, dict[str, Any]], dict[int, dict[str, _Owned]]
-]:
+) -> dict[str, dict[int, dict[str, Any]]]:
     """Agree on the entries to join: a rank without a shard of a parameter has no state for it.
 
     Returns:
-        By parameter and key, the format of entries that lie in shards, the value of others, and
-            where those lie that only the owner of a parameter has.
+        By kind, parameter and key, the format of entries that lie in shards, the value of others,
+            and where those lie that only the owner of a parameter has.
     """
     mine: dict[int, dict[str, Any]] = {}
     for index, entries in state.items():
@@ -308,18 +308,11 @@ def _agree_on_keys(
         for one in theirs:
             for index, entries in one.items():
                 mine.setdefault(index, {}).update(entries)
-    shard_slices: dict[int, dict[str, torch.dtype]] = {}
-    common: dict[int, dict[str, Any]] = {}
-    owned: dict[int, dict[str, _Owned]] = {}
-    of_kind: dict[str, dict[int, dict[str, Any]]] = {
-        "shard": shard_slices,
-        "common": common,
-        "owned": owned,
-    }
+    of_kind: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in _KINDS}
     for index, entries in mine.items():
         for key, (kind, value) in entries.items():
             of_kind[kind].setdefault(index, {})[key] = value
-    return shard_slices, common, owned
+    return of_kind
 
 
 def _told(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> tuple[str, Any]:

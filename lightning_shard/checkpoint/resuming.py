@@ -28,7 +28,7 @@ from lightning_shard.checkpoint.misfits import (
     kind_of,
     misfit_error,
     optimizer_misfits,
-    shape_misfit,
+    shape_misfits,
 )
 from lightning_shard.checkpoint.random_state import random_misfit
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -316,7 +316,7 @@ def _tensor_misfits(what: str, tensors: Any, shapes: _Shapes) -> Iterator[str]:
             continue
         if not isinstance(value, Tensor):
             yield f"{what} of {name!r} is a {type(value).__name__}, expected a tensor"
-        elif (found := shape_misfit(f"{what} of {name!r}", value.shape, shapes[name])) is not None:
-            yield found
+        elif found := shape_misfits(f"{what} of {name!r}", value.shape, shapes[name]):
+            yield from found
         elif kind_of(value.dtype) == "integer":
             yield f"{what} of {name!r} is of {value.dtype}, expected floating-point numbers"

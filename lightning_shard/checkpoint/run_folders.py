@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.full import ModuleSnapshot
-from lightning_shard.checkpoint.misfits import WEIGHTS_ADVICE, misfit_error
+from lightning_shard.checkpoint.misfits import weights_error
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit
 from lightning_shard.checkpoint.section import writable_section
@@ -32,7 +32,7 @@ from lightning_shard.checkpoint.sharded.entries import (
     folder_entries,
     lightning_version,
 )
-from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor, has_stored
+from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
 from lightning_shard.checkpoint.sharded.named_optimizers import name_misfits, numbered_state
 from lightning_shard.checkpoint.sharded.reading import (
     load_rest,
@@ -42,6 +42,7 @@ from lightning_shard.checkpoint.sharded.reading import (
     weight_misfits,
 )
 from lightning_shard.checkpoint.sharded.writing import verify_share
+from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.mesh import ParallelMesh
 
@@ -148,8 +149,7 @@ class RunFolders:
         module = run.lightning_module
         assert module is not None
         found = weight_misfits(module, state, strict=strict, left_out=left_out)
-        error = misfit_error(type(module).__name__, found, WEIGHTS_ADVICE) if found else None
-        agree_on_misfit(run.present_collectives, error)
+        agree_on_misfit(run.present_collectives, weights_error(module, found))
         before = ModuleSnapshot(module, with_parameters=False)
         load_rest(module, state)
         self._stored = state
@@ -196,7 +196,7 @@ def local_state(
     """Return this rank's shards of an optimizer's state, full or stored."""
     assert run.present_engine is not None
     numbered = numbered_state(state, optimizer, names_of(run))
-    if has_stored(numbered):
+    if has_unread(numbered):
         return local_optimizer_state(numbered, optimizer, run.present_engine)
     return local_state_dict(numbered, optimizer, run.present_engine)
 

@@ -9,7 +9,8 @@
 Single numbers are kept as numbers: a model has hundreds of step counters, mostly equal ones.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,26 +69,15 @@ def describe(optimizer: Optimizer, engine: DataParallelEngine) -> list[Entries |
         Entries of each parameter, in the order of the groups; None for parameters without state,
         and for those of which all elements lie on other ranks, whose counters are stale here.
     """
-    counters = _Scalars()
-    sorted_out: list[list[tuple[str, Entry | _ScalarIndex]] | None] = []
-    for param in params_of(optimizer):
-        state = optimizer.state.get(param)
-        home = engine.owner(param)
-        if not state or is_on_other_ranks(*home):
-            sorted_out.append(None)
-        else:
-            sorted_out.append([(k, _sort_out(v, home, counters)) for k, v in state.items()])
-    counters.read()
+    scalars = _scalars(optimizer, engine)
     known: dict[object, Entries] = {}  # equal ones are one object: they are pickled once
     described: list[Entries | None] = []
-    for found in sorted_out:
-        if found is None:
+    for param in params_of(optimizer):
+        state, home = optimizer.state.get(param), engine.owner(param)
+        if not state or is_on_other_ranks(*home):
             described.append(None)
             continue
-        entries: Entries = tuple(
-            (key, counters.at(entry) if isinstance(entry, _ScalarIndex) else entry)
-            for key, entry in found
-        )
+        entries = tuple((key, _entry(value, home, scalars)) for key, value in state.items())
         described.append(known.setdefault(_likeness(entries), entries))
     return described
 
@@ -115,50 +105,26 @@ def rebuild(entry: Scalar | CommonValue, param: nn.Parameter) -> Any:
     return entry.value
 
 
-class _ScalarIndex(NamedTuple):
-    """The place of a number among those that `_Scalars` reads.
-
-    Attributes:
-        kind: Device and format of the number.
-        number: Index among the numbers of this kind.
-    """
-
-    kind: tuple[torch.device, torch.dtype]
-    number: int
-
-
-class _Scalars:
-    """Reads numbers in 0-dim tensors, in one copy for each device and type."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        self._entries: dict[tuple[torch.device, torch.dtype], list[Scalar]] = {}
-
-    def add(self, tensor: Tensor) -> _ScalarIndex:
-        kind = tensor.device, tensor.dtype
-        alike = self._tensors.setdefault(kind, [])
-        alike.append(tensor)
-        return _ScalarIndex(kind, len(alike) - 1)
-
-    def read(self) -> None:
-        for kind, tensors in self._tensors.items():
-            device, dtype = kind
-            self._entries[kind] = [
-                Scalar(value, dtype, device.type != "cpu")
-                for value in torch.stack(tensors).tolist()
-            ]
-
-    def at(self, place: _ScalarIndex) -> Scalar:
-        return self._entries[place.kind][place.number]
+def _scalars(optimizer: Optimizer, engine: DataParallelEngine) -> dict[int, Scalar]:
+    """Return the numbers in 0-dim tensors by id, read in one copy for each device and format."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for param in params_of(optimizer):
+        if not is_on_other_ranks(*engine.owner(param)):
+            for value in optimizer.state.get(param, {}).values():
+                if isinstance(value, Tensor) and value.ndim == 0:
+                    alike[value.device, value.dtype].append(value)
+    return {
+        id(tensor): Scalar(value, dtype, device.type != "cpu")
+        for (device, dtype), tensors in alike.items()
+        for tensor, value in zip(tensors, torch.stack(tensors).tolist(), strict=True)
+    }
 
 
-def _sort_out(
-    value: Any, home: tuple[FlatParameters, int], counters: _Scalars
-) -> Entry | _ScalarIndex:
+def _entry(value: Any, home: tuple[FlatParameters, int], scalars: Mapping[int, Scalar]) -> Entry:
     if not isinstance(value, Tensor):
         return CommonValue(value, on_device=False)
     if value.ndim == 0:
-        return counters.add(value)
+        return scalars[id(value)]
     if is_shard(value, *home):
         return ShardMark(value.dtype)
     return CommonValue(value.detach().to("cpu", copy=True), value.device.type != "cpu")

@@ -13,7 +13,6 @@ touches, and that takes none.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -22,7 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.arriving import ArrivingTensor, full_parameters
-from lightning_shard.checkpoint.files.torch_archive import ArchiveRecord, records_of, untouched
+from lightning_shard.checkpoint.files.torch_archive import (
+    ArchiveRecord,
+    records_awaiting,
+    untouched,
+)
 from lightning_shard.checkpoint.full import detached
 from lightning_shard.checkpoint.optimizer_state import FullOptimizerState
 from lightning_shard.checkpoint.section import frozen_entries
@@ -59,16 +62,15 @@ class StreamedFile:
         Raises:
             CheckpointError: The elements of a tensor do not come, or others than were awaited.
         """
-        with self._pickled(checkpoint) as (records, places):
-            awaited = dict[Place, ArchiveRecord]()
-            for record in records:
-                place = places.get(_address(record.content))
-                if place is not None:
-                    awaited[place] = record
-                elif record.name == ".format_version" and places:  # 1 would be: they lie in order
-                    yield record._replace(content=b"0")
-                else:
-                    yield record
+        awaited = dict[Place, ArchiveRecord]()
+        are_awaited = any(one.numel() for one in self._awaited.values())
+        for record, place in self._pickled(checkpoint):
+            if place is not None:
+                awaited[place] = record
+            elif record.name == ".format_version" and are_awaited:  # 1 would be: they lie in order
+                yield record._replace(content=b"0")
+            else:
+                yield record
         for place, tensor in self._tensors:
             if place in awaited:
                 yield _filled(awaited.pop(place), tensor)
@@ -83,32 +85,21 @@ class StreamedFile:
         for _ in self._tensors:
             pass
 
-    @contextmanager
-    def _pickled(
-        self, checkpoint: Mapping[str, Any]
-    ) -> Iterator[tuple[list[ArchiveRecord], dict[int, Place]]]:
-        """Return a checkpoint's records, and by address the places of those without elements."""
-        memory = {
-            place: untouched(tensor.shape, tensor.dtype) for place, tensor in self._awaited.items()
-        }
-        places = {_address(one.untyped_storage()): place for place, one in memory.items()}
-        places.pop(0, None)
-        pairs = [(tensor, memory[place]) for place, tensor in self._awaited.items()]
+    def _pickled(self, checkpoint: Mapping[str, Any]) -> list[tuple[ArchiveRecord, Place | None]]:
+        """Return a checkpoint's records, and of those without elements their places."""
+        memory = [untouched(one.shape, one.dtype) for one in self._awaited.values()]
+        pairs = list(zip(self._awaited.values(), memory, strict=True))
         _swap(pairs)
         try:
-            records = records_of(checkpoint)
+            records = list(records_awaiting(checkpoint, self._awaited))
         finally:
             _swap(pairs)
-        yield records, places
+        return records
 
 
 def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for one, other in pairs:
         torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
-
-
-def _address(content: object) -> int:
-    return content.data_ptr() if isinstance(content, torch.UntypedStorage) else 0
 
 
 def _filled(record: ArchiveRecord, tensor: ArrivingTensor) -> ArchiveRecord:

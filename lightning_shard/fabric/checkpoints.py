@@ -18,7 +18,7 @@ theirs.
 Of one module the names are its own; of several, the keys of the state go before them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -33,12 +33,12 @@ from lightning_shard.checkpoint.async_save.background_saves import BackgroundSav
 from lightning_shard.checkpoint.conversion.source import whole_checkpoint
 from lightning_shard.checkpoint.files.places import is_folder
 from lightning_shard.checkpoint.full import full_module_state, load_into_shards, load_module_state
-from lightning_shard.checkpoint.misfits import WEIGHTS_ADVICE, misfit_error
+from lightning_shard.checkpoint.misfits import weights_error
 from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit, failing_together
 from lightning_shard.checkpoint.run_folders import RunFolders, is_stored, load_folder
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY, section_of
-from lightning_shard.checkpoint.sharded.folder import has_stored, read_all
+from lightning_shard.checkpoint.sharded.folder import read_all
 from lightning_shard.checkpoint.sharded.reading import (
     load_rest,
     loads_plainly,
@@ -49,6 +49,7 @@ from lightning_shard.checkpoint.sharded.reading import (
 )
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
+from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
@@ -248,6 +249,16 @@ class HeldObjects:
             return self.of_module(value)
         return self.of_optimizer(value) if isinstance(value, Optimizer) else None
 
+    def parts_of(self, values: Iterable[Any]) -> dict[HeldModule, str]:
+        """Return what goes before the names of modules that are saved as parts of one."""
+        return {
+            held: f"{name}."
+            for one in values
+            if isinstance(one, NamedModules)
+            for name, module in one.items()
+            if (held := self.of_module(module)) is not None
+        }
+
     def full_state(self, value: Any) -> Any:
         """Return the state of an object, full on rank 0; each rank must call."""
         held = self.of(value)
@@ -390,13 +401,7 @@ class Saving:
     def _prefixes(self) -> dict[HeldModule, str]:
         """Return what goes before the names of each module; see `NamedModules`."""
         found = [(path, held) for path, one in self._objects if (held := self._held.of_module(one))]
-        parts = {
-            held: f"{name}."
-            for one in self._state.values()
-            if isinstance(one, NamedModules)
-            for name, module in one.items()
-            if (held := self._held.of_module(module)) is not None
-        }
+        parts = self._held.parts_of(self._state.values())
         alone = len({held for _, held in found}) == 1
         return {
             held: parts.get(held, "" if alone else ".".join(map(str, path)) + ".")
@@ -507,19 +512,13 @@ class Loading:
         """Return what was loaded for whoever may hold on to it: read, and in memory of its own."""
         if self._is_mapped:
             return in_own_memory(value)
-        return read_all(value) if has_stored(value) else value
+        return read_all(value) if has_unread(value) else value
 
     def _file(self) -> dict[str, Any]:
         return self._run.checkpoint_io.load_checkpoint(self._path, weights_only=self._weights_only)
 
     def _load(self, pairs: list[tuple[Any, Any]], *, strict: bool) -> None:
-        parts = {
-            held: f"{name}."
-            for one, _ in pairs
-            if isinstance(one, NamedModules)
-            for name, module in one.items()
-            if (held := self._held.of_module(module)) is not None
-        }
+        parts = self._held.parts_of(target for target, _ in pairs)
         numbered = [self._checked(*pair, parts) for pair in pairs]
         for target, saved in pairs:
             if isinstance(target, NamedModules):
@@ -549,7 +548,7 @@ class Loading:
             return
         engine = held.present_engine
         with engine.user_code.running(False):
-            read = local_optimizer_state if has_stored(state) else local_state_dict
+            read = local_optimizer_state if has_unread(state) else local_state_dict
             states.load(read(state, optimizer, engine))
 
     def _load_module(self, target: nn.Module, saved: Mapping[str, Any], *, strict: bool) -> None:
@@ -569,8 +568,7 @@ class Loading:
         """Let each rank read what it has of a module from a folder, or a mapped file."""
         module, engine = held.module, held.present_engine
         found = weight_misfits(module, saved, strict=strict)
-        error = misfit_error(type(module).__name__, found, WEIGHTS_ADVICE) if found else None
-        agree_on_misfit(self._run.collectives, error)
+        agree_on_misfit(self._run.collectives, weights_error(module, found))
         with engine.user_code.running(False), torch.no_grad(), held.loading_plainly():
             load_rest(module, saved)
             load = read_weights if is_stored(saved) else load_into_shards

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, update_wrapper
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, TypeVar, Unpack
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -20,6 +21,7 @@ from lightning.fabric.plugins.precision import (
     Precision,
 )
 from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,7 +36,12 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import BackwardSyncControl, empty_initialisation
 from lightning_shard.fabric.checkpoints import Loading, Saving
-from lightning_shard.fabric.ranks import FabricOptions, FabricRanksOptions, RankedStrategy
+from lightning_shard.fabric.ranks import (
+    FabricLightningOptions,
+    FabricOptions,
+    FabricProcessLauncher,
+    FabricThreadLauncher,
+)
 from lightning_shard.fabric.sharded_module import (
     Differentiation,
     HeldModule,
@@ -42,15 +49,20 @@ from lightning_shard.fabric.sharded_module import (
     UsedEngines,
     engines_of,
 )
+from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
 from lightning_shard.optim.host_step import warn_of_cpu_ranks
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.precision.scaler import ShardedGradScaler, device_scale
 from lightning_shard.strategies.configs import DataParallelConfig, RanksConfig
-from lightning_shard.strategies.flat_options import part, takes
-from lightning_shard.strategies.names import strategy_name
+from lightning_shard.strategies.flat_options import OptionNames, part, takes
+from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
+from lightning_shard.strategies.names import check_interactive, strategy_name
 from lightning_shard.trainer.experiments import shared_loggers
+from lightning_shard.trainer.gathered_tensors import gathered, reduce_op_name, reduced
+from lightning_shard.trainer.same_settings import check_same_settings, common_seed
 
+T = TypeVar("T")
 _KNOWN = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
 
 
@@ -89,8 +101,10 @@ def share_scaler(
         plugin.scaler = ShardedGradScaler(scaler, view, groups, device)
 
 
-class FabricStrategy(RankedStrategy):
+class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     """Each module that is set up has an engine; the user's loop runs between its steps.
+
+    It starts the ranks, makes the process group, and answers Fabric's questions about them.
 
     Attributes:
         bucket_choice: What `bucket_mb="auto"` has come to for the last module that was set up.
@@ -101,21 +115,32 @@ class FabricStrategy(RankedStrategy):
 
     @takes(RanksConfig, DataParallelConfig, of=ParallelStrategy)
     def __init__(self, **options: Unpack[FabricOptions]) -> None:
-        data = DataParallelConfig.of(options)
+        data, run = DataParallelConfig.of(options), RanksConfig.of(options)
         self._reduce_dtype = data.reduce_dtype
         self._options = data.engine_options(self.stage)
         self._held: list[HeldModule] = []
         self._differentiation, self._in_launch = Differentiation(), ExitStack()
-        super().__init__(**part(FabricRanksOptions, options))
+        self._local_ranks = LocalRanks(run, "Fabric")
+        self.checkpoint_format = run.checkpoint_format
+        super().__init__(**part(FabricLightningOptions, options))
         self._backward_sync_control = BackwardSync()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or rank."""
-        return {**super().__getstate__(), "_held": [], "_in_launch": ExitStack()}
+        own: dict[str, Any] = {"_collectives": None, "_held": [], "_in_launch": ExitStack()}
+        return {**vars(self), **own}
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        reset_seed()
+        self._take_place()
+        self._enter_groups()
+        group = dist.group.WORLD
+        assert group is not None
+        self._collectives = self.backend.collectives(group)
+        check_same_settings(self, self._collectives)
+        common_seed(self._collectives)
         self._in_launch.enter_context(asking(self._differentiation))
         self._in_launch.enter_context(shared_loggers())
         share_scaler(self.precision, self._all_views, [self.collectives], self.root_device)
@@ -142,6 +167,98 @@ class FabricStrategy(RankedStrategy):
             one.release(restore=restore)
         self._in_launch.close()
         self._collectives = None
+
+    # --- which rank this is -----------------------------------------------------------------------
+
+    @property
+    def collectives(self) -> Collectives:
+        """Collectives over all ranks; there once they are launched.
+
+        Raises:
+            ConfigError: They are not, or another rank's Fabric is used.
+        """
+        if self._collectives is None:
+            raise ConfigError(
+                "There are no ranks yet, expected them to be launched. Call fabric.launch() first; "
+                "under the backend 'in_process' fabric.launch(train)."
+            )
+        if self.is_in_process and self._collectives.rank != self.global_rank:
+            raise ConfigError(
+                f"Rank {self.global_rank} uses the Fabric of rank {self._collectives.rank}, which "
+                f"is a thread of this process, expected its own: the argument of the launched "
+                f"function. Write def train(fabric): ..., and use that one."
+            )
+        return self._collectives
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _take_place(self) -> None:
+        if self.is_in_process:
+            check_num_nodes(self.num_nodes)
+        self.set_world_ranks()
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._take_place()
+        assert self.cluster_environment is not None
+        self.backend.check(self.root_device)
+        if self.is_in_process:
+            self._launcher = FabricThreadLauncher(self.num_processes)
+            return
+        processes = ProcessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        check_interactive(self, processes, self.num_processes)
+        self._launcher = FabricProcessLauncher(processes)
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    def _group(self, group: Any) -> Collectives:
+        is_default = group is None or group == dist.group.WORLD
+        return self.collectives if is_default else self.backend.collectives(group)
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over all ranks, in place as Fabric does; each rank must call.
+
+        Returns:
+            The tensor; of integers' averages a new one, in floats.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        result = reduced(tensor, reduce_op_name(reduce_op), self._group(group))
+        if result.dtype != tensor.dtype:
+            return result
+        with torch.no_grad():
+            return tensor.copy_(result)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over all ranks; each rank must call, with tensors of one shape.
+
+        Returns:
+            Shape (ranks, ...); the tensor itself where there is one rank.
+        """
+        collectives = self._group(group)
+        if collectives.size == 1:
+            return tensor
+        return gathered(tensor, collectives, sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        flag = torch.tensor(int(decision), device=self.root_device)
+        self.collectives.all_reduce(flag, "min" if all else "max").wait()
+        return bool(flag)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._collectives is not None:
+            self.collectives.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return self.collectives.broadcast_object(obj, src=src)
 
     # --- modules and optimizers -------------------------------------------------------------------
 

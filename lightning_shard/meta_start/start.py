@@ -6,7 +6,7 @@ model on meta ──MetaStart.of──> a recipe for each tensor, or an error th
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, cast
@@ -23,7 +23,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.torch_private import INITIALISERS
 from lightning_shard.data_parallel.values_at_start import give_memory
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import ConfigError, some_of
 from lightning_shard.meta_start.recorder import noting
 from lightning_shard.meta_start.tape import (
     Constant,
@@ -184,7 +184,7 @@ class MetaStart:
             return
         note_initialisers(self._model, list(unseen.values()), state)
         rank_zero_warn(
-            f"{_some(list(unseen))} of {type(self._model).__name__} were put on meta where "
+            f"{some_of(list(unseen))} of {type(self._model).__name__} were put on meta where "
             f"nothing was noted, as by torch.device('meta') outside of configure_model. They get "
             f"the values of reset_parameters (of Hugging Face's _init_weights), layer by layer; "
             f"what an __init__ has drawn or changed besides is not done again. For the values of a "
@@ -196,7 +196,7 @@ class MetaStart:
         quantised = [name for name, tensor in self._params() if is_quantised(tensor)]
         if quantised:
             raise ConfigError(
-                f"Rank {rank}: {_some(quantised)} of {type(self._model).__name__} on meta are "
+                f"Rank {rank}: {some_of(quantised)} of {type(self._model).__name__} on meta are "
                 f"quantised, and their scales would be lost; expected ones with elements. Build "
                 f"the quantised layers on the CPU or the GPU, as from_pretrained does."
             )
@@ -206,7 +206,7 @@ class MetaStart:
         empty = [name for name, _, recipe in tensors if recipe is None or not recipe.is_written]
         if empty:
             raise ConfigError(
-                f"Rank {rank}: {_some(empty)} of {type(self._model).__name__} on meta would be "
+                f"Rank {rank}: {some_of(empty)} of {type(self._model).__name__} on meta would be "
                 f"memory without values: nothing that was noted writes them, and neither does a "
                 f"reset_parameters of their modules. Initialise them where the module is built, "
                 f"inside trainer.init_module(empty_init=True) or in configure_model, give their "
@@ -219,7 +219,7 @@ class MetaStart:
         ]
         if changed:
             raise ConfigError(
-                f"Rank {rank}: {_some(changed)} of {type(self._model).__name__} were changed on "
+                f"Rank {rank}: {some_of(changed)} of {type(self._model).__name__} were changed on "
                 f"meta, where that does nothing, after the context in which they were built had "
                 f"ended (by load_state_dict or an initialiser, say). Do it inside that context, or "
                 f"in on_fit_start; load with load_state_dict(..., assign=True), load_safetensors, "
@@ -264,11 +264,6 @@ def staying_on_meta(module: nn.Module) -> Iterator[None]:
         return
     with patch.object(module, "cpu", lambda: module):
         yield
-
-
-def _some(names: Sequence[str]) -> str:
-    told = ", ".join(map(repr, names[:3]))
-    return f"{told} and {len(names) - 3} more" if len(names) > 3 else told
 
 
 def noted_alike(start: MetaStart | None, ranks: Collectives) -> bool:

@@ -6,7 +6,7 @@ process group         the backend's, made once for each launch; later runs of th
 """
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import ref
@@ -53,15 +53,27 @@ class OnLocalRanks:
 
     @property
     def backend(self) -> Backend:
-        """The communication backend in use."""
-        return self._local_ranks.backend_on(
-            lambda: self.root_device, self.num_processes, self.num_nodes
-        )
+        """The communication backend in use; where none is named, what there is decides."""
+        ranks = self._local_ranks
+        backend = ranks.named_backend
+        if backend is None:
+            may_share = ranks.may_share_memory and self.num_processes > 1 and self.num_nodes == 1
+            are_neighbours = may_share and settings.is_on_one_host()
+            backend = auto_backend(self.root_device, are_neighbours=are_neighbours)
+        return backend.with_debug(ranks.debug)
 
     @property
     def root_device(self) -> torch.device:
-        """The rank's device."""
-        return self._local_ranks.device(self.parallel_devices, self.local_rank)
+        """The rank's device.
+
+        Raises:
+            ConfigError: There are no devices yet.
+        """
+        devices, runner = self.parallel_devices, self._local_ranks.runner
+        if not devices:
+            raise ConfigError(f"The strategy has no devices yet; pass it to a {runner} first.")
+        device: torch.device = devices[self.local_rank % len(devices)]
+        return device
 
     @property
     def num_nodes(self) -> int:
@@ -77,7 +89,20 @@ class OnLocalRanks:
     @property
     def num_processes(self) -> int:
         """Ranks on this host."""
-        return self._local_ranks.count(self.parallel_devices, self.cluster_environment)
+        return self._count(self.cluster_environment)
+
+    def _count(self, started: ClusterEnvironment | None) -> int:
+        """Return the number of ranks on this host, which some environments know."""
+        devices = self.parallel_devices or ()
+        if self._local_ranks.num_ranks is not None:
+            return self._local_ranks.num_ranks
+        if isinstance(started, RayEnvironment):
+            if devices and devices[0].type == "cpu":
+                check_num_devices(started, len(devices))
+            return started.local_size
+        if isinstance(started, MPIEnvironment) and [one.type for one in devices] == ["cpu"]:
+            return started.local_size  # devices="auto" means 1 on CPUs, however many mpirun started
+        return len(devices)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -90,10 +115,27 @@ class OnLocalRanks:
         self._checkpoint_io = checkpoint_io
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's logging which rank this is."""
-        self.cluster_environment = self._local_ranks.placed(
-            self.cluster_environment, self.parallel_devices, self.num_nodes
-        )
+        """Fit the cluster environment to the backend, and tell it and Lightning which rank this is.
+
+        Raises:
+            ConfigError: The strategy's option contradicts what was passed to the runner, or the
+                launcher's variables do.
+        """
+        found, ranks = self.cluster_environment, self._local_ranks
+        assert found is not None
+        num_devices = len(self.parallel_devices or ())
+        if ranks.num_ranks is not None and num_devices not in (1, ranks.num_ranks):
+            raise ConfigError(
+                f"num_ranks={ranks.num_ranks} and {ranks.runner}(devices={num_devices}) contradict "
+                f"each other; pass one of them, or devices=1 to put all ranks on it."
+            )
+        if not ranks.are_in_process:
+            uses_mpi = ranks.named_backend is not None and ranks.named_backend.name == "mpi"
+            found = fitting_environment(found, uses_mpi=uses_mpi)
+        elif not isinstance(found, InProcessEnvironment):
+            found = InProcessEnvironment(self._count(found))
+        take_place(found, self._count(found), self.num_nodes)
+        self.cluster_environment = found
 
     def _enter_groups(self) -> None:
         """Join the other ranks, or take over the groups of an earlier run of this process."""
@@ -140,7 +182,7 @@ _users: "list[ref[GroupUser]]" = []  # in an order that all ranks have
 
 
 class LocalRanks:
-    """The ranks that a strategy has on this host: over which backend, how many, where.
+    """What a strategy's options say of its ranks on this host: over which backend, how many.
 
     Args:
         options: Options of the strategy.
@@ -149,104 +191,29 @@ class LocalRanks:
 
     Attributes:
         runner: Class of the object that has the devices.
+        named_backend: The backend; None for the one that goes with the devices.
+        num_ranks: Number of ranks; None for as many as there are devices.
+        may_share_memory: Whether ranks that choose their backend by themselves may share memory.
+        debug: Whether ranks compare their calls.
         timeout: Longest wait for a peer.
     """
 
     def __init__(self, options: RanksConfig, runner: str, *, may_share_memory: bool = True) -> None:
         is_open = options.backend == "auto"  # until there are devices
-        self._backend: Backend | None = None if is_open else get_backend(options.backend)
-        self._num_ranks, self.runner = options.num_ranks, runner
-        self._may_share_memory = may_share_memory
-        self._debug = settings.debug() or options.debug
+        self.named_backend: Backend | None = None if is_open else get_backend(options.backend)
+        self.num_ranks, self.runner = options.num_ranks, runner
+        self.may_share_memory = may_share_memory
+        self.debug = settings.debug() or options.debug
         self.timeout = options.longest_wait
 
     @property
     def are_in_process(self) -> bool:
         """Whether all ranks run inside this process."""
-        return self._backend is not None and self._backend.name == "in_process"
-
-    def backend_on(
-        self, device: Callable[[], torch.device], num_ranks: int, num_nodes: int
-    ) -> Backend:
-        """Return the backend in use; where none is named, what there is decides.
-
-        Args:
-            device: Returns the rank's device.
-            num_ranks: Number of ranks on this host.
-            num_nodes: Number of hosts.
-        """
-        backend = self._backend
-        if backend is None:
-            are_several = self._may_share_memory and num_ranks > 1 and num_nodes == 1
-            are_neighbours = are_several and settings.is_on_one_host()
-            backend = auto_backend(device(), are_neighbours=are_neighbours)
-        return backend.with_debug(self._debug)
+        return self.named_backend is not None and self.named_backend.name == "in_process"
 
     def use(self, backend: Backend) -> None:
         """Take another backend in place of the one that options have named."""
-        self._backend = backend
-
-    def device(self, devices: Sequence[torch.device] | None, local_rank: int) -> torch.device:
-        """Return the device of a rank on this host.
-
-        Raises:
-            ConfigError: There are no devices yet.
-        """
-        if not devices:
-            raise ConfigError(f"The strategy has no devices yet; pass it to a {self.runner} first.")
-        return devices[local_rank % len(devices)]
-
-    def count(
-        self, devices: Sequence[torch.device] | None, started: ClusterEnvironment | None
-    ) -> int:
-        """Return the number of ranks on this host.
-
-        Args:
-            devices: Devices of the ranks on this host; None for none yet.
-            started: The cluster environment, where there is one.
-        """
-        devices = devices or ()
-        if self._num_ranks is not None:
-            return self._num_ranks
-        if isinstance(started, RayEnvironment):
-            if devices and devices[0].type == "cpu":
-                check_num_devices(started, len(devices))
-            return started.local_size
-        if isinstance(started, MPIEnvironment) and [one.type for one in devices] == ["cpu"]:
-            return started.local_size  # devices="auto" means 1 on CPUs, however many mpirun started
-        return len(devices)
-
-    def placed(
-        self,
-        found: ClusterEnvironment | None,
-        devices: Sequence[torch.device] | None,
-        num_nodes: int,
-    ) -> ClusterEnvironment:
-        """Return the cluster environment, fitted to the backend and told which rank this is.
-
-        Args:
-            found: The cluster environment of Lightning, or the user's.
-            devices: Devices of the ranks on this host.
-            num_nodes: Number of hosts.
-
-        Raises:
-            ConfigError: The strategy's option contradicts what was passed to the runner, or the
-                launcher's variables do.
-        """
-        assert found is not None
-        num_devices = len(devices or ())
-        if self._num_ranks is not None and num_devices not in (1, self._num_ranks):
-            raise ConfigError(
-                f"num_ranks={self._num_ranks} and {self.runner}(devices={num_devices}) contradict "
-                f"each other; pass one of them, or devices=1 to put all ranks on it."
-            )
-        if not self.are_in_process:
-            uses_mpi = self._backend is not None and self._backend.name == "mpi"
-            found = fitting_environment(found, uses_mpi=uses_mpi)
-        elif not isinstance(found, InProcessEnvironment):
-            found = InProcessEnvironment(self.count(devices, found))
-        take_place(found, self.count(devices, found), num_nodes)
-        return found
+        self.named_backend = backend
 
 
 def check_num_nodes(num_nodes: int) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,7 +15,16 @@ from lightning_shard.checkpoint.conversion.source import (
     open_source,
     verify,
 )
-from lightning_shard.checkpoint.conversion.unread import (
+from lightning_shard.checkpoint.files.new import new_file, new_folder
+from lightning_shard.checkpoint.files.open_folder import OpenFolder
+from lightning_shard.checkpoint.files.places import inside, remote_place
+from lightning_shard.checkpoint.files.torch_archive import (
+    ArchiveRecord,
+    records_awaiting,
+    untouched,
+    write_archive,
+)
+from lightning_shard.checkpoint.unread import (
     Cast,
     Unread,
     bytes_in,
@@ -24,14 +33,6 @@ from lightning_shard.checkpoint.conversion.unread import (
     like,
     memory_of,
     tensors_in,
-)
-from lightning_shard.checkpoint.files.new import new_file, new_folder
-from lightning_shard.checkpoint.files.places import inside, remote_place
-from lightning_shard.checkpoint.files.torch_archive import (
-    ArchiveRecord,
-    records_of,
-    untouched,
-    write_archive,
 )
 from lightning_shard.errors import ConfigError
 
@@ -99,69 +100,60 @@ class Consolidated:
 Written = Callable[[int], None]
 
 
-class Target(Protocol):
-    """Writes nested containers with unread tensors.
+def _write(to: Format, path: Any, content: Any, written: Written, options: Consolidation) -> None:
+    """Write nested containers with unread tensors.
 
     A file of `torch.save` begins with a pickle, which has shapes alone: each tensor has memory
     there that nobody touches, and its elements are read when their record is written.
-    """
-
-    def __call__(self, path: Any, content: Any, written: Written) -> None:
-        """Write them to `path`, and call `written` with the number of bytes after each tensor."""
-
-
-def write_archive_file(path: Any, content: Any, written: Written) -> None:
-    """Write a file that `torch.load` reads."""
-    with new_file(path) as file:
-        write_archive(file, _records(content, written))
-
-
-def write_safetensors_file(path: Any, content: Mapping[str, Unread], written: Written) -> None:
-    """Write all tensors into one file of safetensors."""
-    with new_file(path) as file:
-        write_safetensors(file, content, written)
-
-
-class HuggingFaceFolder:
-    """Writes tensors as `save_pretrained` does: files of a limited size, and an index of them.
 
     Args:
-        max_shard_bytes: The longest that the tensors of a file may be together; a tensor that is
-            longer has a file of its own.
+        to: Kind of the output.
+        path: Path of the output.
+        content: What is written.
+        written: Called with the number of bytes after each tensor.
+        options: Tells how long a file of a folder may be.
     """
+    if to == "huggingface":
+        _write_folder(path, list(_shards(content, options.max_shard_bytes)), written)
+        return
+    with new_file(path) as file:
+        if to == "safetensors":
+            write_safetensors(file, content, written)
+        else:
+            write_archive(file, _records(content, written))
 
-    def __init__(self, max_shard_bytes: int) -> None:
-        self._max_shard_bytes = max_shard_bytes
 
-    def __call__(self, path: Any, content: Mapping[str, Unread], written: Written) -> None:
-        """Write the folder; one file has no index."""
-        shards = list(self._shards(content))
-        names = [
-            f"model-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1)
-        ]
-        if len(shards) == 1:
-            names = ["model.safetensors"]
-        with new_folder(path, own=_OF_HUGGING_FACE) as folder:
-            for name, shard in zip(names, shards, strict=True):
-                filesystem, inner = remote_place(inside(folder.path, name))
-                with filesystem.open(inner, "wb") as file:
-                    write_safetensors(file, shard, written)
-            if len(shards) > 1:
-                index = _index(names, shards)
-                filesystem, inner = remote_place(inside(folder.path, INDEX_OF_SAFETENSORS))
-                with filesystem.open(inner, "wb") as file:
-                    file.write(json.dumps(index, indent=2).encode())
+def _write_folder(path: Any, shards: list[dict[str, Unread]], written: Written) -> None:
+    """Write tensors as `save_pretrained` does: files, and an index of them where several are."""
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        numbers = range(1, len(shards) + 1)
+        names = [f"model-{at:05}-of-{len(shards):05}.safetensors" for at in numbers]
+    with new_folder(path, own=_OF_HUGGING_FACE) as folder:
+        for name, shard in zip(names, shards, strict=True):
+            with _opened(folder, name) as file:
+                write_safetensors(file, shard, written)
+        if len(shards) > 1:
+            with _opened(folder, INDEX_OF_SAFETENSORS) as file:
+                file.write(json.dumps(_index(names, shards), indent=2).encode())
 
-    def _shards(self, tensors: Mapping[str, Unread]) -> Iterator[dict[str, Unread]]:
-        shard: dict[str, Unread] = {}
-        filled = 0
-        for name, tensor in tensors.items():
-            if shard and filled + bytes_in(tensor) > self._max_shard_bytes:
-                yield shard
-                shard, filled = {}, 0
-            shard[name] = tensor
-            filled += bytes_in(tensor)
-        yield shard
+
+def _opened(folder: OpenFolder, name: str) -> Any:
+    filesystem, inner = remote_place(inside(folder.path, name))
+    return filesystem.open(inner, "wb")
+
+
+def _shards(tensors: Mapping[str, Unread], max_bytes: int) -> Iterator[dict[str, Unread]]:
+    """Yield the tensors of each file; one that is longer than a file may be has its own."""
+    shard: dict[str, Unread] = {}
+    filled = 0
+    for name, tensor in tensors.items():
+        if shard and filled + bytes_in(tensor) > max_bytes:
+            yield shard
+            shard, filled = {}, 0
+        shard[name] = tensor
+        filled += bytes_in(tensor)
+    yield shard
 
 
 def _index(names: list[str], shards: list[dict[str, Unread]]) -> dict[str, Any]:
@@ -173,27 +165,14 @@ def _index(names: list[str], shards: list[dict[str, Unread]]) -> dict[str, Any]:
 
 def _records(content: Any, written: Written) -> Iterator[ArchiveRecord]:
     """Yield the records of a file, the elements of each tensor as they are read."""
-    memory: dict[int, torch.Tensor] = {}
-    by_address: dict[int, Unread] = {}
-
-    def placeholder(tensor: Unread) -> torch.Tensor:
-        if id(tensor) not in memory:
-            made = memory[id(tensor)] = untouched(torch.Size(tensor.shape), tensor.dtype)
-            if made.numel():
-                by_address[made.untyped_storage().data_ptr()] = tensor
-        return memory[id(tensor)]
-
-    for record in records_of(exchanged(content, placeholder)):
-        unread = by_address.get(_address(record.content))
+    tensors = dict.fromkeys(tensors_in(content))
+    memory = {one: untouched(torch.Size(one.shape), one.dtype) for one in tensors}
+    for record, unread in records_awaiting(exchanged(content, memory.__getitem__), memory):
         if unread is None:
             yield record
         else:
             yield record._replace(content=memory_of(unread.read()))
             written(bytes_in(unread))
-
-
-def _address(content: object) -> int:
-    return content.data_ptr() if isinstance(content, torch.UntypedStorage) else 0
 
 
 def consolidate(
@@ -232,7 +211,7 @@ def consolidate(
         progress(done, total)
 
     progress(0, total)
-    _target(to, options)(output, content, written)
+    _write(to, output, content, written, options)
     return Consolidated(to, len(tensors), total, left_out)
 
 
@@ -245,14 +224,6 @@ def _format_of(output: Any) -> Format:
             f"{', '.join(get_args(Format))}."
         )
     return _SUFFIXES[suffix]
-
-
-def _target(to: Format, options: Consolidation) -> Target:
-    if to == "safetensors":
-        return write_safetensors_file
-    if to == "huggingface":
-        return HuggingFaceFolder(options.max_shard_bytes)
-    return write_archive_file
 
 
 def _content(source: Source, to: Format, options: Consolidation) -> tuple[Any, list[str]]:

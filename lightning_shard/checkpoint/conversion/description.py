@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_shard.checkpoint.conversion.source import Source, open_source, verify
-from lightning_shard.checkpoint.conversion.unread import bytes_in, is_unread, numel_of, tensors_in
 from lightning_shard.checkpoint.files.places import file_sizes
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
+from lightning_shard.checkpoint.unread import bytes_in, is_unread, numel_of, tensors_in
 from lightning_shard.errors import CheckpointError
 
 _KINDS = {

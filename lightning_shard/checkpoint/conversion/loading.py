@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.conversion.source import open_source
-from lightning_shard.checkpoint.conversion.unread import Unread, is_unread
-from lightning_shard.checkpoint.misfits import dtype_misfit, misfit_error, shape_misfit
+from lightning_shard.checkpoint.misfits import dtype_misfits, misfit_error, shape_misfits
+from lightning_shard.checkpoint.unread import Unread, is_unread
 from lightning_shard.data_parallel.torch_private import without_function_modes
-from lightning_shard.errors import CheckpointError
+from lightning_shard.errors import CheckpointError, some_of
 from lightning_shard.meta_start.recorder import read_at_start
 
 _BASE = ("transformers.modeling_utils", "PreTrainedModel")
@@ -275,9 +275,9 @@ def _name_misfits(
         name for name in misses.missing_keys if id(own[name]) not in loaded and name not in may_lack
     ]
     return [
-        *([f"Missing key(s): {_some(missing)}"] if missing else []),
+        *([f"Missing key(s): {some_of(missing, 5)}"] if missing else []),
         *(
-            [f"Unexpected key(s): {_some(misses.unexpected_keys)}"]
+            [f"Unexpected key(s): {some_of(misses.unexpected_keys, 5)}"]
             if misses.unexpected_keys
             else []
         ),
@@ -285,13 +285,15 @@ def _name_misfits(
 
 
 def _misfits(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[str]:
-    found: list[str | None] = []
-    for name, value in own.items():
-        tensor: Unread | None = stored.get(name)
-        if tensor is not None and is_unread(tensor):
-            found.append(shape_misfit(repr(name), tensor.shape, value.shape))
-            found.append(dtype_misfit(repr(name), tensor.dtype, value.dtype))
-    return [one for one in found if one is not None]
+    return [
+        misfit
+        for name, value in own.items()
+        if is_unread(stored.get(name))
+        for misfit in (  # in this file, to which a parameter looks full in a run's hook
+            *shape_misfits(repr(name), stored[name].shape, value.shape),
+            *dtype_misfits(repr(name), stored[name].dtype, value.dtype),
+        )
+    ]
 
 
 def _set(module: nn.Module, name: str, value: Tensor, unread: Unread) -> None:
@@ -304,8 +306,3 @@ def _set(module: nn.Module, name: str, value: Tensor, unread: Unread) -> None:
     prefix, _, leaf = name.rpartition(".")
     owner = module.get_submodule(prefix)
     owner.load_state_dict({leaf: tensor.to(value.dtype)}, strict=False, assign=value.is_meta)
-
-
-def _some(names: list[str]) -> str:
-    told = ", ".join(map(repr, names[:5]))
-    return f"{told} and {len(names) - 5} more" if len(names) > 5 else told

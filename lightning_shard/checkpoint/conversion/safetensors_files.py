@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.conversion.unread import Unread, bytes_in, memory_of
 from lightning_shard.checkpoint.files.places import remote_place
+from lightning_shard.checkpoint.unread import Unread, bytes_in, memory_of
 from lightning_shard.errors import CheckpointError
 
 _ALIGNMENT = 8

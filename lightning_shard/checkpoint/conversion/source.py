@@ -14,15 +14,13 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.checkpoint.conversion.archive import ArchiveFile
 from lightning_shard.checkpoint.conversion.safetensors_files import read_safetensors
-from lightning_shard.checkpoint.conversion.unread import exchanged, is_unread, present
 from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
 from lightning_shard.checkpoint.files.places import (
     file_sizes,
@@ -32,11 +30,13 @@ from lightning_shard.checkpoint.files.places import (
     remote_place,
 )
 from lightning_shard.checkpoint.files.reading import read_file, verify_file
+from lightning_shard.checkpoint.files.stored_archive import ArchiveFile
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.checkpoint.sharded.entries import is_flattened, nothing_kept, parts_of
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
 from lightning_shard.checkpoint.sharded.rank_entries import stored_entries
 from lightning_shard.checkpoint.sharded.writing import verify_whole
+from lightning_shard.checkpoint.unread import exchanged, is_unread, present
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 
 Kind = Literal["sharded", "full", "weights", "safetensors", "huggingface"]
@@ -294,12 +294,8 @@ class UnreadStates(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._states)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
     @override
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         return self._read(self._states[index])
 
 

@@ -11,7 +11,7 @@
     what a killed writer has left              parts
     why something cannot be written            failures
     checksums of files beside each other       checksums, joined_crc
-    torch's archive: its records               torch_archive (writes), archive_check (verifies)
+    torch's archive: its records               torch_archive (writes), stored_archive
     a checkpoint file, with errors by name     reading
 
 On object stores nothing is renamed: there an object is there when all of it has arrived, and a

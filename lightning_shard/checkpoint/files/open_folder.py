@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from typing_extensions import override
 
@@ -28,22 +28,6 @@ from lightning_shard.checkpoint.files.places import (
 INDEX_FILE = ".metadata"  # of torch.distributed.checkpoint, written last
 META_FILE = "meta.pt"  # as Lightning's own strategy calls it, too
 _EDITION = re.compile(r".*\.(?P<edition>[0-9a-f]{8})\.\w+", re.DOTALL)
-
-
-class WrittenFile(Protocol):
-    """A file that is written from its beginning to its end."""
-
-    def write(self, data: Any, /) -> int:
-        """Write all of some bytes."""
-
-    def tell(self) -> int:
-        """Return how many bytes were written."""
-
-    def finish(self) -> None:
-        """Have all of it stored."""
-
-    def close(self) -> None:
-        """Let go of the file; what was not finished may be missing."""
 
 
 class RemoteFile(io.RawIOBase):
@@ -96,6 +80,10 @@ class RemoteFile(io.RawIOBase):
             with suppress(Exception):
                 self._file.close()
         super().close()
+
+
+WrittenFile: TypeAlias = DiskFile | RemoteFile
+"""A file that is written from its beginning to its end."""
 
 
 @contextmanager

@@ -5,105 +5,31 @@ objects where only tensors are asked for             told with their names
 written by torch before 1.6                          loads; such files have no checksums
 """
 
-import io
 import os
 import pickle
 import shutil
 import tempfile
-import zipfile
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from typing_extensions import override
 
-from lightning_shard.checkpoint.files.archive_check import (
+from lightning_shard.checkpoint.files.places import local_path, remote_place
+from lightning_shard.checkpoint.files.stored_archive import (
     ALL,
+    ArchiveFile,
     DamagedError,
-    DamagedRecordError,
     Share,
     check_archive,
 )
-from lightning_shard.checkpoint.files.places import local_path, remote_place
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 
 _ARCHIVE = b"PK\x03\x04"
 _OLD = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the number that files without an archive begin with
 _HEAD_BYTES = 32
 _ANOTHER = "Load another checkpoint, or copy this one again from where it is whole."
-
-
-def name_of_record(file: BinaryIO, record: str) -> str | None:
-    """Return the path of keys to the tensor of a record; None where nobody can tell.
-
-        archive/data/3    ─>    state_dict.layer.0.weight
-
-    The pickle is read with something inert in the place of every class and function.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            folder = record.partition("/")[0]
-            content = _Reader(io.BytesIO(archive.read(f"{folder}/data.pkl"))).load()
-        wanted = record.partition("/data/")[2]
-        return next((path for path, key in _storages(content, "") if key == wanted), None)
-    except Exception:  # the file is damaged, and more than the name is not there
-        return None
-
-
-class _Inert:
-    """Stands for an object of any class: takes everything, and does nothing."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __call__(self, *_: Any, **__: Any) -> "_Inert":
-        return _Inert()
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-    def __setitem__(self, _: Any, __: Any) -> None:
-        pass
-
-    def append(self, _: Any) -> None:
-        pass
-
-    def extend(self, _: Any) -> None:
-        pass
-
-
-class _Storage(str):
-    """The number of the record that holds a tensor's elements."""
-
-    __slots__ = ()
-
-
-class _Reader(pickle.Unpickler):
-    @override
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module_name.startswith("torch") and global_name.startswith("_rebuild"):
-            return lambda storage=None, *_: storage
-        return _Inert
-
-    @override
-    def persistent_load(self, pid: Any, /) -> Any:
-        return _Storage(pid[2])
-
-
-def _storages(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, _Storage):
-        yield path, str(value)
-    elif isinstance(value, Mapping):
-        for key, child in value.items():
-            yield from _storages(child, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, child in enumerate(value):
-            yield from _storages(child, f"{path}.{index}" if path else str(index))
 
 
 def read_file(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
@@ -205,18 +131,8 @@ def _check(path: Any, file: BinaryIO, share: Share = ALL) -> bool:
             check_archive(file, share)
     except OSError as error:
         raise _cannot_read(path, error) from error
-    except DamagedRecordError as error:
-        name = name_of_record(file, error.record)
-        tensor = f", of {name!r}," if name else ""
-        raise CheckpointError(
-            f"{os.fspath(path)} is damaged: the record {error.record!r}{tensor} is not as it was "
-            f"written: {error}. {_ANOTHER}"
-        ) from error
     except DamagedError as error:
-        length = file.seek(0, os.SEEK_END)
-        raise CheckpointError(
-            f"{os.fspath(path)} is damaged or not complete, at {length} bytes: {error}. {_ANOTHER}"
-        ) from error
+        raise _damaged(path, file, error) from error
     if not head:
         raise CheckpointError(f"{os.fspath(path)} is empty, expected a checkpoint. {_ANOTHER}")
     if not head.startswith(_ARCHIVE) and _OLD not in head:
@@ -225,6 +141,22 @@ def _check(path: Any, file: BinaryIO, share: Share = ALL) -> bool:
             f"{head[:8]!r}, expected {_ARCHIVE!r} as torch.save writes. {_ANOTHER}"
         )
     return head.startswith(_ARCHIVE)
+
+
+def _damaged(path: Any, file: BinaryIO, error: DamagedError) -> CheckpointError:
+    if not error.record:
+        length = file.seek(0, os.SEEK_END)
+        return CheckpointError(
+            f"{os.fspath(path)} is damaged or not complete, at {length} bytes: {error}. {_ANOTHER}"
+        )
+    name = None
+    with suppress(Exception):  # of a file that is damaged, and more than the name is not there
+        name = ArchiveFile(file.name).name_of(error.record)
+    tensor = f", of {name!r}," if name else ""
+    return CheckpointError(
+        f"{os.fspath(path)} is damaged: the record {error.record!r}{tensor} is not as it was "
+        f"written: {error}. {_ANOTHER}"
+    )
 
 
 def _not_loaded(

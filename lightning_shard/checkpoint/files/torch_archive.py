@@ -18,7 +18,7 @@ import pickle
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, BinaryIO, NamedTuple
 
@@ -102,6 +102,21 @@ def records_of(obj: object) -> list[ArchiveRecord]:
     collected = _Collected()
     _save(obj, collected, pickle, 2, False)  # type: ignore[no-untyped-call]
     return [*collected.records, ArchiveRecord("version", b"3\n", 2)]
+
+
+def records_awaiting(
+    obj: object, awaited: Mapping[Any, Tensor]
+) -> Iterator[tuple[ArchiveRecord, Any]]:
+    """Yield the records of an object, with the key of what elements come later; else with None.
+
+    Args:
+        obj: What is saved.
+        awaited: Tensors in it, `untouched`, by any keys.
+    """
+    keys = {one.data_ptr(): key for key, one in awaited.items() if one.numel()}
+    for record in records_of(obj):
+        is_storage = isinstance(record.content, torch.UntypedStorage)
+        yield record, keys.get(record.content.data_ptr()) if is_storage else None
 
 
 class _Collected:

@@ -37,6 +37,7 @@ from lightning_shard.checkpoint.sharded.index import (
     read_index,
 )
 from lightning_shard.checkpoint.sharded.key_texts import key_of, with_keys
+from lightning_shard.checkpoint.unread import exchanged, tensors_in
 from lightning_shard.errors import CheckpointError
 
 
@@ -400,38 +401,9 @@ def _extend(container: list[Any], index: Any) -> None:
 
 def read_all(nested: Any) -> Any:
     """Return nested mappings and lists with all tensors read, full."""
-    stored = list(_stored(nested))
+    stored: list[Any] = list(tensors_in(nested))
     if not stored:
         return nested
     full = {one.key: torch.empty(one.shape, dtype=one.dtype) for one in stored}
     stored[0].folder.read(dict(full))
     return exchanged(nested, lambda one: full[one.key])
-
-
-def has_stored(nested: Any) -> bool:
-    """Whether there are tensors in nested mappings and lists that were not read."""
-    return next(_stored(nested), None) is not None
-
-
-def _stored(nested: Any) -> Iterator[StoredTensor]:
-    if isinstance(nested, StoredTensor):
-        yield nested
-    for child in _children(nested):
-        yield from _stored(child)
-
-
-def _children(nested: Any) -> Any:
-    if isinstance(nested, Mapping):
-        return nested.values()
-    return nested if isinstance(nested, list) else ()
-
-
-def exchanged(nested: Any, exchange: Any) -> Any:
-    """Return nested mappings and lists with something else in the place of stored tensors."""
-    if isinstance(nested, StoredTensor):
-        return exchange(nested)
-    if isinstance(nested, Mapping):
-        return {key: exchanged(value, exchange) for key, value in nested.items()}
-    if isinstance(nested, list):
-        return [exchanged(value, exchange) for value in nested]
-    return nested

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_shard.errors import some_of
+
 
 def named_state(
     state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
@@ -135,5 +137,4 @@ def _ungrouped_misfits(
 
 
 def _some(names: set[str]) -> str:
-    told = ", ".join(map(repr, sorted(names)[:3])) or "no other parameter"
-    return f"{told} and {len(names) - 3} more" if len(names) > 3 else told
+    return some_of(sorted(names)) or "no other parameter"

@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.by_rank import entries_of_ranks
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
-from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor, exchanged
+from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
+from lightning_shard.checkpoint.unread import exchanged
 from lightning_shard.errors import CheckpointError
 
 _OUTLINE = "_entry"

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.misfits import dtype_misfit, shape_misfit
+from lightning_shard.checkpoint.misfits import dtype_misfits, shape_misfits
 from lightning_shard.checkpoint.optimizer_state import is_kept, params_of
-from lightning_shard.checkpoint.sharded.folder import StoredTensor, exchanged, read_all
+from lightning_shard.checkpoint.sharded.folder import StoredTensor, read_all
 from lightning_shard.checkpoint.sharded.run_state import empty_entry, parameter_boxes
+from lightning_shard.checkpoint.unread import exchanged
 from lightning_shard.data_parallel.engine import DataParallelEngine
 
 _LEAVE_PARAMETERS_ALONE = ("torch.nn.modules.", "torchmetrics.", "lightning.")
@@ -51,12 +52,9 @@ def _tensor_misfits(own: Mapping[str, Any], state: Mapping[str, Any]) -> Iterato
         if not isinstance(stored, StoredTensor | Tensor) or not isinstance(value, Tensor):
             continue
         exchanges = isinstance(stored, Tensor) and stored.numel() == value.numel() == 1  # as torch
-        for found in (
-            None if exchanges else shape_misfit(repr(name), stored.shape, value.shape),
-            dtype_misfit(repr(name), stored.dtype, value.dtype),
-        ):
-            if found is not None:
-                yield found
+        if not exchanges:
+            yield from shape_misfits(repr(name), stored.shape, value.shape)
+        yield from dtype_misfits(repr(name), stored.dtype, value.dtype)
 
 
 def _name_misfits(own: Iterable[str], state: Iterable[str]) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.arriving import take_in_edits
 from lightning_shard.checkpoint.optimizer_state import is_shard, is_stepped, params_of
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor, boxed_range
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -25,11 +26,7 @@ def module_boxes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any
         gets full states also everything else, as it is.
     """
     engine.adopt_assigned()
-    for flat in engine.flats:
-        flat.see_assigned()
-        if flat.is_unsharded:
-            flat.take_in_edits()
-        flat.settle()
+    take_in_edits(engine)
     held = {param for flat in engine.flats for param in flat.params}
     held.update(engine.split.full_shapes)  # on other stages
     state = module.state_dict(keep_vars=True)

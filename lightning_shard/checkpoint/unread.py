@@ -91,6 +91,11 @@ def tensors_in(nested: Any) -> Iterator[Unread]:
             yield from tensors_in(child)
 
 
+def has_unread(nested: Any) -> bool:
+    """Whether nested mappings, lists and tuples have tensors that were not read."""
+    return next(tensors_in(nested), None) is not None
+
+
 def exchanged(nested: Any, exchange: Callable[[Any], Any]) -> Any:
     """Return nested containers with something else in the place of each unread tensor.
 
@@ -98,7 +103,7 @@ def exchanged(nested: Any, exchange: Callable[[Any], Any]) -> Any:
     """
     if is_unread(nested):
         return exchange(nested)
-    if not isinstance(nested, (Mapping, list, tuple)) or next(tensors_in(nested), None) is None:
+    if not has_unread(nested):
         return nested
     if isinstance(nested, Mapping):
         return like(nested, {key: exchanged(value, exchange) for key, value in nested.items()})
