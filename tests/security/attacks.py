@@ -200,8 +200,7 @@ def overhear(place: Place, token: str) -> list[bytes]:
     with overheard(place) as (between, said):
         for service in _SERVICES:
             with contextlib.suppress(OSError):
-                let_in: Connection = connect(
-                    *between, token=token, service=service, patience_seconds=1
-                )
+                address = JobAddress(host=between[0], port=between[1], token=token)
+                let_in: Connection = connect(address, service, 1)
                 let_in.close()
     return said
