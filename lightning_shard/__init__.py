@@ -9,11 +9,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.doors import open_doors
-from lightning_shard.exports import HOMES
+from lightning_shard.core.exports import HOMES
+from lightning_shard.core.registration import register_on_import
 
 if TYPE_CHECKING:
     from lightning_shard.checkpoint.conversion.loading import load_safetensors
+    from lightning_shard.core.mesh import ParallelMesh
     from lightning_shard.errors import (
         BackendUnavailableError,
         CheckpointError,
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
         RankFailedError,
         ShardError,
     )
-    from lightning_shard.mesh import ParallelMesh
     from lightning_shard.planning.search import plan
-    from lightning_shard.proving.prove import prove
     from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
     from lightning_shard.strategies.auto_strategy import AutoStrategy
     from lightning_shard.strategies.data_parallel import (
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         PipelineParallelStrategy,
         TensorParallelStrategy,
     )
+    from lightning_shard.tools.proving.prove import prove
 else:
 
     def __getattr__(name: str) -> Any:
@@ -87,4 +87,4 @@ __all__ = [
     "prove",
 ]
 
-open_doors()
+register_on_import()

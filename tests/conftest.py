@@ -111,8 +111,9 @@ def pytest_collection_finish() -> None:
 def _is_sampled(item: pytest.Item) -> bool:
     if item.get_closest_marker("slow"):
         return False
-    folder = item.path.relative_to(TESTS).parts[0]
-    return folder in SAMPLED or any(map(item.get_closest_marker, ("each_value", "few_cases")))
+    folders = item.path.relative_to(TESTS).parts[:2]
+    marks = map(item.get_closest_marker, ("each_value", "few_cases"))
+    return not SAMPLED.isdisjoint(folders) or any(marks)
 
 
 def _sample(name: str, group: Sequence[Any]) -> set[int]:

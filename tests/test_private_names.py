@@ -54,9 +54,9 @@ MAY_TOUCH_THEM = {
     "pipeline_parallel/_torch.py",
     "precision/policy.py",
     "precision/scaler.py",
-    "checkpoint_paths.py",
+    "core/checkpoint_paths.py",
     "trainer/_lightning.py",
-    "trainer/_torchmetrics.py",
+    "trainer/logs/_torchmetrics.py",
     "trainer/full_counts.py",
     "trainer/weight_averaging.py",
 }

@@ -33,7 +33,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_shard import settings
 from lightning_shard.backends._c10d import PrefixStore, Store, TCPStore
 from lightning_shard.backends.guarded.addresses import address_towards, listen, loopback_of
 from lightning_shard.backends.guarded.door import Door
@@ -41,6 +40,7 @@ from lightning_shard.backends.guarded.key_values import KeyValueService
 from lightning_shard.backends.guarded.store import SERVICE, store_at
 from lightning_shard.backends.guarded.token import JobAddress, find_token, remember
 from lightning_shard.backends.pending import is_about_a_peer
+from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError
 
 _PAUSE_SECONDS = 0.01

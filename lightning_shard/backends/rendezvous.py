@@ -13,7 +13,6 @@ from threading import Event, Thread
 
 import torch
 
-from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import HashStore, PrefixStore, Store, init_default_group
 from lightning_shard.backends.guarded.addresses import address_towards, chosen_ports
@@ -22,6 +21,7 @@ from lightning_shard.backends.liveness.interruption import end_at_exit
 from lightning_shard.backends.meeting_place import MissingRanksError, meet, store_without_python
 from lightning_shard.backends.objects import guard_torch
 from lightning_shard.backends.pending import is_about_a_peer
+from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError, RankFailedError
 
 # Ranks do not start at the same time: one may import for long on a busy host. That is no silence.

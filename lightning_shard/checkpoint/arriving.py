@@ -23,7 +23,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.checkpoint.files.torch_archive import PART_BYTES
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ranks_of
 
 ARRIVING_BYTES = 4 << 20  # on rank 0, of all peers together

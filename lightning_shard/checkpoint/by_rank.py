@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.arriving import ArrivingTensor, SlicedTensor, arriving
 from lightning_shard.checkpoint.streamed import StreamedFile
-from lightning_shard.mesh import ParallelMesh
+from lightning_shard.core.mesh import ParallelMesh
 
 _PREFIX = "rank_"
 _Told = tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]  # an entry, and what its tensors are

@@ -23,7 +23,7 @@ from lightning_shard.checkpoint.arriving import (
     slices_of,
 )
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ranks_of
 from lightning_shard.data_parallel.optimizer_entries import host_copy, of_itself
 from lightning_shard.errors import CheckpointError

@@ -32,7 +32,7 @@ from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.optimizer_state import params_of
 from lightning_shard.checkpoint.state_entries import Entries, ShardMark, describe, merge, rebuild
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_entries import of_itself
 from lightning_shard.errors import CheckpointError
 

@@ -43,8 +43,8 @@ from lightning_shard.checkpoint.sharded.reading import (
 )
 from lightning_shard.checkpoint.sharded.writing import verify_share
 from lightning_shard.checkpoint.unread import has_unread
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.mesh import ParallelMesh
 
 
 class CheckpointedRun(Protocol):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.optimizer_state import is_on_other_ranks, is_shard, params_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 
 
 class ShardMark(NamedTuple):

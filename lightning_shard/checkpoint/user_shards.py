@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.parameter_shard import ParameterShard, ShardView
+from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
 from lightning_shard.errors import ConfigError
 
 _Path = tuple[Any, ...]

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lightning_shard.cli.parsers import TEXTS, parser_of
-from lightning_shard.schemes import named_schemes, names_of
+from lightning_shard.core.schemes import named_schemes, names_of
 
 _ACCELERATORS = ("auto", "cpu", "gpu")
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")

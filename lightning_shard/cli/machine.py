@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_shard.doctor.finding import Finding, size
-from lightning_shard.doctor.host import host
-from lightning_shard.doctor.present import absent, launcher, software
-from lightning_shard.schemes import BACKENDS, named_schemes
+from lightning_shard.core.schemes import BACKENDS, named_schemes
+from lightning_shard.tools.doctor.finding import Finding, size
+from lightning_shard.tools.doctor.host import host
+from lightning_shard.tools.doctor.present import absent, launcher, software
 
 _WITH_TORCH = {"Network": "network", "Backends": "backends"}
 _MARKS = {"ok": ("ok", "green"), "absent": ("-", "dim"), "warning": ("!", "yellow")}
@@ -39,7 +39,7 @@ def _rooms() -> Iterator[tuple[str, Callable[[], Iterator[Finding]]]]:
     yield "Host", host
     yield "Launcher", launcher
     for title, name in _WITH_TORCH.items():
-        yield title, getattr(import_module(f"lightning_shard.doctor.{name}"), name)
+        yield title, getattr(import_module(f"lightning_shard.tools.doctor.{name}"), name)
 
 
 def _doctor(given: Namespace) -> int:
@@ -72,7 +72,7 @@ def _table(found: list[Finding]) -> Table:
 
 
 def _measured(given: Namespace) -> dict[str, Any]:
-    measuring = import_module("lightning_shard.doctor.measuring")
+    measuring = import_module("lightning_shard.tools.doctor.measuring")
     profile = measuring.measured_machine(
         num_ranks=given.ranks, backend=given.backend, network=given.network
     )

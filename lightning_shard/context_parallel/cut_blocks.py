@@ -51,10 +51,10 @@ from lightning_shard.context_parallel.sequence_part import (
     padded,
     part_of,
 )
-from lightning_shard.data_parallel.recomputation import RECOMPUTED
-from lightning_shard.data_parallel.units import named_blocks
+from lightning_shard.core.placeholders import stands_in
+from lightning_shard.data_parallel.recompute.recomputation import RECOMPUTED
+from lightning_shard.data_parallel.units.units import named_blocks
 from lightning_shard.errors import ConfigError
-from lightning_shard.placeholders import stands_in
 from lightning_shard.tensor_parallel.compared_calls import (
     Arguments,
     Called,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer, SparseAdam
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.shared_memory import refuse_shared_memory
+from lightning_shard.data_parallel.memory.shared_memory import refuse_shared_memory
 from lightning_shard.errors import CollectiveMismatchError, ConfigError
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in what Python writes of an object, each rank's own

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.known_modules import KnownModules
-from lightning_shard.data_parallel.tensor_properties import VERSION
 from lightning_shard.data_parallel.torch_private import is_persistent, with_buffers
+from lightning_shard.data_parallel.views.tensor_properties import VERSION
 
 _Key = tuple[int, str]  # a module's place among all, and a buffer's name in it
 _PLACES = 1024  # of two buffers that share one, both follow where one changes

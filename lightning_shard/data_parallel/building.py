@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.layout.owned import assign_owners
 from lightning_shard.data_parallel.compression.compressor import Exchange, FlatBuffer
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.data_parallel.flat_gradients import FlatGradients
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit, is_shared_out, ranks_of
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.data_parallel.unit import Unit
-from lightning_shard.data_parallel.units import UnitSpec, find_units
+from lightning_shard.data_parallel.units.unit import Unit
+from lightning_shard.data_parallel.units.units import UnitSpec, find_units
 from lightning_shard.errors import ConfigError
-from lightning_shard.layout.owned import assign_owners
 
 T = TypeVar("T")
 

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.common_buffer import begin_update
 from lightning_shard.backends.free_memory import keep_freed_memory
-from lightning_shard.data_parallel.adoption import Adoption
 from lightning_shard.data_parallel.agreement import check_same_model
-from lightning_shard.data_parallel.arrival_hooks import ArrivalHooks
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.building import (
     build_gradients,
@@ -35,31 +33,41 @@ from lightning_shard.data_parallel.building import (
 )
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.data_parallel.early_clipping import EarlyClipping
-from lightning_shard.data_parallel.equal_weights import EqualWeights
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.full_values import FullValues, bring_together, publishing_edits
-from lightning_shard.data_parallel.gradient_shards import AbsentGradients, GradientShards
-from lightning_shard.data_parallel.hand_edits import HandEdits
-from lightning_shard.data_parallel.leftovers import give_back, mark_leftover, refuse_leftover_shards
+from lightning_shard.data_parallel.gradients.arrival_hooks import ArrivalHooks
+from lightning_shard.data_parallel.gradients.early_clipping import EarlyClipping
+from lightning_shard.data_parallel.gradients.gradient_shards import AbsentGradients, GradientShards
+from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
+from lightning_shard.data_parallel.gradients.reducer import Reducer, always
+from lightning_shard.data_parallel.gradients.usage import agreement
+from lightning_shard.data_parallel.memory.adoption import Adoption
+from lightning_shard.data_parallel.memory.equal_weights import EqualWeights
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.leftovers import (
+    give_back,
+    mark_leftover,
+    refuse_leftover_shards,
+)
+from lightning_shard.data_parallel.memory.quantised import refuse_quantised
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.data_parallel.presenting import cut_loaded, look_full
-from lightning_shard.data_parallel.quantised import refuse_quantised
-from lightning_shard.data_parallel.reducer import Reducer, always
 from lightning_shard.data_parallel.shard_advice import (
     explaining_gradients,
     explaining_graphs,
     explaining_shards,
 )
-from lightning_shard.data_parallel.sharded_parameter import UserCode, move_out
 from lightning_shard.data_parallel.torch_private import BatchNorm, gradient_hooks
-from lightning_shard.data_parallel.unit import Unit
-from lightning_shard.data_parallel.unseen_calls import SeesUnseenCalls, makers_seen
-from lightning_shard.data_parallel.unsharding import Unsharder
-from lightning_shard.data_parallel.usage import agreement
+from lightning_shard.data_parallel.units.full_values import (
+    FullValues,
+    bring_together,
+    publishing_edits,
+)
+from lightning_shard.data_parallel.units.presenting import cut_loaded, look_full
+from lightning_shard.data_parallel.units.unit import Unit
+from lightning_shard.data_parallel.units.unsharding import Unsharder
+from lightning_shard.data_parallel.views.sharded_parameter import UserCode, move_out
+from lightning_shard.data_parallel.views.unseen_calls import SeesUnseenCalls, makers_seen
 
 
 class DataParallelEngine:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.traffic import Traffic
-from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.offload.activations import HostActivations
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.torch_private import storage_key
 
 Step = Callable[..., Any]

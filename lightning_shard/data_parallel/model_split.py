@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.layout.boxes import PlacedBox, whole
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.layout.boxes import PlacedBox, whole
 
 
 class Cut(Protocol):

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
-from lightning_shard.data_parallel.equal_weights import EqualWeights
-from lightning_shard.data_parallel.flat_gradients import FlatGradients
-from lightning_shard.data_parallel.gradient_shards import AbsentGradients
-from lightning_shard.data_parallel.hand_edits import HandEdits
-from lightning_shard.data_parallel.reducer import Reducer, always
-from lightning_shard.data_parallel.sharded_parameter import as_they_are
-from lightning_shard.data_parallel.unsharding import Unsharder
+from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.gradients.gradient_shards import AbsentGradients
+from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
+from lightning_shard.data_parallel.gradients.reducer import Reducer, always
+from lightning_shard.data_parallel.memory.equal_weights import EqualWeights
+from lightning_shard.data_parallel.units.unsharding import Unsharder
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 
 
 class OptimizerView:

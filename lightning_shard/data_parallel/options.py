@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from lightning_shard.data_parallel.bucket_sizes import BucketMB, default_mb
-from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression.compressor import Compressor
-from lightning_shard.data_parallel.values_at_start import ValuesAtStart
+from lightning_shard.data_parallel.memory.values_at_start import ValuesAtStart
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.torch_private import GRAPH_ENDS
 from lightning_shard.errors import ConfigError, ShardError
 

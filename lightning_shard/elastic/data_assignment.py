@@ -20,8 +20,8 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core import settings
 from lightning_shard.elastic._lightning import epoch_of_samplers, is_within_step, val_check_interval
 from lightning_shard.elastic.data_loaders import Installed, batches_asked_for, find_order, install
 from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_shard.backends import liveness
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.elastic import _lightning
-from lightning_shard.elastic.generation import Generation
+from lightning_shard.elastic.membership.generation import Generation
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
 from lightning_shard.errors import RankFailedError

@@ -20,7 +20,7 @@ from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.data_parallel.agreement import strangers
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.early_end import EarlyEnd
-from lightning_shard.elastic.generation import EvictedError, Generation
+from lightning_shard.elastic.membership.generation import EvictedError, Generation
 from lightning_shard.elastic.progress import Progress, WhatTrains, flags_of
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.recovery import RecoveryPlan, agree, restore

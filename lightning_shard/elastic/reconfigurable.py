@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.elastic.data_assignment import DataAssignment
-from lightning_shard.elastic.generation import Generation
 from lightning_shard.elastic.hook_values import HookValues
-from lightning_shard.elastic.ranks import ElasticRanks
+from lightning_shard.elastic.membership.generation import Generation
+from lightning_shard.elastic.membership.ranks import ElasticRanks
 
 T = TypeVar("T")
 

@@ -49,7 +49,7 @@ from lightning_shard.checkpoint.rank_snapshot import (
     rebuild_optimizers,
 )
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.errors import LayoutError
 
 # A range that several ranks could send is divided into parts of at least so many elements.

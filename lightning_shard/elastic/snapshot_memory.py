@@ -34,7 +34,7 @@ from lightning_shard.backends.pending import OperationContext, Span
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
-from lightning_shard.elastic.generation import Generation
+from lightning_shard.elastic.membership.generation import Generation
 from lightning_shard.elastic.progress import Progress, flags_of
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.errors import ConfigError, ShardError

@@ -13,10 +13,10 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from lightning_shard import settings
+from lightning_shard.core import settings
+from lightning_shard.core.settings import SLURM, TORCHRUN, LauncherVariables, ProcessRanks
 from lightning_shard.environments.elastic import ElasticEnvironment
 from lightning_shard.errors import ConfigError
-from lightning_shard.settings import SLURM, TORCHRUN, LauncherVariables, ProcessRanks
 
 
 def check_environment(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:

@@ -7,7 +7,7 @@ that has nothing to do with it.
 import sys
 from typing import Any
 
-from lightning_shard import settings
+from lightning_shard.core import settings
 
 
 def ask_mpi_under_mpi_alone(fabric: str) -> None:

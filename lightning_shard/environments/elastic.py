@@ -10,7 +10,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from lightning_shard import settings
+from lightning_shard.core import settings
 from lightning_shard.environments.ray import RayEnvironment
 from lightning_shard.errors import ConfigError
 

@@ -5,9 +5,9 @@ from functools import cached_property
 from typing_extensions import override
 
 from lightning_shard.backends.in_process import current_rank, current_world
+from lightning_shard.core.settings import Rendezvous
 from lightning_shard.environments.started_elsewhere import StartedElsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.settings import Rendezvous
 
 
 class InProcessEnvironment(StartedElsewhere):

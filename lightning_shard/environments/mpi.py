@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_shard import settings
 from lightning_shard.backends.mpi import runtime
+from lightning_shard.core import settings
+from lightning_shard.core.settings import LauncherVariables, ProcessRanks, Rendezvous
 from lightning_shard.environments.checks import check_placement
 from lightning_shard.environments.started_elsewhere import StartedElsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.settings import LauncherVariables, ProcessRanks, Rendezvous
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm

@@ -16,11 +16,11 @@ from functools import cache, cached_property
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_shard import settings
+from lightning_shard.core import settings
+from lightning_shard.core.settings import Rendezvous
 from lightning_shard.environments import _ray
 from lightning_shard.environments.started_elsewhere import StartedElsewhere
 from lightning_shard.errors import ConfigError
-from lightning_shard.settings import Rendezvous
 
 _LOOPBACK = "127.0.0.1"
 

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments.mpi import MPIEnvironment as Lightnin
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from lightning_shard import settings
+from lightning_shard.core import settings
 from lightning_shard.environments.mpi import MPIEnvironment
 from lightning_shard.environments.ray import RayEnvironment
 from lightning_shard.errors import ConfigError

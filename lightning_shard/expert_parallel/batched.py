@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import in_backward, unobserved
-from lightning_shard.data_parallel.units import class_name
+from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.exchange import Routes
 from lightning_shard.expert_parallel.finding import Mixture

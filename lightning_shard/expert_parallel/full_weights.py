@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_shard.data_parallel.sharded_parameter import bring_full
+from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.data_parallel.torch_private import pass_for_parameter
+from lightning_shard.data_parallel.views.sharded_parameter import bring_full
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.split import ExpertSplit
-from lightning_shard.placeholders import Placeholder, is_placeholder
 from lightning_shard.tensor_parallel.dim_sharded_operations import names_of_rules
 from lightning_shard.tensor_parallel.dim_sharded_tensor import Part, showing, wrapped
 from lightning_shard.tensor_parallel.full_view import WeightView, held

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_shard.context_parallel.sequence_part import SequencePart, part_of
+from lightning_shard.core.module_classes import give_class_back
 from lightning_shard.expert_parallel.finding import find_mixtures
-from lightning_shard.module_classes import give_class_back
 from lightning_shard.tensor_parallel.full_view import extend_class
 
 

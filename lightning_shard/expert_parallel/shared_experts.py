@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.module_classes import give_class_back
+from lightning_shard.core.placeholders import is_alone, stands_in
 from lightning_shard.data_parallel.torch_private import unobserved, untraced
-from lightning_shard.data_parallel.units import class_name
+from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.batched import BatchedExperts
 from lightning_shard.expert_parallel.finding import Mixture
@@ -31,8 +33,6 @@ from lightning_shard.expert_parallel.listed import ListedExperts
 from lightning_shard.expert_parallel.load import ExpertLoad, loads_of_ranks
 from lightning_shard.expert_parallel.own_tokens import OwnRows
 from lightning_shard.expert_parallel.split import ExpertSplit
-from lightning_shard.module_classes import give_class_back
-from lightning_shard.placeholders import is_alone, stands_in
 from lightning_shard.tensor_parallel.compared_calls import (
     Arguments,
     Called,

@@ -51,12 +51,12 @@ from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.checkpoint.user_shards import join_shards
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import check_keys_are_there
 from lightning_shard.fabric.sharded_module import HeldModule, ShardedModule
 from lightning_shard.fabric.state_tree import NamedModules, Path, converted, objects_in, paired
-from lightning_shard.mesh import ParallelMesh
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles, in_own_memory
 from lightning_shard.strategies.options import CheckpointFormat
 

@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from lightning_shard.backends.registry import backend_names
+from lightning_shard.core.schemes import NamedStrategy, named_schemes, names_of
 from lightning_shard.errors import ConfigError
-from lightning_shard.schemes import NamedStrategy, named_schemes, names_of
 
 SERVED = ("shard_ddp", "zero1", "zero2", "zero3", "shard_fsdp")
 """The schemes that work under Fabric."""

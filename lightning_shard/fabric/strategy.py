@@ -58,8 +58,8 @@ from lightning_shard.strategies.configs import DataParallelConfig, RanksConfig
 from lightning_shard.strategies.flat_options import OptionNames, part, takes
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
 from lightning_shard.strategies.names import check_interactive, strategy_name
-from lightning_shard.trainer.experiments import shared_loggers
 from lightning_shard.trainer.gathered_tensors import gathered, reduce_op_name, reduced
+from lightning_shard.trainer.logs.experiments import shared_loggers
 from lightning_shard.trainer.same_settings import check_same_settings, common_seed
 
 T = TypeVar("T")

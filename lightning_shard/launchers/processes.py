@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends.common_failure import all_raise
 from lightning_shard.backends.pending import is_about_a_peer
+from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.launchers._lightning import (
     SubprocessScriptLauncher,

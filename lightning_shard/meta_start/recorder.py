@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_shard.core.tensor_calls import Args
 from lightning_shard.data_parallel.torch_private import TorchDispatchMode, without_function_modes
 from lightning_shard.meta_start.tape import Tape, has_meta_tensors, note_recipes, recipe_of
-from lightning_shard.tensor_calls import Args
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")

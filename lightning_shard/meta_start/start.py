@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.memory.quantised import is_quantised
+from lightning_shard.data_parallel.memory.values_at_start import give_memory
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
-from lightning_shard.data_parallel.quantised import is_quantised
 from lightning_shard.data_parallel.torch_private import INITIALISERS
-from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.errors import ConfigError, some_of
 from lightning_shard.meta_start.recorder import noting
 from lightning_shard.meta_start.tape import (

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_shard.core.tensor_calls import written_by
 from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_calls import written_by
 
 _SMALL_BYTES = 1 << 20  # copied at once, where a larger tensor is kept as it is
 _aten = torch.ops.aten

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from lightning_shard import exports
+from lightning_shard.core import exports
 from lightning_shard.on_pytorch_lightning import mirror
 
 mirror.install()

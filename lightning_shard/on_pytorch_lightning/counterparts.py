@@ -15,7 +15,7 @@ from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
-from lightning_shard.doors import after_import
+from lightning_shard.core.registration import after_import
 from lightning_shard.errors import ConfigError
 
 

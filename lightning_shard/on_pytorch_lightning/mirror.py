@@ -25,7 +25,6 @@ PACKAGE = "lightning_shard"
 MIRROR = f"{PACKAGE}.on_pytorch_lightning"
 
 BUILT_ON_LIGHTNING = (
-    "doctor.measuring",
     "elastic",
     "environments",
     "fabric",
@@ -34,10 +33,11 @@ BUILT_ON_LIGHTNING = (
     "precision.plugins",
     "planning",
     "profiling",
-    "proving",
     "ray",
     "replay",
     "strategies",
+    "tools.doctor.measuring",
+    "tools.proving",
     "trainer",
 )
 """The mirrored modules and packages: those that import Lightning, or one of these."""

@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from lightning_shard.core.layout.flat import ShardSlice
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.flat_gradients import FlatGradients
-from lightning_shard.data_parallel.tensor_properties import VERSION, addresses_of
-from lightning_shard.layout.flat import ShardSlice
+from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.views.tensor_properties import VERSION, addresses_of
 
 _KINDS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "ASGD", "RMSprop", "Rprop")
 # What they cost the host: of 805 parameters in two groups that alternate 205 pieces took 15 ms, the

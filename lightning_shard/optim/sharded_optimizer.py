@@ -66,14 +66,14 @@ from lightning_shard.checkpoint.optimizer_state import (
     params_of,
     shard_state,
 )
-from lightning_shard.data_parallel.assigned import ReplacedParameter
-from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.memory.assigned import ReplacedParameter
 from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.data_parallel.optimizer_entries import of_parameters
-from lightning_shard.data_parallel.sharded_parameter import as_they_are
-from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.torch_private import step_hooks_between
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.optim.elementwise import RAISED, LaterSteps, is_of_torch, why_not_separate
 from lightning_shard.optim.flat_step import FlatStep

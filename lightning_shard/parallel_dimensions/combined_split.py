@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.layout.boxes import Box, PlacedBox, placed_in
 from lightning_shard.data_parallel.model_split import BaseSplit, LayerParts, ModelSplit, has_parts
-from lightning_shard.layout.boxes import Box, PlacedBox, placed_in
 
 
 def combined(splits: Sequence[ModelSplit]) -> ModelSplit | None:

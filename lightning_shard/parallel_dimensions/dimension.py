@@ -23,9 +23,9 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.core.mesh import Axis
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.mesh import Axis
 from lightning_shard.parallel_dimensions.run_view import RunView
 from lightning_shard.parallel_dimensions.step_runner import StepRunner
 from lightning_shard.planning.description import Description, Measure

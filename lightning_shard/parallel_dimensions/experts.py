@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
+from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
+from lightning_shard.data_parallel.memory.quantised import refuse_quantised_parts
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.data_parallel.quantised import refuse_quantised_parts
 from lightning_shard.expert_parallel.finding import Mixture, check_mixtures, find_mixtures
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.expert_parallel.shared_experts import SharedExperts

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 from typing_extensions import override
 
+from lightning_shard.core.placeholders import is_placeholder, tensors_given
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError, ShardError
@@ -29,10 +30,9 @@ from lightning_shard.pipeline_parallel.microbatches import Microbatch, merge_out
 from lightning_shard.pipeline_parallel.needs import Checked, Step
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
-from lightning_shard.placeholders import is_placeholder, tensors_given
 from lightning_shard.trainer.hook_advice import may_edit_before_backward
-from lightning_shard.trainer.logger_calls import LoggerCalls
-from lightning_shard.trainer.step_logs import StepLogs
+from lightning_shard.trainer.logs.logger_calls import LoggerCalls
+from lightning_shard.trainer.logs.step_logs import StepLogs
 
 _LOADERS: dict[StepKind, str] = {
     "training": "train_dataloader",

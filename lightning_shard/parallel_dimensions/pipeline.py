@@ -16,11 +16,11 @@ from typing_extensions import override
 
 from lightning_shard.data_parallel.agreement import check_same_model, refuse_embeddings_of_batches
 from lightning_shard.data_parallel.differentiation import asking
-from lightning_shard.data_parallel.edit_marks import EditMarks
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
+from lightning_shard.data_parallel.gradients.edit_marks import EditMarks
+from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
+from lightning_shard.data_parallel.memory.quantised import refuse_quantised_parts
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.data_parallel.quantised import refuse_quantised_parts
 from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
@@ -36,8 +36,8 @@ from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.planning.description import Description, Measure
 from lightning_shard.trainer.layer_sync import batch_norms
+from lightning_shard.trainer.logs.step_logs import StepLogs
 from lightning_shard.trainer.measured_stages import measured_costs
-from lightning_shard.trainer.step_logs import StepLogs
 
 
 class PipelineDimension(ParallelDimension):

@@ -11,8 +11,8 @@ from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.mesh import Axis, ParallelMesh
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.mesh import Axis, ParallelMesh
 from lightning_shard.meta_start.start import MetaStart
 
 

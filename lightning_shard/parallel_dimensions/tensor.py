@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.leftovers import refuse_leftover_shards
+from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_shard.core.layout.largest_layers import largest_layers
 from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
     has_compiled_call,
     is_compiled_function,
 )
 from lightning_shard.errors import ConfigError
-from lightning_shard.layout.largest_layers import largest_layers
 
 _CALLED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _MOST = 2 / 3  # of the parameters of all lists of repeated blocks

@@ -23,8 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
+from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.offload.activations import stretch_bytes
-from lightning_shard.data_parallel.recomputation import observed_by
+from lightning_shard.data_parallel.recompute.recomputation import observed_by
 from lightning_shard.data_parallel.torch_private import (
     FAKE_TENSOR_LOGGER,
     FakeTensorMode,
@@ -34,7 +35,6 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
 from lightning_shard.pipeline_parallel.skipped_blocks import uncompiled
-from lightning_shard.placeholders import is_placeholder
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 
 

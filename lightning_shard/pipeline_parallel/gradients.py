@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.torch_private import gradient_hooks, is_wrapped
 from lightning_shard.errors import ConfigError
-from lightning_shard.placeholders import is_placeholder
 
 Taker = Callable[[nn.Parameter, Tensor], None]
 """Takes the gradient of a parameter: `DataParallelEngine.take_gradient`."""

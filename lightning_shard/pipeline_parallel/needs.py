@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.placeholders import OtherStageError
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.lending import Wanted, lendable
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
@@ -17,7 +18,6 @@ from lightning_shard.pipeline_parallel.randomness import StageRandomness
 from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError
 from lightning_shard.pipeline_parallel.stage_run import Needed, Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
-from lightning_shard.placeholders import OtherStageError
 
 _SKIPPED = Needed((), -1)  # the step has returned None before it called the network
 Checked = Callable[[Any], None]  # refuses a step's result, where it is another stage's

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.placeholders import OtherStageError
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.alike_steps import NotedCalls, check_alike
 from lightning_shard.pipeline_parallel.backward import (
@@ -54,7 +55,6 @@ from lightning_shard.pipeline_parallel.stage_run import StageRun
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.pipeline_parallel.step_buffers import StepBuffers
 from lightning_shard.pipeline_parallel.step_edits import StepEdits
-from lightning_shard.placeholders import OtherStageError
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 

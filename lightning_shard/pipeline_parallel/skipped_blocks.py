@@ -24,11 +24,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_shard.data_parallel.recomputation import CACHES
+from lightning_shard.core.placeholders import Placeholder, alone, births, note_given
+from lightning_shard.data_parallel.recompute.recomputation import CACHES
 from lightning_shard.data_parallel.torch_private import without_hooks
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import held_values, signature, tensors_in
-from lightning_shard.placeholders import Placeholder, alone, births, note_given
 
 _PLAIN = (type(None), bool, int, float, str)
 _ORIGIN = "a block of an earlier stage"

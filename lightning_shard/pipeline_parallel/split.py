@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.memory.values_at_start import give_memory
 from lightning_shard.data_parallel.model_split import BaseSplit
-from lightning_shard.data_parallel.values_at_start import give_memory
 from lightning_shard.pipeline_parallel._torch import computed_before_forward
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.partition import Partition, buffer_stages, parameter_stages

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_shard.data_parallel.kept_inputs import computed
+from lightning_shard.core.placeholders import OtherStageError, Placeholder, is_placeholder
 from lightning_shard.data_parallel.offload.activations import stay
-from lightning_shard.data_parallel.transforms import OF_STAGES, refuse_transforms
+from lightning_shard.data_parallel.recompute.kept_inputs import computed
+from lightning_shard.data_parallel.views.transforms import OF_STAGES, refuse_transforms
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.alike_steps import NotedCalls
 from lightning_shard.pipeline_parallel.containers import exchange_tensors, map_tensors, tensors_in
@@ -27,7 +28,6 @@ from lightning_shard.pipeline_parallel.skipped_blocks import (
     Template,
     template_of_call,
 )
-from lightning_shard.placeholders import OtherStageError, Placeholder, is_placeholder
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 _running: ContextVar["StageRun | None"] = ContextVar("running", default=None)

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.data_parallel.assigned import taken_out
+from lightning_shard.core.module_classes import give_class_back
+from lightning_shard.core.placeholders import Placeholder
+from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.reentrance import without_reentrance
-from lightning_shard.data_parallel.sharded_parameter import show_kept
 from lightning_shard.data_parallel.torch_private import pass_for_parameter
+from lightning_shard.data_parallel.views.sharded_parameter import show_kept
 from lightning_shard.errors import ConfigError
-from lightning_shard.module_classes import give_class_back
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import (
     BlockCall,
@@ -26,7 +27,6 @@ from lightning_shard.pipeline_parallel.skipped_blocks import (
     SkippedBlock,
     Template,
 )
-from lightning_shard.placeholders import Placeholder
 from lightning_shard.tensor_parallel.compared_calls import buffers_kept
 from lightning_shard.tensor_parallel.full_view import extend_class
 

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_shard.core.placeholders import parameters_written
 from lightning_shard.data_parallel.content import sum_of_bits
-from lightning_shard.data_parallel.edit_marks import EditMarks
+from lightning_shard.data_parallel.gradients.edit_marks import EditMarks
 from lightning_shard.errors import ConfigError
-from lightning_shard.placeholders import parameters_written
 
 _ADVICE = (
     "Edit parameters and gradients in a hook that comes once per batch: "

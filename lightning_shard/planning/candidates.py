@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal
 
+from lightning_shard.core.schemes import BY_STAGE, SCHEMES
 from lightning_shard.data_parallel.options import Offload
-from lightning_shard.schemes import BY_STAGE, SCHEMES
 
 Checkpointing = Literal["full", "selective"] | None
 _SCHEDULES = ("1f1b", "interleaved_1f1b")

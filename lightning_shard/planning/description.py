@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.options import EngineOptions, Offload
-from lightning_shard.mesh import ParallelMesh
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
 from lightning_shard.pipeline_parallel.schedules import Schedule

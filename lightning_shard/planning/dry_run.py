@@ -28,8 +28,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_shard.core.mesh import NodePlacement
 from lightning_shard.environments import InProcessEnvironment
-from lightning_shard.mesh import NodePlacement
 from lightning_shard.pipeline_parallel.batch_reading import BatchReader
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import FlopCounter, measure_blocks

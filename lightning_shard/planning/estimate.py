@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from lightning_shard.core.mesh import Axis
 from lightning_shard.data_parallel.offload.activations import HostActivations
-from lightning_shard.mesh import Axis
 from lightning_shard.pipeline_parallel.partition import best_bounds
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, make_schedule
 from lightning_shard.pipeline_parallel.simulation import replay

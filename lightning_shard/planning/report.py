@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_shard.core.mesh import Axis, NodePlacement, ParallelMesh
 from lightning_shard.data_parallel.offload.activations import HostActivations
-from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
 from lightning_shard.reporting.output import format_bytes, plain_text
 
 

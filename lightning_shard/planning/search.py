@@ -13,8 +13,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import LBFGS
 
+from lightning_shard.core.mesh import Axis
 from lightning_shard.errors import ConfigError, ShardError
-from lightning_shard.mesh import Axis
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.planning.anatomy import Anatomy
 from lightning_shard.planning.candidates import (

@@ -24,15 +24,15 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
-from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.torch_private import FakeTensorMode, TorchDispatchMode
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.finding import find_mixtures
 from lightning_shard.expert_parallel.own_tokens import OwnTokens
 from lightning_shard.expert_parallel.shared_experts import SharedExperts
 from lightning_shard.expert_parallel.split import ExpertSplit
-from lightning_shard.mesh import ParallelMesh
 from lightning_shard.pipeline_parallel.containers import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.partition import Stages, parameter_stages

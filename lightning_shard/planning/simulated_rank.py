@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.traffic import Traffic
+from lightning_shard.core.mesh import Axis
+from lightning_shard.core.placeholders import tensors_given
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.expert_parallel.split import ExpertSplit
-from lightning_shard.mesh import Axis
 from lightning_shard.pipeline_parallel.backward import (
     Rest,
     full_backward,
@@ -33,7 +34,6 @@ from lightning_shard.pipeline_parallel.gradients import OfLastStage, sum_dtype
 from lightning_shard.pipeline_parallel.messages import followed
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
-from lightning_shard.placeholders import tensors_given
 from lightning_shard.planning.report import ActivationBytes, Kept, RankMemory
 from lightning_shard.planning.simulated_model import SimulatedCollectives, SimulatedModel, loss_of
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_shard.core.tensor_calls import Args, Function, Kwargs
 from lightning_shard.data_parallel.options import DTypePolicy
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_calls import Args, Function, Kwargs
 
 _COMPUTE: dict[str, torch.dtype | None] = {
     "32-true": None,

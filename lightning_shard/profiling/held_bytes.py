@@ -25,8 +25,8 @@ from rich.table import Table
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard.core.option_checks import checked_options
 from lightning_shard.data_parallel.held_bytes import HeldBytes
-from lightning_shard.option_checks import checked_options
 from lightning_shard.profiling.run_monitor import RunMonitor, check_distance, own_strategy
 from lightning_shard.reporting.output import format_bytes, plain_text
 from lightning_shard.trainer.hook_advice import OnlyLooks

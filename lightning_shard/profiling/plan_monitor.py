@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_shard.core.option_checks import checked_options
 from lightning_shard.errors import ConfigError
-from lightning_shard.option_checks import checked_options
 from lightning_shard.planning.plan import Plan
 from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
 from lightning_shard.reporting.figures_of_run import chosen_of

@@ -6,9 +6,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_shard.core.option_checks import checked_options
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.load import ExpertLoad
-from lightning_shard.option_checks import checked_options
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.model_parallel import HybridParallelStrategy
 

@@ -13,8 +13,8 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.traffic import OperationTraffic, Traffic
 from lightning_shard.checkpoint.random_state import load_random_state, random_state
-from lightning_shard.mesh import ParallelMesh
-from lightning_shard.option_checks import checked_options
+from lightning_shard.core.mesh import ParallelMesh
+from lightning_shard.core.option_checks import checked_options
 from lightning_shard.planning.dry_run import flops_of_batch
 from lightning_shard.planning.report import DryRun
 from lightning_shard.planning.simulated_model import NoElements

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
+from lightning_shard.core.option_checks import checked_options
 from lightning_shard.environments import _ray
 from lightning_shard.errors import ConfigError
-from lightning_shard.option_checks import checked_options
 
 CHECKPOINT_NAME = "checkpoint.ckpt"
 """Ray's own name for a checkpoint of Lightning in what it is told of."""

@@ -26,15 +26,15 @@ from typing_extensions import override
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.random_state import random_state
 from lightning_shard.checkpoint.rank_snapshot import take
+from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.schemes import BY_STAGE
 from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.errors import CheckpointError, ConfigError
-from lightning_shard.option_checks import checked_options
-from lightning_shard.proving.strategies import batches_seen
 from lightning_shard.replay.rank_record import Given, RankRecord, own_error, state_digest, versions
 from lightning_shard.replay.tape import ResultRecorder, full_copies, take_buffers, take_place
-from lightning_shard.schemes import BY_STAGE
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.names import strategy_name
+from lightning_shard.tools.proving.strategies import batches_seen
 from lightning_shard.trainer._lightning import around_sigterm_broadcast, layer_sync
 from lightning_shard.trainer.hook_advice import OnlyLooks
 

@@ -11,17 +11,17 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_shard.backends.in_process import like_gloo
 from lightning_shard.errors import CheckpointError, ConfigError
-from lightning_shard.proving.strategies import (
+from lightning_shard.replay.group_of_one import RecordedData, Replayer, Shelf, alone
+from lightning_shard.replay.rank_record import RankRecord, read_record, read_records, versions
+from lightning_shard.replay.verdict import Replayed, judge
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.tools.proving.strategies import (
     QUIET_OPTIONS,
     StrategyLike,
     name_of,
     quiet,
     strategy_in_process,
 )
-from lightning_shard.replay.group_of_one import RecordedData, Replayer, Shelf, alone
-from lightning_shard.replay.rank_record import RankRecord, read_record, read_records, versions
-from lightning_shard.replay.verdict import Replayed, judge
-from lightning_shard.strategies.data_parallel import DataParallelStrategy
 
 
 def replay(

@@ -36,7 +36,7 @@ from typing_extensions import override
 from lightning_shard.backends.debug_wrapper import DebugGroup
 from lightning_shard.backends.group_handle import GroupHandle
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.data_parallel.torch_private import in_backward
 from lightning_shard.errors import CheckpointError, RankFailedError

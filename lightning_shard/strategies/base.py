@@ -15,10 +15,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.termination import RanksTermination
+from lightning_shard.core import settings
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.in_process import InProcessLauncher

@@ -60,11 +60,11 @@ from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer
 from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.checkpoint.user_shards import join_shards
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import CheckpointError, ConfigError
-from lightning_shard.mesh import ParallelMesh
 from lightning_shard.meta_start.recorder import noting_changes
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.base import ShardStrategy

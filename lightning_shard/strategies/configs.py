@@ -10,16 +10,16 @@ from typing import Any, Literal, get_args
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.core.mesh import AXES, Axis, ParallelMesh
 from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
 from lightning_shard.data_parallel.bucket_sizes import BucketMB
-from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression import Compressor, find_compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.options import STAGES, EngineOptions, Offload
-from lightning_shard.elastic.membership_table import Bounds
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import ActivationCheckpointing
+from lightning_shard.elastic.membership.membership_table import Bounds
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import AXES, Axis, ParallelMesh
 from lightning_shard.parallel_dimensions.pipeline import PipelineDimension
 from lightning_shard.parallel_dimensions.stage_options import StageOptions
 from lightning_shard.parallel_dimensions.tensor import TensorDimension

@@ -28,16 +28,13 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_shard.backends.traffic import Traffic
+from lightning_shard.core.mesh import NodePlacement
 from lightning_shard.data_parallel.agreement import (
     check_same_optimizers,
     check_trainable,
     refuse_embeddings_of_batches,
 )
 from lightning_shard.data_parallel.bucket_choice import BucketChoice, Links, choose
-from lightning_shard.data_parallel.checkpointed_blocks import (
-    ActivationCheckpointing,
-    checkpointed_blocks,
-)
 from lightning_shard.data_parallel.compression import Compressor, Tally
 from lightning_shard.data_parallel.compression.compressor import StepBytes, total_bytes
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -45,8 +42,11 @@ from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
 from lightning_shard.data_parallel.kept_activations import KeptActivations
 from lightning_shard.data_parallel.model_split import ModelSplit, has_parts
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions, Offload
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import (
+    ActivationCheckpointing,
+    checkpointed_blocks,
+)
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import NodePlacement
 from lightning_shard.meta_start.start import MetaStart, values_at_start
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.host_step import refuse_offload, warn_of_cpu_ranks
@@ -76,7 +76,6 @@ from lightning_shard.trainer._lightning import layer_sync
 from lightning_shard.trainer.announcement import announce, count_parameters
 from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
 from lightning_shard.trainer.callbacks import check_callbacks, prepare_callbacks
-from lightning_shard.trainer.experiments import shared_loggers
 from lightning_shard.trainer.full_counts import counted_full, draw_graphs
 from lightning_shard.trainer.hook_advice import (
     hooks_inside,
@@ -84,6 +83,7 @@ from lightning_shard.trainer.hook_advice import (
     may_edit_gradients,
     usual_clipping,
 )
+from lightning_shard.trainer.logs.experiments import shared_loggers
 from lightning_shard.trainer.predictions import PredictedBatches
 from lightning_shard.trainer.same_settings import schedules
 from lightning_shard.trainer.weight_averaging import AverageOfShards, Averaging, averaging_callbacks

@@ -37,23 +37,23 @@ from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.checkpoint.by_rank import in_memory, own_entry
 from lightning_shard.checkpoint.random_state import random_state
 from lightning_shard.checkpoint.section import section_of, writable_section
-from lightning_shard.data_parallel.leftovers import take_leftovers
+from lightning_shard.data_parallel.memory.leftovers import take_leftovers
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.data_assignment import DataAssignment
-from lightning_shard.elastic.generation import Generation, Membership, SignalHandler
 from lightning_shard.elastic.hook_values import HookValues
-from lightning_shard.elastic.launcher import ElasticLauncher
 from lightning_shard.elastic.loop import make_elastic
-from lightning_shard.elastic.next_generation import refuse_strangers
-from lightning_shard.elastic.progress import flags_of, set_flags
-from lightning_shard.elastic.ranks import (
+from lightning_shard.elastic.membership.generation import Generation, Membership, SignalHandler
+from lightning_shard.elastic.membership.launcher import ElasticLauncher
+from lightning_shard.elastic.membership.ranks import (
     ElasticRanks,
     GroupSetup,
     make_membership,
     restarted_worker,
 )
+from lightning_shard.elastic.membership.rendezvous_server import JobRules
+from lightning_shard.elastic.next_generation import refuse_strangers
+from lightning_shard.elastic.progress import flags_of, set_flags
 from lightning_shard.elastic.reconfigurable import ElasticFit
-from lightning_shard.elastic.rendezvous_server import JobRules
 from lightning_shard.elastic.run import ElasticRun
 from lightning_shard.environments import elastic_environment
 from lightning_shard.errors import ConfigError

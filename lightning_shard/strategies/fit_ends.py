@@ -51,17 +51,17 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.free_memory import free_bytes, free_host_bytes
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
-from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
+from lightning_shard.core.layout.flat import FlatLayout
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import replicated
-from lightning_shard.data_parallel.parameter_shard import ShardView
-from lightning_shard.data_parallel.presenting import of_all_ranks
 from lightning_shard.data_parallel.scripted import hookable
-from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.torch_private import storage_key
+from lightning_shard.data_parallel.units.presenting import of_all_ranks
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.views.parameter_shard import ShardView
+from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
 from lightning_shard.launchers.replicas import find_owners
-from lightning_shard.layout.flat import FlatLayout
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.pipeline_parallel.containers import with_values

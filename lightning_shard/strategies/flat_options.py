@@ -31,9 +31,9 @@ from typing import Any, Self, TypeVar, cast, get_args, get_type_hints
 from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import get_original_bases
 
+from lightning_shard.core.option_checks import checked_options
 from lightning_shard.errors import ConfigError
 from lightning_shard.on_pytorch_lightning.mirror import original
-from lightning_shard.option_checks import checked_options
 
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")

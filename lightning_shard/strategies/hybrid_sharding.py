@@ -7,8 +7,8 @@ The shard axis is the faster one, so that the ranks of a copy are neighbours and
 
 from collections.abc import Sequence
 
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import ParallelMesh
 
 DataParallelSize = int | tuple[int, int]
 _NUM_PROPOSALS = 3

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_shard import settings
 from lightning_shard.backends import liveness
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
+from lightning_shard.core import settings
 from lightning_shard.environments import (
     InProcessEnvironment,
     MPIEnvironment,

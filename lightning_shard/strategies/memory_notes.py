@@ -26,17 +26,17 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.core.schemes import BY_STAGE
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, storage_bytes
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.offload.activations import HostActivations
-from lightning_shard.data_parallel.recomputation import RECOMPUTED
+from lightning_shard.data_parallel.recompute.recomputation import RECOMPUTED
 from lightning_shard.data_parallel.torch_private import hooks_of
 from lightning_shard.planning.dry_run import dry_run
 from lightning_shard.planning.simulated_model import NoElements
 from lightning_shard.planning.simulated_rank import largest_units
 from lightning_shard.reporting.output import format_bytes
-from lightning_shard.schemes import BY_STAGE
 from lightning_shard.strategies.flat_options import option_names
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.trainer._lightning import runners_of

@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.mesh import Axis, NodePlacement, ParallelMesh
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.load import ExpertLoad
-from lightning_shard.mesh import Axis, NodePlacement, ParallelMesh
 from lightning_shard.meta_start.start import MetaStart, noted_alike
 from lightning_shard.parallel_dimensions.context import ContextDimension
 from lightning_shard.parallel_dimensions.dimension import ParallelDimension

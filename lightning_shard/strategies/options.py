@@ -17,13 +17,13 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import TypedDict
 
+from lightning_shard.core.mesh import Axis
 from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
 from lightning_shard.data_parallel.bucket_sizes import BucketMB
-from lightning_shard.data_parallel.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.data_parallel.compression import Compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
 from lightning_shard.data_parallel.options import Offload
-from lightning_shard.mesh import Axis
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.pipeline_parallel.batch_reading import BatchLists
 
 ReduceDType = Literal["float32", "bfloat16", "float16"]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import GLOBAL_HOOKS, hooks_of, untraced
-from lightning_shard.data_parallel.unsharding import TracedHook
+from lightning_shard.data_parallel.units.unsharding import TracedHook
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.torch_private import saving_hook, untraced
-from lightning_shard.placeholders import is_placeholder
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     Part,
     from_local,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.graph_borders import gradient_edge
-from lightning_shard.data_parallel.transforms import OF_RANKS, transform_refused
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.views.transforms import OF_RANKS, transform_refused
 from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
 from lightning_shard.tensor_parallel.cross_entropy import LossOptions, parallel_cross_entropy
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.call_site import is_called_by_user
-from lightning_shard.data_parallel.assigned import taken_out
-from lightning_shard.data_parallel.sharded_parameter import show_kept
+from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.torch_private import (
     calls_of,
     has_compiled_call,
     is_traced,
     set_compiled_call,
 )
+from lightning_shard.data_parallel.views.sharded_parameter import show_kept
 from lightning_shard.tensor_parallel.dim_sharded_tensor import showing
 
 _VIEW = "_lightning_shard_view"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.unsharding import TracedHook
+from lightning_shard.data_parallel.units.unsharding import TracedHook
 from lightning_shard.tensor_parallel.layers import is_split
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.regions import PASSES_ON, copy_to_region, split_to_region

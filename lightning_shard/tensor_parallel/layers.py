@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.module_classes import give_class_back
 from lightning_shard.data_parallel.torch_private import is_called_plainly
-from lightning_shard.data_parallel.unsharding import TracedHook
-from lightning_shard.module_classes import give_class_back
+from lightning_shard.data_parallel.units.unsharding import TracedHook
 from lightning_shard.tensor_parallel.attention import ParallelAttention
 from lightning_shard.tensor_parallel.full_view import FullView, as_it_is, extend_class, set_view
 from lightning_shard.tensor_parallel.regions import copy_to_region

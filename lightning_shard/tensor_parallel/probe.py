@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.memory.values_at_start import give_memory
 from lightning_shard.data_parallel.torch_private import (
     forget_forward_hooks,
     in_backward,
     without_hooks,
 )
-from lightning_shard.data_parallel.unsharding import TracedHook
-from lightning_shard.data_parallel.values_at_start import give_memory
+from lightning_shard.data_parallel.units.unsharding import TracedHook
 from lightning_shard.tensor_parallel.candidates import Candidate
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.split import SplitModel

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.torch_private import untraced
-from lightning_shard.data_parallel.transforms import OF_RANKS, refuse_transforms
-from lightning_shard.placeholders import is_placeholder
+from lightning_shard.data_parallel.views.transforms import OF_RANKS, refuse_transforms
 
 PASSES_ON = "cross_with_part"
 """Method of a tensor of which each rank of another group has a part: that part crosses instead."""

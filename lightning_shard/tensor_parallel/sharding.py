@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_shard.core.layout.boxes import Box, PlacedBox
 from lightning_shard.errors import LayoutError
-from lightning_shard.layout.boxes import Box, PlacedBox
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,20 +12,20 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.arrival_hooks import others_wait_for
+from lightning_shard.core.layout.boxes import PlacedBox
+from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.data_parallel.differentiation import asking
+from lightning_shard.data_parallel.gradients.arrival_hooks import others_wait_for
+from lightning_shard.data_parallel.memory.quantised import is_quantised
 from lightning_shard.data_parallel.model_split import BaseSplit, in_place
-from lightning_shard.data_parallel.quantised import is_quantised
-from lightning_shard.data_parallel.sharded_parameter import bring_full
 from lightning_shard.data_parallel.torch_private import (
     gradient_hooks,
     pass_for_parameter,
     untraced,
 )
-from lightning_shard.data_parallel.transforms import OF_RANKS, refuse_transforms
+from lightning_shard.data_parallel.views.sharded_parameter import bring_full
+from lightning_shard.data_parallel.views.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError, LayoutError
-from lightning_shard.layout.boxes import PlacedBox
-from lightning_shard.placeholders import Placeholder, is_placeholder
 from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.between_layers import Between
 from lightning_shard.tensor_parallel.candidates import check_heads

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.held_bytes import HeldBytes, expected
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.reporting.output import format_bytes
 
 _LAUNCHERS = {

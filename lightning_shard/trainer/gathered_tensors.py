@@ -21,8 +21,8 @@ from torch.distributed import ReduceOp
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import ReduceOpName
+from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.errors import ConfigError
-from lightning_shard.placeholders import is_placeholder
 from lightning_shard.tensor_parallel.regions import gather_to_region
 
 _MAX_DIMS = 15  # whose sizes are compared

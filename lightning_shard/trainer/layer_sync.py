@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.torch_private import BatchNorm, check_batch_norm_input
-from lightning_shard.placeholders import is_placeholder
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, GradientAccumulationScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core import settings
 from lightning_shard.data_parallel.agreement import check_alike, group_numbers
 from lightning_shard.data_parallel.torch_private import forward_hooks, gradient_hooks
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.streams import sent_up
+from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import held_values, with_values
-from lightning_shard.placeholders import Placeholder
 
 _MAX_FORMS = 64  # names that change with every batch must not fill the memory
 _MAX_NUMEL = 64  # of a tensor among the numbers

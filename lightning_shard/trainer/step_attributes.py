@@ -36,11 +36,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import held_values, map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import merge_outputs
 from lightning_shard.pipeline_parallel.staged_model import MAX_FOLLOWED_NUMEL
-from lightning_shard.placeholders import Placeholder, is_placeholder
 
 Path = tuple[Any, ...]  # the name of an attribute, then keys of mappings in it
 Optimizers = Callable[[], Sequence[Optimizer]]

@@ -11,7 +11,7 @@ get the full tensor in its place. It stays as long as the hook keeps a view of i
 hook ends. Questions about shapes need no gathering. Gathering is collective: each rank must ask.
 
 Code of this package, and the layers' own forwards, see the shards. Under ZeRO stage 3 parameters
-show themselves full by their class (`data_parallel/sharded_parameter.py`), mostly without
+show themselves full by their class (`data_parallel/views/sharded_parameter.py`), mostly without
 gathering; that cannot be here, where layers need their shards while a hook runs their forward.
 """
 
@@ -28,17 +28,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.call_site import reading
-from lightning_shard.data_parallel.averaged_gradient import AveragedGradient
+from lightning_shard.core.tensor_calls import OF_MEMORY, name_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.torch_private import (
     innermost_function_mode,
     outside_transforms,
     wraps_tensors,
 )
-from lightning_shard.data_parallel.unseen_calls import makers_seen
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
+from lightning_shard.data_parallel.views.unseen_calls import makers_seen
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_calls import OF_MEMORY, name_of
 from lightning_shard.tensor_parallel.dim_sharded_tensor import writes
 
 _PACKAGE = __name__.partition(".")[0]

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard import settings
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.core import settings
 from lightning_shard.errors import RankFailedError
 from tests.processes import run_processes
 

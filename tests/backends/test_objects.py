@@ -12,8 +12,8 @@ import torch
 from lightning_shard.backends.guarded.token import remember, remembered
 from lightning_shard.backends.liveness.report import Verdict
 from lightning_shard.backends.objects import CODE_BYTES, pack, unpack
+from lightning_shard.core.layout.flat import FlatLayout
 from lightning_shard.errors import RankFailedError
-from lightning_shard.layout.flat import FlatLayout
 
 
 @pytest.fixture

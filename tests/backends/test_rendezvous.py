@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard import settings
 from lightning_shard.backends import liveness, rendezvous
 from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError, RankFailedError
 from tests.processes import free_port, run_processes
 

@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.bucket_choice import Links, choose
-from lightning_shard.data_parallel.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from tests.benchmarks.model import Batch
 from tests.benchmarks.ranks import own_device

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from examples.train_gpt import GPT, Text
 from lightning_shard import ElasticStrategy, ZeRO2Strategy
-from lightning_shard.elastic.generation import Generation
+from lightning_shard.elastic.membership.generation import Generation
 
 NEVER = 1 << 40
 TURN_STEPS = 20  # that count; there is one more, which warms up

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from lightning_shard.settings import prefer_loopback_for_gloo
+from lightning_shard.core.settings import prefer_loopback_for_gloo
 from tests.mpirun import run_mpi
 
 Arguments = ParamSpec("Arguments")

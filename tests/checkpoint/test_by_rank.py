@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.random_state import (
     random_state,
 )
 from lightning_shard.checkpoint.streamed import StreamedFile
-from lightning_shard.mesh import ParallelMesh
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import world
 

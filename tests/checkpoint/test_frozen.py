@@ -9,7 +9,7 @@ import torch
 from lightning_shard import CheckpointError
 from lightning_shard.checkpoint import arriving
 from lightning_shard.checkpoint.conversion.source import open_source
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
 from tests.examples.commands import ignore_upstream_warnings
 

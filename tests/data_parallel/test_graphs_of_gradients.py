@@ -27,7 +27,7 @@ from tests.data_parallel.test_training import (
     net_that_calls,
     train_on_ranks,
 )
-from tests.data_parallel.test_unsharding import full_bytes, make_engine
+from tests.data_parallel.units.test_unsharding import full_bytes, make_engine
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.stacks import Block as StackBlock
 from tests.strategies.stacks import Stack, fit

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.data_parallel.unit import Unit
+from lightning_shard.data_parallel.units.unit import Unit
 from lightning_shard.testing import run_ranks
 
 NUM_BLOCKS = 6

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.core.settings import rank_and_world_size
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
-from lightning_shard.settings import rank_and_world_size
 from tests.data_parallel.one_step import forward_and_backward
 from tests.processes import run_processes
 

@@ -51,7 +51,7 @@ from lightning_shard.data_parallel.torch_private import (
     without_function_modes,
     without_hooks,
 )
-from lightning_shard.data_parallel.unsharding import TracedHook
+from lightning_shard.data_parallel.units.unsharding import TracedHook
 
 
 def test_exchange_contents() -> None:

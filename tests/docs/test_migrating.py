@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_shard
-from lightning_shard.schemes import SCHEMES
+from lightning_shard.core.schemes import SCHEMES
 from tests.docs.pages import quotes, tables
 
 TABLES = {

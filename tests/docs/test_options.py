@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import lightning_shard
+from lightning_shard.core.schemes import SCHEMES
 from lightning_shard.data_parallel import compression
 from lightning_shard.data_parallel.compression import COMPRESSORS
-from lightning_shard.schemes import SCHEMES
 from lightning_shard.tensor_parallel.styles import STYLES
 from tests.docs.pages import quotes, tables, text_of
 

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.gloo import GlooBackend
-from lightning_shard.elastic.generation import Generation
-from lightning_shard.elastic.rendezvous_server import JobRules, start_rendezvous_server
-from lightning_shard.elastic.served_membership import ServedMembership
+from lightning_shard.elastic.membership.generation import Generation
+from lightning_shard.elastic.membership.rendezvous_server import JobRules, start_rendezvous_server
+from lightning_shard.elastic.membership.served_membership import ServedMembership
 from lightning_shard.errors import RankFailedError
 
 TIMEOUT = timedelta(minutes=10)  # who waits for so long stands still

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_shard import settings
 from lightning_shard.backends.gloo import GlooBackend
-from lightning_shard.elastic.generation import Generation
-from lightning_shard.elastic.launcher import ElasticLauncher
-from lightning_shard.elastic.rendezvous_server import JobRules
-from lightning_shard.elastic.served_membership import ServedMembership
+from lightning_shard.core import settings
+from lightning_shard.elastic.membership.generation import Generation
+from lightning_shard.elastic.membership.launcher import ElasticLauncher
+from lightning_shard.elastic.membership.rendezvous_server import JobRules
+from lightning_shard.elastic.membership.served_membership import ServedMembership
 from lightning_shard.environments import ElasticEnvironment, elastic_environment
 from lightning_shard.errors import RankFailedError
 

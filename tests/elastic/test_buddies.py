@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
+from lightning_shard.core import settings
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.elastic.snapshot_memory import BuddyRing

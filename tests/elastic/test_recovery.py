@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.leftovers import take_leftovers
+from lightning_shard.data_parallel.memory.leftovers import take_leftovers
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.elastic.recovery import agree, restore
 from lightning_shard.errors import CheckpointError

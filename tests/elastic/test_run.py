@@ -12,14 +12,14 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_shard.data_parallel.leftovers import take_leftovers
+from lightning_shard.data_parallel.memory.leftovers import take_leftovers
 from lightning_shard.elastic import _lightning, next_generation, snapshot_memory
 from lightning_shard.elastic.data_assignment import BatchAssignment, DataAssignment
 from lightning_shard.elastic.epoch_order import Position
-from lightning_shard.elastic.generation import EvictedError, Generation, Membership
 from lightning_shard.elastic.hook_values import HookValues
+from lightning_shard.elastic.membership.generation import EvictedError, Generation, Membership
+from lightning_shard.elastic.membership.ranks import ElasticRanks
 from lightning_shard.elastic.progress import WhatTrains
-from lightning_shard.elastic.ranks import ElasticRanks
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.run import ElasticRun, Reconfiguration
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError

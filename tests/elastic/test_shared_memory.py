@@ -13,7 +13,7 @@ import torch
 
 from lightning_shard.checkpoint.host_buffers import SPARE_BYTES
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
-from lightning_shard.elastic.restart_membership import (
+from lightning_shard.elastic.membership.restart_membership import (
     SharedMemoryBuffers,
     clear,
     job_folder,

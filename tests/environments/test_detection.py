@@ -5,7 +5,7 @@ import os
 import pytest
 from lightning.fabric.plugins.environments import MPIEnvironment
 
-from lightning_shard import settings
+from lightning_shard.core import settings
 from tests.processes import run_alone
 
 

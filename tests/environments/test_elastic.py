@@ -7,7 +7,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_shard import settings
+from lightning_shard.core import settings
 from lightning_shard.environments import (
     ElasticEnvironment,
     check_environment,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from lightning_shard import settings
+from lightning_shard.core import settings
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_shard.schemes import SCHEMES
+from lightning_shard.core.schemes import SCHEMES
 from tests.docs.test_yaml_blocks import ParsingCLI, made
 from tests.examples.commands import REPOSITORY, run_command, set_arguments
 

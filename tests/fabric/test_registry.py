@@ -13,10 +13,10 @@ from lightning.fabric.strategies import Strategy
 import lightning_shard
 from lightning_shard import fabric as ours
 from lightning_shard.backends.registry import backend_names
+from lightning_shard.core.schemes import SCHEMES
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric.registry import SERVED
 from lightning_shard.on_pytorch_lightning import fabric as mirrored
-from lightning_shard.schemes import SCHEMES
 from tests.fabric.nets import Net, adam, assert_close, on_one, weights_of
 from tests.fabric.test_ranks import fitted
 

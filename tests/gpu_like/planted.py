@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.data_parallel.flat_gradients import FlatGradients
-from lightning_shard.data_parallel.usage import UsageAgreement
+from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.gradients.usage import UsageAgreement
 from tests.gpu_like.apart import fit_apart
 from tests.gpu_like.device import NAME
 from tests.gpu_like.fits import prepare

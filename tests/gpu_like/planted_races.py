@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lightning_shard.backends.pending import Pending
 from lightning_shard.backends.streams import STREAMS
-from lightning_shard.data_parallel import usage
-from lightning_shard.data_parallel.flat_gradients import FlatGradients
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.gradients import usage
+from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.offload.copier import HostCopier
-from lightning_shard.data_parallel.unit import Unit
+from lightning_shard.data_parallel.units.unit import Unit
 from tests.gpu_like.apart import fit_apart
 from tests.gpu_like.device import NAME
 from tests.gpu_like.fits import prepare

@@ -35,7 +35,7 @@ REASONS = (
         "torch's GradScaler asks whether a gradient overflowed before it calls the optimizer.",
     ),
     Reason(
-        "lightning_shard/data_parallel/usage.py finish",
+        "lightning_shard/data_parallel/gradients/usage.py finish",
         "",
         "tolist",
         1,
@@ -79,7 +79,7 @@ REASONS = (
         "Asynchronous ranks send messages from host memory: the shard of each buffer goes down.",
     ),
     Reason(
-        "lightning_shard/data_parallel/edit_marks.py equal",
+        "lightning_shard/data_parallel/gradients/edit_marks.py equal",
         "",
         "equal",
         1,
@@ -87,7 +87,7 @@ REASONS = (
         "whether it has edited parameters.",
     ),
     Reason(
-        "lightning_shard/data_parallel/gradient_shards.py agree",
+        "lightning_shard/data_parallel/gradients/gradient_shards.py agree",
         "",
         "tolist",
         1,

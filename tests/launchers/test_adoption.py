@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_shard.backends.in_process import ElasticWorld, InProcessBackend, current_world
 from lightning_shard.backends.in_process.faults import RankDropped
-from lightning_shard.elastic.in_process_membership import InProcessMembership
-from lightning_shard.elastic.membership_table import Bounds
+from lightning_shard.elastic.membership.in_process_membership import InProcessMembership
+from lightning_shard.elastic.membership.membership_table import Bounds
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.launchers import InProcessLauncher
 from lightning_shard.testing import Fault, injected_faults

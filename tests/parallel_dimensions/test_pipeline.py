@@ -11,8 +11,8 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
 
 from lightning_shard import ConfigError
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.mesh import ParallelMesh
 from lightning_shard.parallel_dimensions.pipeline import PipelineDimension, explaining_absent
 from lightning_shard.parallel_dimensions.step_runner import PlainRunner
 from lightning_shard.planning.description import Description

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from lightning_shard import ConfigError
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.mesh import ParallelMesh
 from lightning_shard.parallel_dimensions.tensor import TensorDimension
 from lightning_shard.planning.description import Description
 from tests.strategies.stacks import Stack

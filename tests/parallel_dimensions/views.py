@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_shard.mesh import ParallelMesh
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.parallel_dimensions.run_view import RunView
 from tests.strategies.stacks import Stack
 

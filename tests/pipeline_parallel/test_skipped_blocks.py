@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall, SkippedBlock
-from lightning_shard.placeholders import Placeholder, is_placeholder
 
 
 class Counted(nn.Module):

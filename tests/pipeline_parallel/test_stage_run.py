@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall
 from lightning_shard.pipeline_parallel.stage_run import Needed, Probe, StageRun, StepCutShort
-from lightning_shard.placeholders import Placeholder
 
 NAMES = [f"blocks.{index}" for index in range(4)]
 Call = Callable[..., Any]  # of a block: its index and its tensors

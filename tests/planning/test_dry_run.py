@@ -16,9 +16,9 @@ from lightning_shard import (
     TensorParallelStrategy,
 )
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.mesh import AXES, Axis, ParallelMesh
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import AXES, Axis, ParallelMesh
 from lightning_shard.planning.report import DryRun
 from tests.strategies.models import CONTEXT, ExampleGPT, Trained, gpt2
 from tests.strategies.parity import GLOBAL_BATCH, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer

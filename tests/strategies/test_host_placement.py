@@ -10,7 +10,7 @@ import pytest
 
 from examples.train_gpt import GPT, Text
 from lightning_shard import PipelineParallelStrategy, TensorParallelStrategy
-from lightning_shard.mesh import ParallelMesh
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.strategies.model_parallel import (
     are_neighbours,
     tell_placement,

@@ -8,8 +8,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
 import lightning_shard
+from lightning_shard.core.schemes import SCHEMES
 from lightning_shard.errors import ConfigError
-from lightning_shard.schemes import SCHEMES
 from lightning_shard.strategies.names import strategy_name
 
 

@@ -19,8 +19,8 @@ from lightning_shard import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.held_bytes import HeldBytes
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.strategies.memory_notes import (
     Situation,
     is_out_of_memory,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import ConfigError
-from lightning_shard.data_parallel.adoption import Ties
+from lightning_shard.data_parallel.memory.adoption import Ties
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import fit

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.in_process import InProcessBackend
-from lightning_shard.placeholders import Placeholder, is_placeholder
+from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.testing import assert_traffic
 from lightning_shard.trainer.gathered_tensors import gathered
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.errors import ConfigError
-from lightning_shard.placeholders import Placeholder
 from lightning_shard.testing import run_ranks
 from lightning_shard.trainer.shared_values import SharedValues
 

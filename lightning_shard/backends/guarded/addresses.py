@@ -12,7 +12,7 @@ import socket
 import struct
 from pathlib import Path
 
-from lightning_shard import settings
+from lightning_shard.core import settings
 
 _BACKLOG = 1024
 _PROBE_PORT = 9  # nothing is sent there

@@ -19,7 +19,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_shard import settings
+from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError
 
 _IN_MEMORY = Path("/dev/shm")

@@ -22,7 +22,6 @@ from threading import Condition
 from time import monotonic
 from typing import Any
 
-from lightning_shard import settings
 from lightning_shard.backends.call_site import find_call_site, purpose
 from lightning_shard.backends.guarded.connection import Message
 from lightning_shard.backends.liveness.report import (
@@ -33,6 +32,7 @@ from lightning_shard.backends.liveness.report import (
     failure_message,
     late_message,
 )
+from lightning_shard.core import settings
 from lightning_shard.errors import RankFailedError
 
 _LONGEST_EVENT = 500

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_shard import settings
 from lightning_shard.backends import liveness
+from lightning_shard.core import settings
 from lightning_shard.errors import BackendUnavailableError
 
 if TYPE_CHECKING:

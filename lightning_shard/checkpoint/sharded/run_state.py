@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.arriving import take_in_edits
 from lightning_shard.checkpoint.optimizer_state import is_shard, is_stepped, params_of
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor, boxed_range
+from lightning_shard.core.layout.boxes import whole
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.layout.boxes import whole
 
 
 def module_boxes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:

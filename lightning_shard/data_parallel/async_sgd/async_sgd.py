@@ -34,7 +34,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine, ShardOptimizerView, Update
 from lightning_shard.data_parallel.async_sgd.mailbox import Mailbox
 from lightning_shard.data_parallel.async_sgd.wire import Kind, Message, Wire, is_last
-from lightning_shard.data_parallel.full_values import bring_together
+from lightning_shard.data_parallel.units.full_values import bring_together
 from lightning_shard.errors import ConfigError
 
 StalenessRule = Literal["inverse"]

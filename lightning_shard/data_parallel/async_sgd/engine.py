@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.gradients.reducer import Reducer, always
+from lightning_shard.data_parallel.gradients.usage import UsageAgreement
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
-from lightning_shard.data_parallel.reducer import Reducer, always
-from lightning_shard.data_parallel.usage import UsageAgreement
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.streams import sent_up
-from lightning_shard.data_parallel.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 
 _WORD = 8
 _ALIGN = 16  # of the widest format

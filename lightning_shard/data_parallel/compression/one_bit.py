@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import embedding
 from typing_extensions import override
 
+from lightning_shard.core.option_checks import checked_options
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
 from lightning_shard.data_parallel.compression.rounding import in_blocks
 from lightning_shard.errors import ConfigError
-from lightning_shard.option_checks import checked_options
 
 _BITS = 8
 # Eight bytes of 0 or 1, seen as one integer and multiplied by this, have bit i of byte 7 from byte

@@ -26,6 +26,8 @@ from typing_extensions import override
 from lightning_shard.backends.pending import Pending
 from lightning_shard.backends.streams import sent_up
 from lightning_shard.backends.traffic import ring_share
+from lightning_shard.core.layout.flat import Slot, build_layout
+from lightning_shard.core.option_checks import checked_options
 from lightning_shard.data_parallel.compression.compressor import (
     Compressor,
     Exchange,
@@ -36,8 +38,6 @@ from lightning_shard.data_parallel.compression.compressor import (
 )
 from lightning_shard.data_parallel.compression.rounding import BF16
 from lightning_shard.errors import ConfigError
-from lightning_shard.layout.flat import Slot, build_layout
-from lightning_shard.option_checks import checked_options
 
 WireDType = Literal["float32", "bfloat16"]
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
+from lightning_shard.core.option_checks import checked_options
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
 from lightning_shard.errors import ConfigError
-from lightning_shard.option_checks import checked_options
 
 _FP16_EXPONENT = 15  # below that of fp16's greatest value, so that rounding cannot overflow
 _LEAST_EXPONENT = -120  # so that one over the scale is a float32, too

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_shard.core.option_checks import checked_options
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
 from lightning_shard.errors import ConfigError
-from lightning_shard.option_checks import checked_options
 
 _MANY = 1 << 15  # values from which on a sample pays
 _BLOCK = 1 << 16  # places that 16 bits tell apart

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.layout.flat import build_layout
 from lightning_shard.data_parallel.compression import Codec, Compressor, Exchange, FlatBuffer, Tally
 from lightning_shard.data_parallel.compression.compressor import State
 from lightning_shard.data_parallel.compression.state import load_state, own_state, shared_by_all
 from lightning_shard.errors import ConfigError
-from lightning_shard.layout.flat import build_layout
 
 
 class Arrival(Protocol):

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard import settings
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.core import settings
 from tests.backends.conformance.limits import LIMITS
 from tests.backends.conformance.suite import CHECKS, Limit, Outcome, read_outcome, run_all
 from tests.backends.conformance.worlds import WORLDS

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard import settings
 from lightning_shard.backends import exchange
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.shm import backend as shm_backend
+from lightning_shard.core import settings
 from lightning_shard.testing import run_ranks
 from tests.backends.conformance import facade
 from tests.backends.conformance.suite import CHECKS, Outcome, read_outcome, run_all

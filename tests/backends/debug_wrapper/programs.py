@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_shard import settings
 from lightning_shard.backends.debug_wrapper import DebugExchange, DebugGroup, exchange_collectives
+from lightning_shard.core import settings
 
 _stores: list[
     dist.TCPStore

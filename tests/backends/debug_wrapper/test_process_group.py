@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shard import settings
 from lightning_shard.backends.debug_wrapper import DebugExchange
+from lightning_shard.core import settings
 from lightning_shard.errors import CollectiveMismatchError
 from tests.backends.debug_wrapper.programs import debug_world, meeting_place, outcome
 from tests.processes import run_processes

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_shard import settings
 from lightning_shard.backends.guarded.token import find_token, host_key
+from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError
 
 

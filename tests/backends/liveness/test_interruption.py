@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_shard.backends.liveness.interruption import Interruptible, interrupt_groups
 from lightning_shard.backends.rendezvous import join_world
-from lightning_shard.settings import prefer_loopback_for_gloo, rank_and_world_size
+from lightning_shard.core.settings import prefer_loopback_for_gloo, rank_and_world_size
 from tests.patience import patient
 from tests.processes import run_processes
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from lightning_shard.backends.shm import heap as heaps
 from lightning_shard.backends.shm.heap import PAGE_BYTES, Heap
-from lightning_shard.data_parallel.flat_memory import FlatMemory
-from lightning_shard.data_parallel.gradient_buffer import KeptViews
+from lightning_shard.data_parallel.gradients.gradient_buffer import KeptViews
+from lightning_shard.data_parallel.memory.flat_memory import FlatMemory
 from lightning_shard.errors import BackendUnavailableError
 
 MEGABYTES = 1 << 20

@@ -24,12 +24,12 @@ from lightning_shard.backends.calls import Call
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.shm import heap, room
+from lightning_shard.core.settings import rank_and_world_size
 from lightning_shard.errors import (
     CollectiveMismatchError,
     RankFailedError,
     ShardError,
 )
-from lightning_shard.settings import rank_and_world_size
 from tests.processes import REPOSITORY, run_processes
 
 

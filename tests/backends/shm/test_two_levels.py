@@ -11,8 +11,8 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.shm import backend as shm_backend
 from lightning_shard.backends.shm.process_group import ShmGroup
 from lightning_shard.backends.shm.two_levels import TwoLevelGroup
+from lightning_shard.core.settings import rank_and_world_size
 from lightning_shard.errors import RankFailedError
-from lightning_shard.settings import rank_and_world_size
 from tests.backends.shm.test_process_group import error_of, join
 from tests.processes import run_processes
 

@@ -16,8 +16,8 @@ from lightning_shard.checkpoint.files.checksums import checksum_of, read_checksu
 from lightning_shard.checkpoint.files.torch_archive import parts_of
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.writing import write_folder
+from lightning_shard.core.layout.boxes import Box
 from lightning_shard.errors import CheckpointError
-from lightning_shard.layout.boxes import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MEMORY = torch.arange(240.0)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
+from lightning_shard.core.layout.flat import build_layout
 from lightning_shard.data_parallel.compression import (
     BF16,
     FP16,
@@ -22,7 +23,6 @@ from lightning_shard.data_parallel.compression import (
     Turn,
 )
 from lightning_shard.data_parallel.read_when_asked import mean_of_ranks
-from lightning_shard.layout.flat import build_layout
 
 SHIPPED: dict[str, Compressor] = {
     "fp16": FP16(),

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard import settings
 from lightning_shard.backends.gloo import GlooBackend
+from lightning_shard.core import settings
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import SHIPPED, average, gradient, make_exchange
 from tests.processes import run_processes

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_shard.core.layout.flat import build_layout
 from lightning_shard.data_parallel.compression import (
     Compressor,
     Exchange,
@@ -20,7 +21,6 @@ from lightning_shard.data_parallel.compression.state import (
     shared_by_all,
     with_means,
 )
-from lightning_shard.layout.flat import build_layout
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import average, gradient, state_of, world
 

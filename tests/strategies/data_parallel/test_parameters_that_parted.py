@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_shard import ConfigError
-from lightning_shard.data_parallel import equal_weights
+from lightning_shard.data_parallel.memory import equal_weights
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
 from tests.strategies.styles import Automatic
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_shard import HybridParallelStrategy
-from lightning_shard.mesh import AXES, ParallelMesh
+from lightning_shard.core.mesh import AXES, ParallelMesh
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.pipeline_parallel.test_randomness import Dropping
 from tests.strategies.stacks import WIDTH, OfEveryRank, Stack, fit

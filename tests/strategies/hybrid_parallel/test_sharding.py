@@ -15,9 +15,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_shard import HybridParallelStrategy
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.errors import ConfigError
-from lightning_shard.mesh import ParallelMesh
 from lightning_shard.planning.report import DryRun
 from lightning_shard.strategies.hybrid_sharding import (
     checked_size,

@@ -1,0 +1,659 @@
+"""The mesh of a run's ranks: pipeline, data and tensor parallel, a named axis each.
+
+    ParallelMesh(pp=2, dp=2, tp=2)       tp is the fastest axis: neighbours in rank, usually on
+                                         one host, exchange the most; pp is the slowest, and
+                  tp 0    tp 1           exchanges the least
+    pp 0  dp 0      0       1
+          dp 1      2       3
+    pp 1  dp 0      4       5
+          dp 1      6       7
+
+Which axes there are is data: `AXES`, from the slowest to the fastest by default. The arithmetic of
+any axes is `RankGrid`'s; `device_mesh` alone needs process groups. `print(mesh)` draws the grid as
+text, `save_mesh_png` as a picture: the stages side by side, a row for each replica.
+
+    8 ranks: 2 stages (pp) x 2 replicas (dp) x 2 ranks to a layer (tp)
+
+           stage 0      stage 1
+          +-------+    +-------+
+    dp 0  |  0 1  | -> |  4 5  |
+    dp 1  |  2 3  | -> |  6 7  |
+          +-------+    +-------+
+
+Where an axis does not fit, entries between its first and its last are left out.
+
+Ranks are points of a grid whose axes are named:
+
+RankGrid({"pp": 2, "dp": 2, "tp": 2})      from the slowest axis to the fastest
+
+rank 5 = 1 * 4 + 0 * 2 + 1                 coordinates {"pp": 1, "dp": 0, "tp": 1}
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import nan, prod
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_shard.core.option_checks import check_fields, checked_options
+from lightning_shard.errors import ConfigError
+from lightning_shard.reporting.output import new_figure
+
+A = TypeVar("A", bound=str)
+Stages = Sequence[Sequence[Sequence[int]]]  # ranks by stage, replica and place in the tensor group
+_WIDTH = 100  # columns of the text
+_MOST_ROWS = 8
+_MOST_COLUMNS = 16
+_FEWEST = 3  # the first, an ellipsis, the last
+_NUM_COLOURS = 12  # of the colour map Set3: light, so that numbers are legible on it
+_CELL = (0.4, 0.35)  # inches
+_LARGEST = (16.0, 12.0)  # inches
+_MOST_LABELS = 1024  # ranks; more would not be legible
+_MOST_TICKS = 32
+Axis = Literal["pp", "dp", "ep", "cp", "tp"]
+ALL_AXES: tuple[Axis, ...] = get_args(Axis)
+AXES: tuple[Axis, ...] = ("pp", "dp", "tp")  # of every mesh; others are axes where they have ranks
+_BY_TRAFFIC: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")  # of equals, the one that keeps tp
+_NUM_PROPOSALS = 3
+
+
+class RankGrid(Generic[A]):
+    """A grid of ranks.
+
+    Args:
+        sizes: Number of ranks along each axis, from the slowest axis to the fastest.
+    """
+
+    def __init__(self, sizes: Mapping[A, int]) -> None:
+        self._sizes = dict(sizes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the grid."""
+        return prod(self._sizes.values())
+
+    def coordinates(self, rank: int) -> dict[A, int]:
+        """Return the index of `rank` on each axis."""
+        found: dict[A, int] = {}
+        for axis, size in reversed(self._sizes.items()):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    def rank_at(self, coordinates: Mapping[A, int]) -> int:
+        """Return the rank at an index on each axis; a missing axis counts as 0."""
+        rank = 0
+        for axis, size in self._sizes.items():
+            rank = rank * size + coordinates.get(axis, 0)
+        return rank
+
+    def peers(self, axes: A | Sequence[A], rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` on these axes only, ascending, itself too.
+
+        Raises:
+            ConfigError: The grid has no such axis.
+        """
+        along = self._known(axes)
+        first = self.rank_at(self.coordinates(rank) | dict.fromkeys(along, 0))
+        return tuple(first + offset for offset in self._corner(along))
+
+    def groups(self, axes: A | Sequence[A]) -> list[tuple[int, ...]]:
+        """Return every group of peers along these axes, in the order of their first ranks.
+
+        Raises:
+            ConfigError: The grid has no such axis.
+        """
+        along = self._known(axes)
+        offsets = self._corner(along)
+        firsts = self._corner([other for other in self._sizes if other not in along])
+        return [tuple(first + offset for offset in offsets) for first in firsts]
+
+    def _known(self, axes: A | Sequence[A]) -> Sequence[A]:
+        along: Sequence[A] = [axes] if isinstance(axes, str) else axes
+        if not set(along) <= set(self._sizes):
+            known = ", ".join(self._sizes)
+            raise ConfigError(f"got axis {axes!r}, expected one or several of {known}.")
+        return along
+
+    def _corner(self, along: Sequence[A]) -> list[int]:
+        """Return the ranks at index 0 of every other axis, ascending."""
+        ranks = [0]
+        for axis, size in self._sizes.items():
+            indices = range(size if axis in along else 1)
+            ranks = [rank * size + index for rank in ranks for index in indices]
+        return ranks
+
+
+def sizes_of(num_ranks: int, axes: Sequence[A]) -> Iterator[dict[A, int]]:
+    """Yield every grid of `num_ranks` ranks, those with a small first axis first."""
+    first, *others = axes
+    if not others:
+        yield {first: num_ranks}
+        return
+    for size in range(1, num_ranks + 1):
+        if num_ranks % size == 0:
+            for rest in sizes_of(num_ranks // size, others):
+                yield {first: size, **rest}
+
+
+def draw_mesh(stages: Stages, *, shard: int | None = None, cp: int = 1, ep: int = 1) -> str:
+    """Draw the grid and list its groups, at most 100 columns wide.
+
+    Args:
+        stages: Ranks by stage, replica and place in the tensor-parallel group; those of one
+            sequence's parts one after the other, replicas that share experts as well.
+        shard: Number of replicas that shard one copy of the state; None: all.
+        cp: Number of parts of each sequence.
+        ep: Number of replicas that share the experts.
+    """
+    most_stages, most_ranks = (
+        min(size, _MOST_COLUMNS) for size in (len(stages), len(stages[0][0]))
+    )
+    while True:
+        lines = _draw_boxes(stages, most_stages, most_ranks, ep)
+        if len(lines[1]) <= _WIDTH or max(most_stages, most_ranks) <= _FEWEST:
+            break
+        if most_stages > most_ranks:
+            most_stages -= 1
+        else:
+            most_ranks -= 1
+    return "\n".join(
+        [_summary(stages, cp, ep), "", *lines, "", *_group_lines(stages, shard, cp, ep)]
+    ).rstrip()
+
+
+def abbreviated(items: Sequence[object], most: int) -> list[str]:
+    """Write each item, or the first ones, an ellipsis and the last where there are too many."""
+    return ["..." if index is None else str(items[index]) for index in _shown(len(items), most)]
+
+
+def save_mesh_png(
+    stages: Stages,
+    path: str | Path,
+    *,
+    ranks_per_node: int | None = None,
+    cp: int = 1,
+    ep: int = 1,
+) -> None:
+    """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    pp, dp, tp = _sizes(stages)
+    step = tp + 1  # a column is left free between the stages
+    width = min(_LARGEST[0], 2 + _CELL[0] * pp * step)
+    height = min(_LARGEST[1], 1.5 + _CELL[1] * dp)
+    figure = new_figure(path, size=(width, height), otherwise="print(mesh) needs nothing.")
+    axes = figure.add_subplot()
+    _draw_cells(axes, stages, ranks_per_node)
+    if pp * dp * tp <= _MOST_LABELS:
+        _label_ranks(axes, stages, min(9.0, 30 * width / (pp * step)))
+    stages_shown, rows_shown = _ticks(pp), _ticks(dp)
+    axes.set_xticks(
+        [index * step + tp / 2 for index in stages_shown],
+        [f"stage {index}" for index in stages_shown],
+    )
+    axes.set_yticks(
+        [index + 0.5 for index in rows_shown], [_row(index, ep) for index in rows_shown]
+    )
+    axes.tick_params(length=0, labelsize=8)
+    axes.invert_yaxis()
+    axes.set_frame_on(False)
+    colours = (
+        f"a colour per node of {ranks_per_node} ranks" if ranks_per_node else "a colour per stage"
+    )
+    axes.set_title(f"{_summary(stages, cp, ep)}\n{colours}", fontsize=8)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _sizes(stages: Stages) -> tuple[int, int, int]:
+    return len(stages), len(stages[0]), len(stages[0][0])
+
+
+def _summary(stages: Stages, cp: int, ep: int) -> str:
+    pp, dp, ranks = _sizes(stages)
+    axes = [(pp, "stage", "(pp)"), (dp // ep, "replica", "(dp)")]
+    axes += [(ep, "part", "of the experts (ep)")] if ep > 1 else []
+    axes += [(cp, "part", "of a sequence (cp)")] if cp > 1 else []
+    axes += [(ranks // cp, "rank", "to a layer (tp)")]
+    counts = " x ".join(f"{_count(size, name)} {axis}" for size, name, axis in axes)
+    return f"{_count(pp * dp * ranks, 'rank')}: {counts}"
+
+
+def _count(num: int, name: str) -> str:
+    return f"{num} {name}" if num == 1 else f"{num} {name}s"
+
+
+def _shown(size: int, most: int) -> list[int | None]:
+    """Return the indices of an axis that are drawn; None stands for those left out."""
+    return list(range(size)) if size <= most else [*range(most - 2), None, size - 1]
+
+
+def _row(index: int, ep: int) -> str:
+    """Return the name of a row: of a replica, or of the part of the experts that it has."""
+    return f"dp {index}" if ep == 1 else f"dp {index // ep} ep {index % ep}"
+
+
+def _draw_boxes(stages: Stages, most_stages: int, most_ranks: int, ep: int) -> list[str]:
+    pp, dp, tp = _sizes(stages)
+    rows = _shown(dp, _MOST_ROWS)
+    labels = ["..." if row is None else _row(row, ep) for row in rows]
+    blocks = [["", "", *labels, ""]]
+    is_abbreviated = None in rows or tp > most_ranks
+    width = max(len(str(pp * dp * tp - 1)), 3 if is_abbreviated else 1)
+    for number in _shown(pp, most_stages):
+        arrow = "  " if len(blocks) == 1 else " -> "
+        blocks.append(["", "", *[arrow] * len(rows), ""])
+        if number is None:
+            blocks.append(["...", "", *["..."] * len(rows), ""])
+        else:
+            cells = (
+                ["..."] * min(tp, most_ranks)
+                if row is None
+                else abbreviated(stages[number][row], most_ranks)
+                for row in rows
+            )
+            lines = [" ".join(cell.rjust(width) for cell in row) for row in cells]
+            blocks.append(_box(f"stage {number}", lines))
+    widths = [max(map(len, block)) for block in blocks]
+    return ["".join(map(str.ljust, parts, widths)).rstrip() for parts in zip(*blocks, strict=True)]
+
+
+def _box(title: str, lines: list[str]) -> list[str]:
+    width = max(len(lines[0]), len(title) - 2)
+    border = f"+{'-' * (width + 2)}+"
+    return [f" {title}", border, *(f"| {line.center(width)} |" for line in lines), border]
+
+
+def _copies(stages: Stages, shard: int, cp: int) -> list[list[tuple[int, ...]]]:
+    """Return the ranks of each copy of the state, of those that average the same gradients."""
+    found = []
+    for stage in stages:
+        for places in zip(
+            *(zip(*_in_parts(ranks, cp), strict=True) for ranks in stage), strict=True
+        ):
+            averaging = sorted(rank for ranks in places for rank in ranks)
+            starts = range(0, len(averaging), shard * cp)
+            found.append([tuple(averaging[start : start + shard * cp]) for start in starts])
+    return found
+
+
+def _in_parts(ranks: Sequence[int], cp: int) -> list[Sequence[int]]:
+    """Return the ranks of each part of a sequence."""
+    size = len(ranks) // cp
+    return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+
+
+def _group_lines(stages: Stages, shard: int | None, cp: int, ep: int) -> list[str]:
+    """Return a line for each axis of more than one rank: the groups along it, and within dp."""
+    replicas = [group for stage in stages for group in zip(*stage, strict=True)]
+    size = len(replicas[0])
+    copies = _copies(stages, shard, cp) if shard is not None and shard < size else []
+    groups: dict[str, list[tuple[int, ...]]] = {
+        "pp groups, a pipeline each:     ": [
+            group for replica in zip(*stages, strict=True) for group in zip(*replica, strict=True)
+        ],
+        "dp groups, of equal parameters: ": replicas,
+        "  a copy of the state each:     ": [one for same in copies for one in same],
+        "  equal shards of the copies:   ": [
+            ranks for same in copies for ranks in zip(*same, strict=True)
+        ],
+        "ep groups, sharing experts:     ": [
+            group[first : first + ep] for group in replicas for first in range(0, size, ep)
+        ],
+        "  of equal experts:             ": [
+            group[part::ep] for group in replicas for part in range(ep if ep > 1 else 0)
+        ],
+        "cp groups, of a sequence each:  ": [
+            tuple(ranks[place :: len(ranks) // cp])
+            for stage in stages
+            for ranks in stage
+            for place in range(len(ranks) // cp)
+        ],
+        "tp groups, sharing each layer:  ": [
+            tuple(ranks[part * len(ranks) // cp : (part + 1) * len(ranks) // cp])
+            for stage in stages
+            for ranks in stage
+            for part in range(cp)
+        ],
+    }
+    return [
+        name + _fitted([" ".join(abbreviated(group, 4)) for group in sorted(found)], len(name))
+        for name, found in groups.items()
+        if found and len(found[0]) > 1
+    ]
+
+
+def _fitted(groups: Sequence[str], indent: int) -> str:
+    lines = (
+        " | ".join(abbreviated(groups, most)) for most in range(_MOST_COLUMNS, _FEWEST - 1, -1)
+    )
+    return next((line for line in lines if indent + len(line) <= _WIDTH), "...")
+
+
+def _draw_cells(axes: Any, stages: Stages, ranks_per_node: int | None) -> None:
+    """Draw the replicas as rows of coloured cells, a free column after each stage."""
+    rows = []
+    for replica in zip(*stages, strict=True):
+        colours: list[float] = []
+        for number, ranks in enumerate(replica):
+            places = (rank // ranks_per_node if ranks_per_node else number for rank in ranks)
+            colours += [*(place % _NUM_COLOURS for place in places), nan]
+        rows.append(colours)
+    axes.pcolormesh(rows, cmap="Set3", vmin=0, vmax=_NUM_COLOURS - 1, edgecolors="white")
+
+
+def _label_ranks(axes: Any, stages: Stages, font_size: float) -> None:
+    step = len(stages[0][0]) + 1
+    for number, stage in enumerate(stages):
+        for row, ranks in enumerate(stage):
+            for column, rank in enumerate(ranks, start=number * step):
+                axes.text(
+                    column + 0.5, row + 0.5, rank, ha="center", va="center", fontsize=font_size
+                )
+
+
+def _ticks(size: int) -> range:
+    return range(0, size, -(-size // _MOST_TICKS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlacement:
+    """The placement of a mesh's groups on nodes.
+
+    Attributes:
+        num_nodes: Number of nodes that hold a rank.
+        ranks_per_node: Number of neighbouring ranks that share a node's fast links.
+        nodes_per_group: For each axis of more than one rank, the most nodes that a group lies on.
+        warnings: Messages about slow groups, with sizes or an order that would change it.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    nodes_per_group: Mapping[Axis, int]
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        places = [
+            f"; {axis} across {num} nodes" if num > 1 else f"; {axis} inside a node"
+            for axis, num in self.nodes_per_group.items()
+        ]
+        return f"nodes of {self.ranks_per_node} ranks: {self.num_nodes}{''.join(places)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelMesh:
+    """The grid of a run's ranks.
+
+    Attributes:
+        pp: Number of stages that the model is cut into.
+        dp: Number of groups that train on different batches.
+        tp: Number of ranks that share every wide layer.
+        cp: Number of ranks that share every sequence.
+        ep: Number of ranks that share the experts of every mixture, and train on different batches.
+        axis_order: The axes from the slowest to the fastest; of more than one rank, where they are
+            not named, ep is the one after dp, and cp the one before tp.
+        shard: Number of neighbouring `dp` groups that shard one copy of the state; None: all.
+
+    Raises:
+        ConfigError: A size is below 1, the order does not name each axis once, or copies of the
+            state would not be equally large.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    axis_order: tuple[Axis, ...] = AXES
+    shard: int | None = None
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse sizes and orders that make no grid."""
+        check_fields(self)
+        object.__setattr__(self, "axis_order", _with_optional(self.axis_order, self.axes))
+        if sorted(self.axis_order) != sorted(self.axes):
+            raise ConfigError(
+                f"axis_order must name each of {', '.join(self.axes)} once, got {self.axis_order}."
+            )
+        for axis in ALL_AXES:
+            if self.size(axis) < 1:
+                raise ConfigError(f"The {axis} axis must have at least 1 rank, got {self!r}.")
+        if self.shard is not None and (self.shard < 1 or self.dp % self.shard):
+            raise ConfigError(f"shard must divide the dp axis, got {self!r}.")
+
+    @classmethod
+    @checked_options
+    def of_world(
+        cls,
+        world_size: int,
+        *,
+        pp: int = 1,
+        tp: int = 1,
+        dp: int = -1,
+        cp: int = 1,
+        ep: int = 1,
+        axis_order: Sequence[Axis] = AXES,
+    ) -> "ParallelMesh":
+        """Make the mesh of all of `world_size` ranks; an axis of -1 takes what the others leave.
+
+        Raises:
+            ConfigError: A size is neither -1 nor at least 1, two are -1, or they do not multiply
+                to the world's; with the nearest sizes that do.
+        """
+        of_all: dict[Axis, int] = {"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp}
+        sizes = {axis: size for axis, size in of_all.items() if axis in AXES or size != 1}
+        asked = {axis: size for axis, size in sizes.items() if size > 0}
+        rest = [axis for axis, size in sizes.items() if size == -1]
+        num_asked = prod(asked.values())
+        if world_size < 1:
+            raise ConfigError(f"got a world of {world_size} ranks, expected at least 1.")
+        if len(asked) + len(rest) < len(sizes) or len(rest) > 1:
+            problem = (
+                f"got {_named(sizes)} for {world_size} ranks, expected sizes of at least 1, "
+                "or -1 for one axis, which takes the remaining ranks."
+            )
+        elif world_size % num_asked or not (rest or num_asked == world_size):
+            problem = (
+                f"{world_size} ranks cannot be split into groups of {_named(asked, ' times ')}; "
+                f"expected sizes that {'divide' if rest else 'multiply to'} {world_size}, "
+                f"got {num_asked}."
+            )
+        else:
+            sizes |= dict.fromkeys(rest, world_size // num_asked)
+            return cls(**sizes, axis_order=tuple(axis_order))
+        raise ConfigError(f"{problem} Sizes that fit: {_nearest_sizes(world_size, asked)}.")
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of this mesh."""
+        return tuple(axis for axis in ALL_AXES if axis in AXES or self.size(axis) != 1)
+
+    @property
+    def grid(self) -> RankGrid[Axis]:
+        """The axes with their sizes, in their order."""
+        return RankGrid({axis: self.size(axis) for axis in self.axis_order})
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.grid.num_ranks
+
+    def size(self, axis: Axis) -> int:
+        """Number of ranks along an axis."""
+        size: int = getattr(self, axis)
+        return size
+
+    def coordinates(self, rank: int) -> dict[Axis, int]:
+        """Return a rank's index on each axis.
+
+        Raises:
+            ConfigError: The mesh has no such rank.
+        """
+        self._check_rank(rank)
+        return self.grid.coordinates(rank)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"got rank {rank}, expected 0 to {self.world_size - 1} of {self!r}.")
+
+    def rank_at(self, coordinates: Mapping[Axis, int]) -> int:
+        """Return the rank at an index on each axis; a missing axis counts as 0."""
+        return self.grid.rank_at(coordinates)
+
+    def peers(self, axis: Axis | Sequence[Axis], rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` on these axes only, ascending, itself too.
+
+        Args:
+            axis: One axis, or several in any order.
+            rank: Global rank in this mesh.
+
+        Raises:
+            ConfigError: The mesh has no such rank or axis.
+        """
+        self._check_rank(rank)
+        return self.grid.peers(self._present(axis), rank)
+
+    def groups(self, axis: Axis | Sequence[Axis]) -> list[tuple[int, ...]]:
+        """Return every group of peers along these axes, in the order of their first ranks.
+
+        Raises:
+            ConfigError: The mesh has no such axis.
+        """
+        return self.grid.groups(self._present(axis))
+
+    def _present(self, axes: Axis | Sequence[Axis]) -> Sequence[Axis]:
+        """Return axes without those that are no axis of this mesh, where they have one rank."""
+        along: Sequence[Axis] = [axes] if isinstance(axes, str) else axes
+        return [axis for axis in along if axis not in ALL_AXES or axis in self.axes]
+
+    def placement(self, ranks_per_node: int) -> NodePlacement:
+        """Return which axes reach over nodes of `ranks_per_node` neighbouring ranks each.
+
+        tp exchanges the most and belongs inside a node; pp the least, and belongs across nodes.
+
+        Raises:
+            ConfigError: `ranks_per_node` is below 1.
+        """
+        if ranks_per_node < 1:
+            raise ConfigError(f"got {ranks_per_node} ranks per node, expected at least 1.")
+        nodes = self._nodes_per_group(ranks_per_node)
+        warnings = []
+        if nodes.get("tp", 1) > 1:
+            warnings.append(self._warning_of_tp(ranks_per_node))
+        ordered = replace(self, axis_order=self.axes)._nodes_per_group(ranks_per_node)
+        if nodes.get("pp") == 1 and nodes.get("dp", 1) > ordered.get("dp", 1):
+            warnings.append(
+                f"dp crosses nodes of {ranks_per_node} ranks and pp does not, though a model's "
+                "gradients are more than what passes between its stages; "
+                f"axis_order={self.axes} puts pp across nodes."
+            )
+        return NodePlacement(
+            num_nodes=-(-self.world_size // ranks_per_node),
+            ranks_per_node=ranks_per_node,
+            nodes_per_group=nodes,
+            warnings=tuple(warnings),
+        )
+
+    def _nodes_per_group(self, ranks_per_node: int) -> dict[Axis, int]:
+        return {
+            axis: max(len(_nodes(group, ranks_per_node)) for group in self.groups(axis))
+            for axis in reversed(self.axes)
+            if self.size(axis) > 1
+        }
+
+    def _warning_of_tp(self, ranks_per_node: int) -> str:
+        groups = self.groups("tp")
+        crossing = [group for group in groups if len(_nodes(group, ranks_per_node)) > 1]
+        order = "" if self.axis_order[-1] == "tp" else f"axis_order={self.axes}"
+        if ranks_per_node % self.tp == 0:
+            remedy = f"{order} keeps tp inside a node"
+        else:
+            sizes = {axis: self.size(axis) for axis in self.axes}
+            near = _nearest_sizes(self.world_size, sizes, lambda tp: ranks_per_node % tp == 0)
+            remedy = f"sizes that keep tp inside a node{order and ', with '}{order}: {near}"
+        return (
+            f"{len(crossing)} of {len(groups)} tp groups cross nodes of {ranks_per_node} ranks, "
+            f"such as ranks {', '.join(abbreviated(crossing[0], 4))}: every layer waits for the "
+            f"network between them; {remedy}."
+        )
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """Make torch's mesh of the same shape and names; each rank must call."""
+        shape = tuple(self.size(axis) for axis in self.axis_order)
+        return init_device_mesh(device_type, shape, mesh_dim_names=self.axis_order)
+
+    def save_png(self, path: str | Path, *, ranks_per_node: int | None = None) -> None:
+        """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        save_mesh_png(self._stages(), path, ranks_per_node=ranks_per_node, cp=self.cp, ep=self.ep)
+
+    def _stages(self) -> list[list[tuple[int, ...]]]:
+        return [
+            [
+                tuple(
+                    self.rank_at({"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp})
+                    for cp in range(self.cp)
+                    for tp in range(self.tp)
+                )
+                for dp in range(self.dp)
+                for ep in range(self.ep)
+            ]
+            for pp in range(self.pp)
+        ]
+
+    def __str__(self) -> str:
+        return draw_mesh(self._stages(), shard=self.shard, cp=self.cp, ep=self.ep)
+
+    def __repr__(self) -> str:
+        order = "" if self.axis_order == self.axes else f", axis_order={self.axis_order}"
+        shard = "" if self.shard is None else f", shard={self.shard}"
+        return (
+            f"ParallelMesh({_named({axis: self.size(axis) for axis in self.axes})}{order}{shard})"
+        )
+
+
+def _with_optional(order: Sequence[Axis], axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Return an order that names the optional of `axes`, and those alone."""
+    named = [axis for axis in order if axis in AXES or axis in axes]
+    for axis in axes:
+        if axis in AXES or axis in named or "tp" not in named or "dp" not in named:
+            continue
+        if axis == "ep":
+            named.insert(named.index("dp") + 1, axis)
+        else:
+            named.insert(named.index("tp"), axis)
+    return tuple(named)
+
+
+def _nodes(ranks: Sequence[int], ranks_per_node: int) -> set[int]:
+    return {rank // ranks_per_node for rank in ranks}
+
+
+def _named(sizes: Mapping[Axis, int], between: str = ", ") -> str:
+    return between.join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _nearest_sizes(
+    world_size: int, asked: Mapping[Axis, int], allows_tp: Callable[[int], bool] = lambda _: True
+) -> str:
+    """Name the sizes that multiply to the world's and differ least, as factors, from `asked`."""
+    axes = [axis for axis in ALL_AXES if axis in AXES or asked.get(axis, 1) != 1]
+    by_traffic = [axis for axis in _BY_TRAFFIC if axis in axes]
+    fitting = [one for one in sizes_of(world_size, by_traffic) if allows_tp(one["tp"])]
+
+    def distance(sizes: dict[Axis, int]) -> tuple[Fraction, ...]:
+        factors = [
+            max(ratio := Fraction(sizes[axis], asked.get(axis, sizes[axis])), 1 / ratio)
+            for axis in by_traffic
+        ]
+        return (prod(factors, start=Fraction(1)), *factors)  # of equals, the one that keeps tp
+
+    nearest = sorted(fitting, key=distance)[:_NUM_PROPOSALS]
+    return "; ".join(_named({axis: sizes[axis] for axis in axes}) for sizes in nearest)

@@ -1,0 +1,679 @@
+"""The gradients of one flat buffer: collected as backward makes them, reduced, kept in shards.
+
+    autograd ──copy──> full (views) ──reduce──> local (views) ──> the optimizer's `.grad`
+
+    stage   full                          local
+    0       kept; all-reduced in place    the same memory
+    1       kept; reduced into own part   this rank's part of `full`
+    2, 3    from the first gradient of a  memory of its own (1/N), reduced gradients are added
+            backward to its reduction     to it at every backward
+    With a master copy, stages 0 and 1 keep `full` in its format: micro-batches add up there.
+    With compression an `Exchange` reduces, in two halves that begin where dense reductions do.
+    Where the state has several copies, what is reduced into shards is averaged over them, too.
+
+A parameter's gradient is copied into its view once, when autograd hands it over. Where it lies from
+then on is its `GradientState`; the memory, and what stands in `.grad`, are those of a
+`GradientBuffer`; here is when they arrive and travel.
+"""
+
+from collections.abc import Sequence
+from operator import and_, is_
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.compression.compressor import Exchange
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.gradients.gradient_buffer import GradientBuffer
+from lightning_shard.data_parallel.gradients.gradient_state import GradientStates
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.torch_private import after_gradient
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.views.tensor_properties import (
+    IS_SPARSE,
+    OWN_GRAD,
+    REQUIRES_GRAD,
+    num_trained,
+    unrecorded,
+)
+from lightning_shard.errors import ConfigError
+
+_HELD_BYTES = 1 << 20  # of gradients that wait, beside those of one parameter
+
+
+class OwnGradients:
+    """The gradients of one buffer that user code has made or edited.
+
+    They are a rank's own until they are averaged: `HandEdits` asks every buffer, compares ranks and
+    has gradients averaged again. Under stage 0 that is done in place; from stage 1 on such
+    gradients are reduced as those of a backward are, see `FlatGradients.reduce_given`.
+
+    Args:
+        buffer: The memory in which the gradients lie.
+        ranks: Group over which gradients are averaged.
+    """
+
+    def __init__(self, buffer: GradientBuffer, ranks: Collectives) -> None:
+        self.ranks = ranks
+        self._buffer = buffer
+        self._flat = buffer.flat
+        self._version = 0  # of the full buffer, once it was reduced
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters of the buffer."""
+        return len(self._flat.params)
+
+    def name(self, index: int) -> str:
+        """Return the name of a parameter in the model."""
+        return self._flat.layout.slots[index].name
+
+    def know_content(self) -> None:
+        """Note that the gradients that lie in the buffer now are the same on all ranks."""
+        if self._flat.stage == 0 and self._buffer.full is not None:
+            self._version = self._buffer.full._version
+
+    @property
+    def are_edited(self) -> bool:
+        """Whether user code has changed gradients since `know_content`, by a quick check here."""
+        if self.are_there:
+            return True
+        full = self._buffer.full
+        return self._flat.stage == 0 and full is not None and full._version != self._version
+
+    @property
+    def are_there(self) -> bool:
+        """Whether a tensor of the user's stands in some `.grad`."""
+        return any(self._which_are_own())
+
+    @property
+    def which_are_there(self) -> list[bool]:
+        """Whether each parameter has a gradient here, under stage 0; later stages have agreed."""
+        if self._flat.stage > 0:
+            return []
+        return [param.grad is not None for param in self._flat.params]
+
+    @as_they_are
+    def _which_are_own(self) -> list[bool]:
+        """Return of each parameter whether a tensor of the user's stands in `.grad`."""
+        self._buffer.see_assigned()
+        views: Sequence[Tensor | None] = self._buffer.views or [None] * len(self._flat.params)
+        grads = [*map(OWN_GRAD, self._flat.params)]
+        if all(map(is_, grads, views)):
+            return [False] * len(grads)
+        return [
+            not (grad is None or grad is view or isinstance(grad, AveragedGradient))
+            for grad, view in zip(grads, views, strict=True)
+        ]
+
+    def kinds(self) -> list[tuple[bool, bool]]:
+        """Whether a tensor of the user's stands in each `.grad`, and whether one of the engine's.
+
+        Raises:
+            ConfigError: A tensor of the user's has another shape than the parameter.
+        """
+        kinds = []
+        for index, is_own in enumerate(self._which_are_own()):
+            grad = self._flat.params[index].grad
+            if is_own and grad is not None and grad.shape != self._flat.layout.slots[index].shape:
+                raise self._set_by_hand(index)
+            kinds.append((is_own, not is_own and grad is not None))
+        return kinds
+
+    @property
+    def held_everywhere(self) -> Tensor | None:
+        """The memory of all gradients, under stage 0; zero where there is no gradient."""
+        if self._flat.stage > 0 or self._buffer.full is None:
+            return None
+        self._buffer.observe_all()
+        for index, param in enumerate(self._flat.params):
+            if param.grad is None:
+                self._buffer.views[index].zero_()
+        return self._buffer.full
+
+    @unrecorded
+    def take_in(self) -> None:
+        """Under stage 0, copy the tensors that user code has put into `.grad` to the buffer."""
+        which = self._which_are_own()
+        for index in (index for index, is_own in enumerate(which) if is_own):
+            param = self._flat.params[index]
+            grad, param.grad = param.grad, None
+            assert grad is not None
+            self._buffer.allocate()
+            self._buffer.views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
+            self._buffer.states.arrive(index)
+            self._show(index)
+
+    @unrecorded
+    def send_along(self, indices: Sequence[int]) -> None:
+        """Let a reduction take tensors of the user's, which backward has added nothing to.
+
+        Args:
+            indices: Those of the parameters in whose `.grad` they stand, under stages that let
+                stand-ins stand there.
+
+        Raises:
+            ConfigError: A tensor has another shape than the parameter.
+        """
+        for index in indices:
+            param = self._flat.params[index]
+            grad, shape = param.grad, self._flat.layout.slots[index].shape
+            if grad is None or grad.shape != shape:
+                raise self._set_by_hand(index)
+            param.grad = None
+            self._buffer.forget([index])
+            self._buffer.store(index, grad.to_dense() if grad.is_sparse else grad)
+
+    def _show(self, index: int) -> None:
+        buffer = self._buffer
+        buffer.states.show(index)
+        if buffer.is_plain:
+            self._flat.params[index].grad = buffer.views[index]
+        else:
+            self._flat.stand_ins.put([index])
+
+    @unrecorded
+    def average_again(self, there: Sequence[bool]) -> None:
+        """Under stage 0, average the gradients in the buffer once more; each rank must call.
+
+        Args:
+            there: Whether each parameter has a gradient on any rank.
+        """
+        if self._buffer.full is None:
+            self._buffer.allocate().zero_()
+        full = self._buffer.allocate()
+        self.ranks.all_reduce(full, "avg").wait()
+        for index, is_there in enumerate(there):
+            if is_there:
+                self._show(index)
+        self._buffer.states.all_leave()
+        self.know_content()
+
+    @as_they_are
+    def check(self) -> None:
+        """Raise if a tensor of the user's stands in some `.grad` before the optimizer's view.
+
+        Raises:
+            ConfigError: User code has put a gradient of its own there.
+        """
+        for index in self._buffer.observe_all():
+            raise self._set_by_hand(index)
+
+    def _set_by_hand(self, index: int) -> ConfigError:
+        return ConfigError(
+            f"Rank {self.ranks.rank}: .grad of {self.name(index)!r} was set by hand to what has "
+            f"not the parameter's own shape, expected gradients to come from backward, which "
+            f"averages them over the ranks. Call self.manual_backward(loss), or use "
+            f"strategy='shard_ddp'."
+        )
+
+
+class Arrivals:
+    """The gradients of one buffer that wait.
+
+        first backward     every gradient is taken as it comes, and the order is learnt
+        later ones         a: begins | b c d wait | e: b to e are taken | f g wait | h: the last
+
+    To take one gradient costs the host a dozen calls, most of which can be made for many at once.
+    Those at which others are taken come a few kilobytes after one another, so that no more is held
+    twice. If gradients come in another order, they are taken at another time, at the latest when
+    the buffer is reduced. Nobody waits where user code is called with a gradient that has been
+    added up.
+
+    Args:
+        params: The buffer's parameters.
+
+    Attributes:
+        waiting: Indices of the parameters whose gradients wait, in the order in which they came.
+        gathers: Whether gradients wait now.
+        ends: Indices of the parameters at which those that wait are taken.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        self.waiting: list[int] = []
+        self.gathers = False
+        self.ends: frozenset[int] = frozenset()
+        self._num_known = 0
+        self._hooks: list[dict[int, object]] = []  # of each parameter that has come
+
+    def begin(self) -> None:
+        """Note that a backward has brought the first gradient, which has been taken."""
+        self.gathers = bool(self.ends) and sum(map(len, self._hooks)) == len(self._hooks)
+
+    def take(self) -> list[int]:
+        """Return the indices of all that wait, which are taken now; autograd adds up what waits."""
+        waiting = [*dict.fromkeys(self.waiting)]
+        self.waiting.clear()
+        return waiting
+
+    def end(self, order: Sequence[int]) -> None:
+        """Note that a backward has ended.
+
+        Args:
+            order: Indices of the parameters whose gradients it has brought, in their order.
+        """
+        self.gathers = False
+        self.waiting.clear()
+        if order and (len(order) != self._num_known or order[-1] not in self.ends):
+            self._learn(order)
+
+    def _learn(self, order: Sequence[int]) -> None:
+        ends, held = [], 0
+        for index in order:
+            held += self._params[index].nbytes
+            if held >= _HELD_BYTES or index == order[-1]:
+                ends.append(index)
+                held = 0
+        self.ends, self._num_known = frozenset(ends), len(order)
+        self._hooks = [hooks for p in self._params if (hooks := after_gradient(p)) is not None]
+
+
+class FlatGradients:
+    """The gradients beside one `FlatParameters`, as they arrive and travel.
+
+    Args:
+        flat: The parameters whose gradients these are.
+        groups: Groups of the data-parallel ranks, made for gradients.
+        waits_for_end: Whether the reduction begins at the end of backward only.
+        exchange: Averages gradients compressed; None sends them uncompressed.
+
+    Attributes:
+        buffer: The memory in which the gradients lie.
+        states: States of the parameters' gradients, in buffer order.
+        arrivals: Gradients that have come, and wait to be taken.
+        own: The gradients that user code has made or edited.
+        was_reduced: Whether a reduction has begun in this backward.
+        is_owed: Whether gradients were accumulated that no reduction has taken, on any rank.
+        is_closed: Whether backward has left the unit's modules, so that no gradient comes any
+            more.
+        is_synchronised: Whether no micro-batch follows the one that is being reduced.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        groups: DataGroups,
+        *,
+        waits_for_end: bool = False,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.flat = flat
+        self.exchange = exchange
+        self.waits_for_end = waits_for_end
+        self.buffer = GradientBuffer(flat)
+        self.states: GradientStates = self.buffer.states
+        self.own = OwnGradients(self.buffer, groups.dp)
+        self._groups = groups
+        self.arrivals = Arrivals(flat.params)
+        self._seen: dict[int, None] = {}  # arrived in this backward, in their order
+        self._expected = 0  # of _seen; a lower bound while backward runs
+        self._averages: dict[int, Tensor] = {}  # of full gradients, while others travel
+        self._pending: tuple[Pending | Exchange, Tensor] | None = None
+        self._copies_differ = False  # pending is the average over one copy's ranks
+        self.was_reduced = self.is_closed = self.is_owed = False
+        self.is_synchronised = True
+
+    def reduce_over(self, groups: DataGroups) -> None:
+        """Average over other ranks from now on; nothing may be in flight."""
+        self._groups, self.own.ranks = groups, groups.dp
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients stay here until a backward that synchronises."""
+        return self.buffer.accumulates
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter requires a gradient now; frozen buffers cost nothing."""
+        return self._num_trained > 0
+
+    @property
+    @as_they_are
+    def _num_trained(self) -> int:
+        return num_trained(self.flat.params)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter that can has had its gradient in this backward."""
+        if self.is_closed:
+            return True
+        if len(self._seen) + len(self.arrivals.waiting) < self._expected:
+            return False
+        self.accept_waiting()
+        self._expected = self._num_trained
+        return len(self._seen) >= self._expected
+
+    @property
+    @as_they_are
+    def which_are_there(self) -> list[bool]:
+        """Whether a gradient stands in `.grad` of each parameter on this rank."""
+        return [grad is not None for grad in map(OWN_GRAD, self.flat.params)]
+
+    @property
+    def all_trained_are_used(self) -> bool:
+        """Whether this rank has used every parameter that can have a gradient."""
+        if self.states.all_used:
+            return True
+        used = zip(self.states.is_used, self.flat.params, strict=True)
+        return all(is_used or not param.requires_grad for is_used, param in used)
+
+    @property
+    def must_reduce(self) -> bool:
+        """Whether the end of a backward still owes a reduction, whatever this rank's graph used."""
+        if self.was_reduced:
+            return self.states.any_local and not self.accumulates
+        return self.is_trained
+
+    @unrecorded
+    def take(self, index: int, grad: Tensor) -> None:
+        """Take a gradient computed outside autograd's own pass, in the parameter's own shape.
+
+        Raises:
+            ConfigError: The gradient came twice in one backward, after the first was reduced.
+        """
+        self._expect(index)
+        if self.flat.params[index].grad is self.buffer.views[index]:
+            self.buffer.views[index].add_(grad)
+            self.states.arrive(index)
+        else:
+            self.buffer.observe(index)
+            self.buffer.store(index, self._with_users(index, grad))
+        self._seen[index] = None
+
+    @as_they_are
+    def _with_users(self, index: int, grad: Tensor) -> Tensor:
+        """Return the sum of a gradient and the user's own in `.grad`, in place of what was there.
+
+        Autograd's own pass adds so by itself.
+        """
+        own = OWN_GRAD(self.flat.params[index])
+        if own is None or isinstance(own, AveragedGradient):
+            return grad
+        self.buffer.forget([index])
+        return grad + (own.to_dense() if own.is_sparse else own).detach()
+
+    def accept(self, index: int) -> None:
+        """Take the gradient that autograd has just put on a parameter.
+
+        Raises:
+            ConfigError: The gradient came twice in one backward, after the first was reduced.
+        """
+        param = self.flat.params[index]
+        if not param.requires_grad:  # frozen since its forward: autograd drops what has come
+            return
+        if index in self._seen:  # of a block in two reentrant checkpoints, which bring it twice
+            self.waits_for_end |= self.accumulates
+        self._expect(index)
+        grad = param.grad
+        assert grad is not None
+        if grad is self.buffer.views[index]:
+            self.states.arrive(index)
+        else:
+            self.buffer.store(index, self._arrived(index, grad))
+        if not self._seen:
+            self.buffer.forget_absent()
+            self.arrivals.begin()
+        self._seen[index] = None
+
+    @as_they_are
+    def accept_waiting(self) -> None:
+        """Take the gradients that have come since the last one was taken."""
+        if not self.arrivals.waiting:
+            return
+        indices = self.arrivals.take()
+        params = [self.flat.params[index] for index in indices]
+        grads = [*map(OWN_GRAD, params)]
+        if self._are_ordinary(indices, params, grads):
+            self.buffer.store_all(indices, cast("list[Tensor]", grads))
+            self._seen.update(dict.fromkeys(indices))
+            return
+        for index in indices:
+            self.accept(index)
+
+    def _are_ordinary(
+        self, indices: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> bool:
+        """Whether gradients are tensors that autograd has just made, each for its first time."""
+        if not self._seen.keys().isdisjoint(indices):
+            return False
+        if self.was_reduced or self.buffer.must_set_aside:
+            return False
+        if {*map(type, grads)} != {Tensor} or num_trained(params) < len(params):
+            return False
+        made = cast("Sequence[Tensor]", grads)
+        is_plain = not (any(map(REQUIRES_GRAD, made)) or any(map(IS_SPARSE, made)))
+        return is_plain and self.states.are_none(indices)
+
+    def _expect(self, index: int) -> None:
+        if not self._seen:
+            self.buffer.renew()
+        if self.buffer.full is None:
+            self.buffer.allocate()
+        if self.was_reduced and self.accumulates:
+            raise ConfigError(
+                f"Rank {self._groups.dp.rank}: the gradient of {self.own.name(index)!r} "
+                f"arrived again after its unit had been reduced, expected one arrival per "
+                f"backward. Use activation checkpointing with use_reentrant=False, or ZeRO stage 2 "
+                f"or 3."
+            )
+
+    def _arrived(self, index: int, grad: Tensor) -> Tensor:
+        """Return the gradient that has just come, taken from what stands in `.grad` now."""
+        if isinstance(grad, AveragedGradient):
+            self.buffer.observe(index)
+            grad.leave_graph()
+            grad = grad.note.take_arrival()
+        elif not self.states.is_none(index):
+            self.buffer.forget([index])  # `.grad` was None
+        if grad.requires_grad:  # it is in a graph where backward creates one
+            grad = grad.detach()
+        return grad.to_dense() if grad.is_sparse else grad
+
+    def averaged(self, index: int) -> Tensor:
+        """Return this rank's elements of a gradient that has been averaged.
+
+        Raises:
+            ConfigError: The gradient has not been averaged, or is gone.
+        """
+        self.accept_waiting()
+        self.buffer.observe(index)
+        if (
+            self.states.is_local[index]
+            or self._pending is not None
+            or not self.buffer.average_views
+        ):
+            raise ConfigError(
+                f"Rank {self._groups.dp.rank}: the gradient of "
+                f"{self.own.name(index)!r} is not averaged over the ranks now, "
+                f"expected .grad to be read once a backward has ended and before it is zeroed. "
+                f"Read it in on_after_backward or on_before_optimizer_step."
+            )
+        return self.buffer.kept(index)
+
+    @unrecorded
+    def take_average(self, index: int, shown: AveragedGradient, elements: Tensor) -> None:
+        """Let a gradient have other elements on this rank, and `shown` stand for them."""
+        self.buffer.hold(index, shown)
+        self.averaged(index).copy_(elements)
+
+    @unrecorded
+    def begin_reduce(self) -> None:
+        """Start averaging the full buffer over the ranks; each rank must call."""
+        self.finish_reduce()
+        self.accept_waiting()
+        self.was_reduced, self.is_owed = True, False
+        if not self._seen:  # else the first has done so
+            self.buffer.renew()
+        full = self.buffer.allocate()
+        self.own.send_along(self.buffer.observe_all())
+        if self.buffer.is_plain:
+            self.own.take_in()
+        used = self._contributions()
+        twice = any(map(and_, used, self.states.is_reduced))
+        self._clear_unused(used)
+        self.states.all_leave()
+        if not self.accumulates:
+            self.buffer.send_off()
+        if self.exchange is not None and not self._passes(self.exchange, full, used, twice):
+            out = full if self.flat.stage == 0 else self._target(self.flat.master_dtype)
+            self.exchange.begin(full, out, used)
+            self._pending = self.exchange, out
+        else:
+            send = full.to(self.flat.reduce_dtype)
+            if send is not full:
+                self.buffer.free_sent()
+            self._send(send)
+
+    def _clear_unused(self, used: Sequence[bool]) -> None:
+        for index in (index for index, is_used in enumerate(used) if not is_used):
+            self.buffer.set_aside()
+            self._keep_average(index)
+            self.buffer.views[index].zero_()
+
+    def _send(self, send: Tensor) -> None:
+        if self.flat.stage == 0:
+            self._pending = self._groups.dp.all_reduce(send, "avg", async_op=True), send
+            return
+        out = self._target(send.dtype)
+        sizes = self.flat.layout.shard_numels
+        pending = self._groups.shard.reduce_scatter(out, send, "avg", sizes=sizes, async_op=True)
+        self._pending = pending, out
+        self._copies_differ = self._groups.replicate is not None
+
+    def _target(self, dtype: torch.dtype) -> Tensor:
+        return self.buffer.target(dtype, travels_on=self._groups.replicate is not None)
+
+    def _passes(self, exchange: Exchange, full: Tensor, used: Sequence[bool], twice: bool) -> bool:
+        """Whether this reduction is dense, as during a compressor's warm-up."""
+        by_steps = exchange.keeps_momentum or exchange.freezes_variance
+        if by_steps and twice and not self.buffer.is_plain:
+            advice = (
+                "Let the Trainer accumulate them, accumulate_grad_batches=n"
+                if self.accumulates
+                else "Use strategy='zero1', which adds micro-batches up before they are sent, or "
+                "accumulate_grad_batches=1"
+            )
+            raise ConfigError(
+                f"Rank {self._groups.dp.rank}: a second gradient was reduced before the "
+                f"optimizer's step, expected one: the compressor sends momentum or freezes Adam's "
+                f"second moment, and would count every micro-batch as a step. {advice}."
+            )
+        exchange.was_dense = exchange.passes(full, used)
+        return exchange.was_dense
+
+    @property
+    def sent_next(self) -> list[Tensor | None]:
+        """This rank's gradient of each parameter that the next reduction sends, or None."""
+        sent = zip(self.buffer.views, self._contributions(), strict=True)
+        return [view if is_sent else None for view, is_sent in sent]
+
+    @unrecorded
+    def continue_reduce(self) -> None:
+        """Start the second half of a compressed reduction, or of one over several copies.
+
+        Each rank must call, in the order of `begin_reduce`; waits for the first half.
+        """
+        if self._pending is not None and isinstance(self._pending[0], Exchange):
+            self._pending[0].proceed()
+        if not self._copies_differ:
+            return
+        assert self._pending is not None
+        assert self._groups.replicate is not None
+        pending, out = self._pending
+        pending.wait()
+        self._pending = self._groups.replicate.all_reduce(out, "avg", async_op=True), out
+        self._copies_differ = False
+
+    def _contributions(self) -> list[bool]:
+        """Return which gradients are this rank's part of an average."""
+        if self.buffer.is_plain and self.exchange is None:  # averaged again to itself
+            shown = zip(self.flat.params, self.buffer.views, strict=True)
+            return [param.grad is view for param, view in shown]
+        return list(map(bool, self.states.is_local))
+
+    def _keep_average(self, index: int) -> None:
+        """Set an average in `.grad` aside that must not travel again."""
+        view = self.buffer.views[index]
+        if self.buffer.is_plain and self.flat.params[index].grad is view:
+            self._averages[index] = view.clone()
+
+    @property
+    def is_reduced_by_all(self) -> bool:
+        """Whether `finish_reduce` returns at once: no half of a reduction is left to begin."""
+        if self._pending is None:
+            return True
+        pending, _ = self._pending
+        return isinstance(pending, Pending) and not self._copies_differ and pending.is_ready()
+
+    @unrecorded
+    def finish_reduce(self) -> None:
+        """Wait for the average and add it to the local gradients."""
+        if self._pending is None:
+            return
+        self.continue_reduce()
+        pending, out = self._pending
+        pending.wait()
+        self._pending = None
+        self.buffer.free_sent()
+        if self.flat.stage == 0:
+            full = self.buffer.allocate()
+            if out is not full:
+                full.copy_(out)
+        else:
+            self.buffer.merge(out)
+        self.buffer.add_what_was_set_aside()
+        for index, average in self._averages.items():
+            self.buffer.views[index].copy_(average)
+        self._averages.clear()
+        self.buffer.land(synchronised=self.is_synchronised)
+        self.states.all_come()
+        self.buffer.release()
+        self.own.know_content()
+
+    def note_frozen(self) -> None:
+        """Learn which gradients are gone where no reduction has asked: nothing is trained now."""
+        if not self.was_reduced and self.states.any_known:
+            self.buffer.observe_all()
+
+    def settle(self) -> None:
+        """Once ranks agree on what was used, let `.grad` be there or not, the same on all."""
+        self.buffer.settle()
+
+    def end_backward(self) -> None:
+        """Forget which gradients this backward has brought."""
+        self.arrivals.end([*self._seen])
+        self._seen.clear()
+        self._expected = self._num_trained
+        self.was_reduced = self.is_closed = False
+
+    @unrecorded
+    def reduce_given(self, given: Sequence[bool]) -> None:
+        """From stage 1 on, reduce gradients that user code put into `.grad`; each rank must call.
+
+        Args:
+            given: Whether each parameter has such a gradient on any rank.
+        """
+        for index, is_given in enumerate(given):
+            if not is_given:
+                continue
+            grad, self.flat.params[index].grad = self.flat.params[index].grad, None
+            self.buffer.forget([index])
+            if grad is not None:
+                grad = grad.detach()
+                self.take(index, grad.to_dense() if grad.is_sparse else grad)
+        self.begin_reduce()
+        self.finish_reduce()
+        self.end_backward()
+        self.states.validate(given)
+        self.settle()
+
+    def buffers(self) -> list[Tensor]:
+        """Return the tensors that hold gradient memory now, to be counted."""
+        both = self.buffer.full, self.buffer.local
+        own = [tensor for tensor in both if tensor is not None]
+        return own if self.exchange is None else own + self.exchange.kept

@@ -1,0 +1,316 @@
+"""When gradients travel: each unit as soon as it is complete, in one order on every rank.
+
+    backward   |  unit 2  |  unit 1  |  unit 0  |  end
+    reduce                |- unit 2 -|- unit 1 -|- unit 0, and what stayed incomplete
+                                                |- which parameters were used
+
+Collectives of one group must start in the same order everywhere, even when ranks touch different
+parts of the model. So a unit starts only after those before it in a fixed order: at first the
+reverse of registration, then the order in which rank 0's first backward completed them.
+
+Under stage 3 backward unshards, too. A rank that waits for a reduction while another waits for an
+unshard would wait for ever; so a block is reduced when backward has left it, whatever it used, and
+the root unit's parameters, of which some rank may use less, after all blocks. Backward tells where
+it leaves a block whose input has a gradient; another one, on raw features say, is begun at the end
+by ranks that have not used all of it, and nobody waits for it before. Where units stay for a step
+blocks are watched once a unit that was not complete has held others up.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.gradients.usage import UsageAgreement, UsageOfSeveral
+from lightning_shard.data_parallel.torch_private import queue_after_backward
+from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
+
+_MAX_IN_FLIGHT = 2  # bounds the memory of full gradients under stages 2 and 3
+
+
+def always() -> bool:
+    """Return True: of one engine's backwards, each is for its model."""
+    return True
+
+
+def never() -> bool:
+    """Return False: where each rank has its own `.grad`, nobody meets one that looks full."""
+    return False
+
+
+class Reducer:
+    """Reduces a model's gradients while backward runs.
+
+    Args:
+        gradients: The gradient buffers, in registration order.
+        collectives: Group of the data-parallel ranks.
+        usage: Agrees with the other ranks on the parameters that have a gradient.
+        is_met: Returns whether user code may meet `.grad` between micro-batches, as hooks do.
+
+    Attributes:
+        usage: The agreement on used parameters, one for each optimizer step.
+        was_held_up: Whether units have ever waited until a backward's end, in the order that was
+            learnt, for one of which some parameters were not used.
+        has_arrived: Whether autograd has put a gradient on a parameter in this backward.
+        before_last: Called before the reductions that begin at the end of a backward.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[FlatGradients],
+        collectives: Collectives,
+        usage: UsageAgreement | UsageOfSeveral,
+        is_met: Callable[[], bool] = never,
+    ) -> None:
+        self._gradients = gradients
+        self._collectives = collectives
+        self.usage = usage
+        self.before_last: Callable[[], None] = lambda: None
+        self._is_met = is_met
+        self._order = list(reversed(range(len(gradients))))
+        self._order_is_learned = False
+        self._completed: dict[FlatGradients, None] = {}  # in this backward, or left, in order
+        self._cursor = 0  # in _order: what has been reduced
+        self._in_flight: deque[FlatGradients] = deque()
+        self._awaiting_end = False
+        self._inside = False
+        self.has_arrived = False
+        self.was_held_up = False
+        self._synchronize = True
+        self._owed = False  # accumulated, but not reduced
+        self.has_exchanged = False
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether a backward that ends now is followed by an exchange; not in `no_sync`."""
+        return self._synchronize
+
+    def take_exchanged(self) -> bool:
+        """Return whether gradients have been exchanged since this was asked last."""
+        exchanged, self.has_exchanged = self.has_exchanged, False
+        return exchanged
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only: stages 0 and 1 send no gradients, 2 and 3 as ever (their memory).
+
+        Where user code may meet `.grad`, ranks agree which gradients there are from stage 1 on.
+        """
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    @contextmanager
+    def backward(self, is_used: Callable[[], bool] = always) -> Iterator[None]:
+        """Run a backward inside; on leaving it, the gradients are reduced.
+
+        Args:
+            is_used: Returns at its end whether any rank has a gradient of it here; if none has,
+                nothing is sent.
+        """
+        before, self._inside = self._inside, True
+        try:
+            yield
+        except BaseException:
+            self._reset()
+            raise
+        finally:
+            self._inside = before
+        if is_used():
+            self.flush()
+        else:
+            self._reset()
+
+    @as_they_are
+    def arrive(self, position: int, index: int) -> None:
+        """Note that autograd has put a gradient on parameter `index` of buffer `position`."""
+        if not (self._inside or self._awaiting_end):
+            self._awaiting_end = True
+            queue_after_backward(self.flush)  # a bare loss.backward()
+        gradients = self._gradients[position]
+        if not self.has_arrived:
+            self.has_arrived = True
+            self._begin_arrivals()
+        if gradients.buffer.full is None:  # which gets the memory that is free by then
+            self._finish_ready()
+        if gradients.arrivals.gathers:
+            gradients.arrivals.waiting.append(index)
+            gradients.accept_waiting()
+        else:
+            gradients.accept(index)
+        self._arrived(gradients)
+
+    def _begin_arrivals(self) -> None:
+        for gradients in self._gradients:
+            gradients.buffer.give_up_zeroed()
+
+    @as_they_are
+    def take(self, position: int, index: int, grad: Tensor) -> None:
+        """Take a gradient that was computed outside autograd's own pass, inside `backward`."""
+        gradients = self._gradients[position]
+        gradients.take(index, grad)
+        self._arrived(gradients)
+
+    def _arrived(self, gradients: FlatGradients) -> None:
+        if not gradients.was_reduced and gradients.is_complete:
+            self._completed.setdefault(gradients)
+            self._reduce_ready()
+
+    @as_they_are
+    def close(self, closed: Iterable[FlatGradients]) -> None:
+        """Note that backward has left these buffers' modules, so that no gradient comes any more.
+
+        Gradients that are computed outside autograd's own pass, of a microbatch say, come later.
+        """
+        if not (self._inside or self._awaiting_end):
+            return
+        for gradients in closed:
+            gradients.is_closed = True
+            self._completed.setdefault(gradients)
+        self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
+        while self._cursor < len(self._order):
+            gradients = self._gradients[self._order[self._cursor]]
+            if gradients.is_trained and not gradients.waits_for_end:
+                if not gradients.is_complete or not self._reduces_now(gradients):
+                    return
+                self._begin(gradients)
+            self._cursor += 1
+
+    def _reduces_now(self, gradients: FlatGradients) -> bool:
+        return self._synchronize or not gradients.accumulates
+
+    def _begin(self, gradients: FlatGradients) -> None:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_finish(self._in_flight[0]):
+            self._in_flight.popleft().finish_reduce()
+        for one in takewhile(self._may_wait, self._in_flight):
+            one.continue_reduce()
+        gradients.is_synchronised = self._synchronize
+        gradients.begin_reduce()
+        self._in_flight.append(gradients)
+
+    def _finish_ready(self) -> None:
+        """Finish reductions that have ended, so that their memory is free, or used again."""
+        while self._in_flight and self._in_flight[0].is_reduced_by_all:
+            self._in_flight.popleft().finish_reduce()
+
+    def _may_finish(self, gradients: FlatGradients) -> bool:
+        """Whether a reduction has ended, or may be waited for, to have its memory."""
+        keeps_memory = gradients.accumulates and gradients.exchange is None
+        return gradients.is_reduced_by_all or (not keeps_memory and self._may_wait(gradients))
+
+    def _may_wait(self, gradients: FlatGradients) -> bool:
+        """Whether to wait for a reduction: before a backward's end, whether all ranks begin it now.
+
+        A rank that has not used all of a unit begins it once backward has left that unit. Until
+        then it may wait for this rank itself, to unshard a unit or to exchange tokens.
+        """
+        return gradients.is_closed or not self.usage.may_differ_in_backward
+
+    @as_they_are
+    def flush(self) -> None:
+        """End a backward: reduce what is left, agree on usage, wait for everything."""
+        for gradients in self._gradients:
+            gradients.accept_waiting()
+        self._see_held_up()
+        in_turn = sorted(
+            (self._gradients[position] for position in self._order),
+            key=lambda one: one.waits_for_end,  # last, since other ranks may have begun the rest
+        )
+        for gradients in in_turn:
+            gradients.is_closed = True
+        if any(one.must_reduce and self._reduces_now(one) for one in self._gradients):
+            self.before_last()
+        for gradients in in_turn:
+            if gradients.must_reduce and self._reduces_now(gradients):
+                self._begin(gradients)
+        self._flush_frozen()
+        agrees = self._synchronize or self._shows_averages()
+        if agrees:
+            self.usage.begin()
+        while self._in_flight:
+            self._in_flight.popleft().finish_reduce()
+        self.usage.finish()
+        for gradients in self._gradients if agrees else ():
+            gradients.settle()
+        self._owed = not self._synchronize
+        self.has_exchanged |= self._synchronize
+        self._learn_order()
+        self._reset()
+
+    def _see_held_up(self) -> None:
+        late = [self._gradients[position] for position in self._order[self._cursor + 1 :]]
+        is_late = any(one.is_complete and not one.waits_for_end for one in late if one.is_trained)
+        self.was_held_up |= self._order_is_learned and self._synchronize and is_late
+
+    def _shows_averages(self) -> bool:
+        """Whether code may meet a `.grad` that looks full where ranks have only added up theirs.
+
+        It asks `if p.grad is not None`, and must find the same on every rank.
+        """
+        shows = self._is_met() and not all(one.buffer.shows_sums for one in self._gradients)
+        for gradients in self._gradients if shows else ():
+            gradients.buffer.observe_all()  # of all, since `settle` shows what it knows of all
+        return shows
+
+    def _flush_frozen(self) -> None:
+        """Reduce what was accumulated before a unit was frozen, after all others on each rank."""
+        for gradients in (self._gradients[position] for position in self._order):
+            if not self._synchronize:
+                gradients.is_owed |= gradients.accumulates and gradients.is_trained
+                continue
+            if gradients.is_owed:
+                self._begin(gradients)
+            gradients.note_frozen()
+
+    def reduce_owed(self) -> None:
+        """Reduce gradients that `no_sync` has only accumulated, before an optimizer uses them."""
+        if self._owed:
+            before, self._synchronize = self._synchronize, True
+            try:
+                self.flush()
+            finally:
+                self._synchronize = before
+
+    def reduce_asked(self) -> None:
+        """Reduce gradients that `no_sync` has only accumulated, for user code that asks for them.
+
+        Raises:
+            ConfigError: Ranks have gradients of different parameters.
+        """
+        if self._owed and not self._is_met():
+            self.usage.check_equal()
+        self.reduce_owed()
+
+    @property
+    def learnt_order(self) -> list[int]:
+        """Positions of the buffers in the order of their reduction; empty before it is learnt."""
+        return list(self._order) if self._order_is_learned else []
+
+    def follow(self, order: Sequence[int]) -> None:
+        """Reduce in an order that another reducer of the same model has learnt, on each rank."""
+        if order:
+            self._order, self._order_is_learned = list(order), True
+
+    def _learn_order(self) -> None:
+        if self._order_is_learned or not self._synchronize:
+            return
+        completed = [self._gradients.index(one) for one in self._completed]
+        rest = [position for position in self._order if position not in completed]
+        self._order = self._collectives.broadcast_object([*completed, *rest], src=0)
+        self._order_is_learned = True
+
+    @as_they_are
+    def _reset(self) -> None:
+        self._cursor, self._completed, self._awaiting_end = 0, {}, False
+        self.has_arrived = False
+        self._in_flight.clear()
+        for gradients in self._gradients:
+            gradients.end_backward()

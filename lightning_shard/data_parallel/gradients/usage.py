@@ -1,0 +1,245 @@
+"""Agreement on which parameters have a gradient, so that every rank's optimizer skips the same.
+
+A parameter that no rank used has no gradient on a single device, and an optimizer leaves it
+alone; one that any rank used has. After the gradients, ranks take the maximum of one byte per
+parameter. Only a rank that did not use some parameter itself has to read the answer.
+
+Under stage 3 a digest of the units that this rank unsharded, in order, travels along: ranks that
+unshard different units of one size would mix their shards without a word. Its complement travels
+too, so that the maximum of both is one's own only where all ranks have the same. A rank reads it
+when its own digest is not the one last read, as in every first step.
+
+An optimizer's step may raise on one rank alone, where user code catches it. The others' shards are
+updated then, and that rank's are not: it tells, and asks whether there is a rank without the error.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.pending import Pending
+from lightning_shard.backends.streams import sent_up
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
+from lightning_shard.data_parallel.memory.equal_weights import EqualWeights
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.errors import ConfigError
+
+_DIGEST_BYTES = 4
+
+
+class UnshardRecord:
+    """A digest that is the same on two ranks only when they unsharded the same units."""
+
+    def __init__(self) -> None:
+        self._checksum = 0
+        self._names: dict[str, None] = {}
+
+    def note(self, index: int, name: str) -> None:
+        """Note that the unshard of unit `index` begins."""
+        self._checksum = zlib.crc32(index.to_bytes(4), self._checksum)
+        self._names[name] = None
+
+    def digest(self) -> bytes:
+        """Return the checksum of the unsharded units and its complement.
+
+        The maximum over all ranks is one's own digest only where all ranks have the same.
+        """
+        checksum = self._checksum.to_bytes(_DIGEST_BYTES)
+        return checksum + bytes(255 - byte for byte in checksum)
+
+    def take(self) -> list[str]:
+        """Return the names of the units, each once, and begin anew."""
+        names = list(self._names)
+        self._checksum, self._names = 0, {}
+        return names
+
+
+class UsageAgreement:
+    """One agreement per optimizer step over all parameters of an engine.
+
+    Args:
+        gradients: The gradient buffers, in registration order.
+        collectives: Group of the data-parallel ranks.
+        device: Where the messages lie.
+        unshards: Record of the unsharded units; None below stage 3.
+        weights: Compares parameters where a rank's have moved; None where ranks train alone.
+
+    Attributes:
+        may_differ_in_backward: Whether ranks wait for each other inside a backward, which those
+            that have not used all of the model reduce at other moments.
+    """
+
+    may_differ_in_backward = False
+
+    def __init__(
+        self,
+        gradients: Sequence[FlatGradients],
+        collectives: Collectives,
+        device: torch.device,
+        unshards: UnshardRecord | None = None,
+        weights: EqualWeights | None = None,
+    ) -> None:
+        self._gradients = gradients
+        self._collectives = collectives
+        self._device = device
+        self._unshards = unshards
+        self._weights = weights if weights is not None and weights.compares else None
+        self._digest = self._known_digest = b""
+        self._has_failed = False
+        self._pending: Pending | None = None
+        self._flags = torch.empty(0)
+
+    def note_failed_update(self) -> None:
+        """Note that an optimizer's step has raised on this rank, in the middle of its update."""
+        self._has_failed = True
+
+    def check_equal(self) -> None:
+        """Compare which gradients there are between micro-batches; each rank must call.
+
+        Raises:
+            ConfigError: A parameter has a gradient on some ranks only; raised on every rank.
+        """
+        there = [int(is_there) for one in self._gradients for is_there in one.which_are_there]
+        message = bytes(there) + bytes(1 - is_there for is_there in there)
+        flags = sent_up(_as_tensor(message), self._device)
+        self._collectives.all_reduce(flags, "max").wait()
+        some, none = flags.view(2, -1).tolist()
+        names = [one.own.name(i) for one in self._gradients for i in range(len(one.states))]
+        for name, has_one, lacks_one in zip(names, some, none, strict=True):
+            if has_one and lacks_one:
+                raise ConfigError(
+                    f"Rank {self._collectives.rank}: .grad is used between micro-batches that are "
+                    f"accumulated, where some ranks have a gradient of {name!r} and others have "
+                    f"not used it yet, expected the same on all: code that asks whether .grad is "
+                    f"None would do different things on them. Use it in on_after_backward, after "
+                    f"which ranks agree, or once the last micro-batch has been reduced."
+                )
+
+    def begin(self) -> None:
+        """Start the exchange; each rank must call, after its last reduction has started."""
+        used = b"".join(one.states.is_used for one in self._gradients)
+        if self._unshards is not None:
+            self._digest = self._unshards.digest()
+        moved = bytes([self._weights.have_moved]) if self._weights is not None else b""
+        whole = bytes([not self._has_failed])
+        message = _as_tensor(used + whole + moved + self._digest)
+        self._flags = sent_up(message, self._device)
+        self._pending = self._collectives.all_reduce(self._flags, "max", async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the answer, and mark the gradients that are valid."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        self._check_digest()
+        num_params = sum(len(one.states) for one in self._gradients)
+        self._check_failed(self._flags[num_params])
+        if self._weights is not None:
+            self._weights.agree(self._flags[-1])
+        complete = all(one.all_trained_are_used for one in self._gradients)
+        flags = [] if complete else self._flags.tolist()
+        start = 0
+        for states in (one.states for one in self._gradients):
+            stop = start + len(states)
+            states.validate(states.is_used if complete else flags[start:stop])
+            start = stop
+
+    def _check_failed(self, some_are_whole: torch.Tensor) -> None:
+        if not self._has_failed:
+            return
+        self._has_failed = False
+        if bool(some_are_whole):
+            raise ConfigError(
+                f"Rank {self._collectives.rank}: an optimizer's step raised on this rank and was "
+                f"caught, but it did not raise on every rank, expected the same on all: other "
+                f"ranks have updated their shards, and this one has not. Decide on every rank "
+                f"alike whether to step, by self.all_gather(flag).any() for example, or let the "
+                f"error end the run."
+            )
+
+    def _check_digest(self) -> None:
+        names = [] if self._unshards is None else self._unshards.take()
+        if self._digest == self._known_digest:
+            return
+        if bytes(self._flags[-len(self._digest) :].tolist()) != self._digest:
+            raise ConfigError(
+                f"Rank {self._collectives.rank}: the ranks used different blocks in this step, "
+                f"expected the same ones in the same order; this rank used {', '.join(names)}. "
+                f"ZeRO stage 3 unshards each block from all ranks. Name the class of a module "
+                f"around the blocks that ranks may skip, as units=['MixtureOfExperts'], or use "
+                f"stage 2."
+            )
+        self._known_digest = self._digest
+
+
+class UsageOfSeveral:
+    """Agreements of ranks that have different parameters besides those that all have.
+
+    Args:
+        first: That of the parameters that all data-parallel ranks have.
+        others: Those of parameters that fewer ranks have.
+
+    Attributes:
+        may_differ_in_backward: As of one: ranks exchange tokens inside a backward.
+    """
+
+    def __init__(self, first: UsageAgreement, others: Sequence[UsageAgreement]) -> None:
+        self._first, self._all = first, (first, *others)
+        self.may_differ_in_backward = True
+
+    def note_failed_update(self) -> None:
+        """Note that an optimizer's step has raised on this rank, in the middle of its update."""
+        self._first.note_failed_update()
+
+    def check_equal(self) -> None:
+        """Compare which gradients there are; see `UsageAgreement`."""
+        for one in self._all:
+            one.check_equal()
+
+    def begin(self) -> None:
+        """Start the exchanges; each rank must call."""
+        for one in self._all:
+            one.begin()
+
+    def finish(self) -> None:
+        """Wait for the answers, and mark the gradients that are valid."""
+        for one in self._all:
+            one.finish()
+
+
+def agreement(
+    gradients: Sequence[FlatGradients],
+    reducing: DataGroups,
+    split: ModelSplit,
+    device: torch.device,
+    unshards: UnshardRecord | None,
+    weights: EqualWeights,
+) -> UsageAgreement | UsageOfSeveral:
+    """Return the agreement of an engine; see `UsageAgreement`.
+
+    Args:
+        gradients: The gradient buffers.
+        reducing: Groups of all data-parallel ranks, for gradients.
+        split: How the model is split: what ranks have parts of, those agree on that have the same.
+        device: Where the messages lie.
+        unshards: Record of the unsharded units; None below stage 3.
+        weights: Compares parameters where a rank's have moved.
+    """
+    shared = split.shared_out
+    apart = [one for one in gradients if shared is not None and one.flat.groups is shared.data]
+    common = [one for one in gradients if one not in apart]
+    first = UsageAgreement(common, reducing.dp, device, unshards, weights)
+    if shared is None:
+        return first
+    return UsageOfSeveral(first, [UsageAgreement(apart, shared.reducing.dp, device)])
+
+
+def _as_tensor(message: bytes) -> torch.Tensor:
+    """Return a message as a tensor with memory of its own."""
+    if not message:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)

@@ -1,0 +1,693 @@
+"""One flat buffer of parameters: the module's parameters are views into it.
+
+A parameter can show itself in two ways, and `param.data` is pointed at one or the other:
+
+    full     its own shape, a view of `full`         forward and backward
+    local    1-D, this rank's shard, a view of       the optimizer; under stage 3 also whatever
+             `shard`                                 happens between the steps
+
+    stage 0, 1, 2     full   [ rank 0 | rank 1 | rank 2 ]     shard = this rank's part of it
+    stage 3           full   storage freed when not in use    shard = memory of its own
+    once per host     full   one copy, edits are each rank's  shard = this rank's part of it
+    low precision     full   in the compute format            shard = memory of its own (master)
+    offload           shard as without; the optimizer's is `host`, and the shard itself where the
+                      device keeps none
+
+Resharding resizes the storage of `full` to zero and unsharding gives it back, so that views which
+autograd has saved stay valid. While it is resharded, no parameter points at it.
+
+User code may point `param.data` at memory of its own: before a parameter shows another view, and
+before anything reads the buffers, that value is taken over.
+
+Tensors stand in the parameters' `.grad` for averages in shards. A parameter has one for each shape
+and format in which it shows itself, and for each device: under offload its shard is the host's.
+They share a note. User code may keep them: one that nobody has kept stands for the next gradient,
+too.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from sys import getrefcount
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.common_buffer import CommonBuffer
+from lightning_shard.backends.pending import Pending
+from lightning_shard.core.layout.flat import FlatLayout, build_layout
+from lightning_shard.core.layout.owned import OwnedLayout, build_owned_layout
+from lightning_shard.data_parallel.content import sum_of_bits
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.memory.assigned import (
+    ShownViews,
+    refuse_moved,
+    refuse_resharded,
+    refuse_shape,
+)
+from lightning_shard.data_parallel.memory.flat_memory import (
+    FlatMemory,
+    full_views,
+    overwrite,
+    shard_views,
+)
+from lightning_shard.data_parallel.memory.values_at_start import (
+    ValuesAtStart,
+    give_memory,
+    put_values,
+)
+from lightning_shard.data_parallel.offload.copier import HostCopier
+from lightning_shard.data_parallel.offload.host_shard import HostShard, Uploaded
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient, GradientNote
+from lightning_shard.data_parallel.views.sharded_parameter import (
+    ParameterHome,
+    as_they_are,
+    move_out,
+    present,
+    settle_in,
+)
+from lightning_shard.data_parallel.views.tensor_properties import OWN_GRAD, SET_OWN_GRAD, unrecorded
+
+_Form = tuple[torch.Size, torch.dtype, torch.device]
+_OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
+_ALIGN_BYTES = 16  # vectorised kernels want it
+
+
+class StandIns:
+    """The stand-ins of one buffer.
+
+    Args:
+        params: The buffer's parameters.
+        names: Their names in the model.
+
+    Attributes:
+        notes: A note for each parameter, which the stand-ins of its gradient share.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        self._params = params
+        self.notes = [GradientNote(name) for name in names]
+        self._made: list[dict[_Form, AveragedGradient]]
+        self._made = [{} for _ in names]
+
+    def note(self, index: int) -> GradientNote:
+        """Return the note that the stand-ins of a parameter's gradient share."""
+        return self.notes[index]
+
+    @as_they_are
+    def put(self, indices: Iterable[int]) -> None:
+        """Let stand-ins be the `.grad` of parameters whose gradients have been reduced."""
+        for index in indices:
+            param, made = self._params[index], self._made[index]
+            form = param.shape, param.dtype, param.device
+            stand_in = made.get(form)
+            if stand_in is None:
+                stand_in = made[form] = AveragedGradient(param, self.notes[index])
+            SET_OWN_GRAD(param, stand_in)
+
+    def adopt(self, index: int, shown: AveragedGradient) -> None:
+        """Let what user code has put into `.grad` be a stand-in."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._made[index][shown.shape, shown.dtype, shown.device] = shown
+
+    @as_they_are
+    def lift(self, indices: Sequence[int]) -> list[int]:
+        """Take stand-ins out of `.grad` while their parameters come to show other shapes.
+
+        Returns:
+            The indices of the parameters that had one, for `put`.
+        """
+        grads = [*map(OWN_GRAD, map(self._params.__getitem__, indices))]
+        if AveragedGradient not in map(type, grads):
+            return []
+        lifted = []
+        for index, grad in zip(indices, grads, strict=True):
+            if isinstance(grad, AveragedGradient):
+                note = self.notes[index]
+                if grad.note is not note or grad.own is not None:
+                    grad.settle(note)
+                SET_OWN_GRAD(self._params[index], None)
+                lifted.append(index)
+        return lifted
+
+    def leave(self, indices: Iterable[int], elements: Callable[[int], Tensor | None]) -> None:
+        """Note that parameters' gradients are gone, also for code that has kept a `.grad`.
+
+        Args:
+            indices: Places of the parameters in the buffer.
+            elements: Returns a copy of what this rank has of a gradient; None for nothing.
+        """
+        for index in indices:
+            made = self._made[index]
+            for form in list(made):
+                if getrefcount(made[form]) > _OWN_REFERENCES:
+                    made.pop(form).lose(elements(index))
+            self.notes[index].zeroed = False  # of a gradient that is gone
+
+
+class FirstValues(NamedTuple):
+    """The memory of one flat buffer.
+
+    Attributes:
+        full: The full parameters, shape (F,).
+        shard: This rank's shard, shape (S,).
+        host: The optimizer's shard in host memory; None without offload.
+        common: What `full` is of, where the parameters exist once per host; else None.
+    """
+
+    full: Tensor
+    shard: Tensor
+    host: HostShard | None = None
+    common: CommonBuffer | None = None
+
+
+@unrecorded
+def first_values(
+    params: Sequence[nn.Parameter],
+    layout: FlatLayout,
+    groups: DataGroups,
+    *,
+    stage: int,
+    compute_dtype: torch.dtype,
+    shard_index: int,
+    copier: HostCopier | None,
+    keeps_shard: bool,
+    start: ValuesAtStart | None,
+) -> FirstValues:
+    """Lay out rank 0's values on every rank; each rank must call.
+
+        the parameters exist     once per host        on every rank            under offload
+        shard                    a part of them       a part, or its own       on the host, or both
+
+    Args:
+        params: The parameters of the buffer, in its order.
+        layout: Where each of them lies.
+        groups: The data-parallel ranks.
+        stage: ZeRO stage, 0 to 3.
+        compute_dtype: Format of the full parameters in forward and backward.
+        shard_index: Number of this rank's shard.
+        copier: Copies to host memory, under offload.
+        keeps_shard: Whether the device keeps a shard beside that on the host.
+        start: Knows the values of parameters on meta.
+    """
+    like, bounds = params[0], layout.shard_bounds(shard_index)  # it may have no elements
+    memory, is_plain, reshards = FlatMemory(groups.shard), compute_dtype == like.dtype, stage == 3
+    stays, device = not reshards and is_plain, like.device if start is None else start.device
+    make = partial(memory.zeros, like) if stays else like.new_zeros
+    staging = make(layout.full_numel, dtype=like.dtype, device=device)
+    if groups.dp.rank == 0:  # the others' are not read
+        put_values(params, full_views(staging, layout), start)
+    groups.dp.broadcast(staging, src=0).wait()
+    part = slice(*bounds)
+    own = staging[part]
+    if stage > 0 and is_plain and copier is None:
+        common = groups.shard.share(staging, *bounds)
+        if common is not None:
+            return FirstValues(common.tensor, common.tensor[part], common=common)
+    full = staging.to(compute_dtype) if stays or reshards else memory.copy(staging, compute_dtype)
+    if copier is None:
+        return FirstValues(full, own if stays else memory.copy(own))
+    host = HostShard(own, copier)
+    if not keeps_shard:
+        return FirstValues(full, host.tensor, host)
+    shard = own.clone() if reshards else full[part]
+    host.know(shard)
+    return FirstValues(full, shard, host)
+
+
+class FlatParameters:
+    """The parameters of one unit that share format and `requires_grad`.
+
+    Args:
+        named_params: Name and parameter in buffer order; all of one dtype and device. Rank 0's
+            values are taken by every rank.
+        groups: The data-parallel ranks, each of which must construct this.
+        stage: ZeRO stage, 0 to 3.
+        compute_dtype: Format of the full parameters in forward and backward, until `gather_in`.
+        reduce_dtype: Format in which their gradients travel; None for that of the full parameters.
+        is_split: Whether some of the parameters are tensor-parallel parts, or other ranks of the
+            model have other parameters. Even the full gradients here are then not the model's, and
+            are shown to the optimizer alone.
+        owners: Rank of the shard group that has each parameter full, in ascending order; none for
+            parameters that are cut evenly.
+        copier: Copies to host memory, where the optimizer's shard then lies; None without offload.
+        keeps_shard: Whether the device keeps a shard beside that on the host.
+        start: Knows the values of parameters on meta, which get memory here.
+
+    Attributes:
+        groups: The data-parallel ranks.
+        memory: Makes flat buffers where the ranks reach them best.
+        stand_ins: What stands in `.grad` for averages that lie in shards.
+        host: The optimizer's shard in host memory; None without offload.
+        common: The full parameters where they exist once per host, of which `shard` is a part under
+            every stage; None where each rank has its own.
+        compute_dtype: Format in which autocast's regions use the full parameters.
+        master_dtype: Format of the shard that the optimizer updates.
+        master_views: View of each parameter's elements in that shard.
+        on_assigned: Called when a parameter shows a tensor that user code has assigned; must adopt
+            the value.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, nn.Parameter]],
+        groups: DataGroups,
+        *,
+        stage: int,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None = None,
+        is_split: bool = False,
+        owners: Sequence[int] = (),
+        copier: HostCopier | None = None,
+        keeps_shard: bool = True,
+        start: ValuesAtStart | None = None,
+    ) -> None:
+        self.params = [param for _, param in named_params]
+        self.stage, self.reduce_dtype = stage, reduce_dtype or compute_dtype
+        self.compute_dtype = compute_dtype
+        self.groups, self.memory = groups, FlatMemory(groups.shard)
+        self.master_dtype = master_dtype = self.params[0].dtype
+        self._is_here = True  # of parameters in common, which have memory at all times
+        self.is_away = copier is not None and not keeps_shard
+        self.is_split = is_split
+        self.shard_index = groups.shard.rank if stage > 0 else 0
+        shapes = [(name, tuple(param.shape)) for name, param in named_params]
+        num_shards = groups.shard.size if stage > 0 else 1
+        align = max(_ALIGN_BYTES // min(compute_dtype.itemsize, master_dtype.itemsize), 1)
+        self.layout = (
+            build_owned_layout(shapes, owners, num_shards=num_shards, align=align)
+            if owners
+            else build_layout(shapes, num_shards=num_shards, align=align)
+        )
+        self.full, self.shard, self.host, self.common = first_values(
+            self.params,
+            self.layout,
+            groups,
+            stage=stage,
+            compute_dtype=compute_dtype,
+            shard_index=self.shard_index,
+            copier=copier,
+            keeps_shard=keeps_shard,
+            start=start,
+        )
+        self.full_views = full_views(self.full, self.layout)
+        for param, view in zip(self.params, self.full_views, strict=True):
+            if param.is_meta:
+                give_memory(param, view)
+        self._view_shards()
+        self.stand_ins = StandIns(self.params, [name for name, _ in named_params])
+        self._shown, self._all = ShownViews(self.params), range(len(self.params))
+        self._presented: list[nn.Parameter] = []  # to user code, while they are in shards
+        self._are_sharded = False  # those, to user code
+        self.on_assigned: Callable[[], None] = lambda: self.adopt(self.assigned())
+        self.present_full()
+
+    @property
+    def reshards(self) -> bool:
+        """Whether the full parameters exist only while a forward or backward needs them."""
+        return self.stage == 3
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter requires a gradient now."""
+        return any(param.requires_grad for param in self.params)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the full parameters are rounded, as those of blocks under stage 3 may be."""
+        return self.full.dtype != self.master_dtype
+
+    def gather_in(self, dtype: torch.dtype) -> Tensor:
+        """Have full parameters in another format from now on; they are resharded after it.
+
+        Returns:
+            The buffer of the full parameters until now: graphs that have saved views of it are the
+            only ones to read it, if there are any.
+        """
+        if self.is_unsharded:
+            self.take_in_edits()
+        before, self.full = self.full, torch.empty_like(self.full, dtype=dtype)
+        self.full_views = full_views(self.full, self.layout)
+        if self.reduce_dtype == torch.float16:  # too narrow for what comes from outside autocast
+            self.reduce_dtype = dtype
+        self.reshard()
+        return before
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether each parameter lies full on one rank, which updates it."""
+        return isinstance(self.layout, OwnedLayout)
+
+    @property
+    def has_local_form(self) -> bool:
+        """Whether the optimizer updates shards or master copies, not the full parameters."""
+        return self.stage > 0 or self.has_master or self.is_split
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether `full` has memory; its content is valid once the gather has been waited for."""
+        if self.common is not None:
+            return self._is_here
+        return self.full.untyped_storage().nbytes() > 0
+
+    def _view_shards(self) -> None:
+        self.local_views = self.master_views = self.shard_views(self.shard)
+        if self.host is not None and not self.is_away:
+            self.master_views = self.shard_views(self.host.tensor)
+
+    @property
+    def master(self) -> Tensor:
+        """The shard that the optimizer updates, shape (S,)."""
+        return self.shard if self.host is None else self.host.tensor
+
+    def own_part(self, full: Tensor) -> Tensor:
+        """Return this rank's shard of a full-sized flat tensor, as a view."""
+        return full[slice(*self.layout.shard_bounds(self.shard_index))]
+
+    def shard_views(self, shard: Tensor) -> list[Tensor]:
+        """Return each parameter's local shard as a view of a shard-sized tensor.
+
+        Args:
+            shard: Shape (S,), laid out as `self.shard`.
+
+        Returns:
+            1-D shards, possibly empty; the parameters' own shapes where one rank holds all.
+        """
+        if self.stage == 0:
+            return full_views(shard, self.layout)
+        return shard_views(shard, self.layout, self.shard_index)
+
+    @as_they_are
+    @unrecorded
+    def present_full(self) -> None:
+        """Let every parameter show its full shape; `full` must be unsharded."""
+        self.present_shards(sharded=False)
+        self.see_assigned()  # the views are others after it
+        self._show(self.full_views)
+
+    def _show(self, views: list[Tensor]) -> None:
+        """Point parameters at views, unless they show these; `see_assigned` has been called."""
+        if self._shown.are is not views or not self._shown.have_their_form:
+            self._point(self._all, views)
+            self._shown.show(views)
+
+    def _point(self, indices: Sequence[int], views: Sequence[Tensor]) -> None:
+        lifted = self.stand_ins.lift(indices)
+        for index, view in zip(indices, views, strict=True):
+            self.params[index].data = view
+        self.stand_ins.put(lifted)
+
+    @as_they_are
+    def take_away(self, index: int) -> Tensor | None:
+        """Return what user code has pointed a parameter at, which shows its view again."""
+        value, view = self.params[index].data, self._shown.are[index]
+        if value.data_ptr() == view.data_ptr():
+            return None
+        self._point([index], [view])
+        return value
+
+    def settle_in(self, home_of: Callable[[int], ParameterHome]) -> None:
+        """Let parameters look full to user code while they are in shards.
+
+        Args:
+            home_of: Returns by a parameter's index what it needs to know of its buffer.
+        """
+        homes = {param: home_of(index) for index, param in enumerate(self.params)}
+        self._presented = [param for param, home in homes.items() if settle_in(param, home)]
+        self._are_sharded = False
+
+    def move_out(self) -> None:
+        """End `settle_in`: let sharded parameters show themselves as they are."""
+        for param in self._presented:
+            move_out(param)
+        self._presented = []
+
+    def present_shards(self, *, sharded: bool) -> None:
+        """Let sharded parameters look full to user code, or show themselves as they are.
+
+        Args:
+            sharded: Whether they look full, as sharded tensors.
+        """
+        if sharded is not self._are_sharded:
+            present(self._presented, sharded=sharded)
+            self._are_sharded = sharded
+
+    @as_they_are
+    def see_assigned(self) -> None:
+        """Take over values that user code has assigned to parameters, found by a quick check."""
+        if not self._shown.stand:
+            self.on_assigned()
+
+    @as_they_are
+    def refuse_assigned(self) -> None:
+        """Raise ConfigError if user code has assigned a value, as between forward and backward."""
+        if not self._shown.stand:
+            names = [self.layout.slots[index].name for index in self._shown.assigned()]
+            raise refuse_moved(names, self.groups.dp.rank)
+
+    @as_they_are
+    def assigned(self) -> dict[int, Tensor]:
+        """Return copies of the values that user code has assigned, by the parameter's index.
+
+        Raises:
+            ConfigError: The memory of an assigned tensor is gone.
+        """
+        if self.full.is_meta or (self._shown.stand and self._shown.lie_straight):
+            return {}
+        return {index: self._copied(index) for index in self._shown.assigned()}
+
+    def _copied(self, index: int) -> Tensor:
+        value = self.params[index].data
+        if value.numel() and not value.untyped_storage().nbytes():
+            raise refuse_resharded(self.layout.slots[index].name, self.groups.dp.rank)
+        return value.to(self.full.device, copy=True)
+
+    @as_they_are
+    @unrecorded
+    def adopt(self, values: Mapping[int, Tensor]) -> None:
+        """Write values into the buffers, as if user code had written them into the shown tensors.
+
+        Args:
+            values: By a parameter's index, its value in the shape that it shows or in its own.
+
+        Raises:
+            ConfigError: A value has another shape.
+        """
+        if values:
+            self._move()
+        for index, value in values.items():
+            shown, slot = self._shown.are[index], self.layout.slots[index]
+            if value.shape not in (shown.shape, slot.shape):
+                rank = self.groups.dp.rank
+                raise refuse_shape(slot.name, value.shape, shown.shape, slot.shape, rank)
+            self._point([index], [shown])
+            if value.shape == slot.shape:
+                self._adopt_full(index, value)
+            else:
+                self._updated_views[index].copy_(value)
+
+    @property
+    def _updated_views(self) -> list[Tensor]:
+        """View of each parameter's elements in the shard that leads now."""
+        return self.master_views if self._shown.are is self.master_views else self.local_views
+
+    def _move(self) -> None:
+        """Leave the shown memory to the tensors that user code has kept, and go on in new memory.
+
+        Code that swaps weights keeps the old tensors to assign them again: `kept = param.data`.
+        """
+        left, shows_full = self._shown.are, self._shown.are is self.full_views
+        is_part = self.shard.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
+        shows_host = self.host is not None and left is self.master_views
+        if self.host is not None and shows_host:
+            self.host.move()
+            self.shard = self.host.tensor if self.is_away else self.shard
+        else:
+            if is_part or shows_full:
+                self.full = (
+                    self.memory.copy(self.full) if self.common is None else self.common.leave()
+                )
+                self.full_views = full_views(self.full, self.layout)
+            if is_part:
+                self.shard = self.own_part(self.full)
+            elif not shows_full:
+                self.shard = self.memory.copy(self.shard)
+        self._view_shards()
+        local = self.master_views if shows_host else self.local_views
+        self._shown.show(self.full_views if shows_full else local)
+        for index, view in enumerate(left):
+            if self.params[index].data_ptr() == view.data_ptr():
+                self._point([index], [self._shown.are[index]])
+
+    def _adopt_full(self, index: int, value: Tensor) -> None:
+        """Write a full value; the master keeps its digits where the parameter has not changed."""
+        local = self._updated_views[index]
+        part = self._own_part(index, value).to(local.device)
+        if self.has_master and value.dtype == self.full.dtype:
+            part = torch.where(part != local.to(part.dtype), part.to(local.dtype), local)
+        local.copy_(part)
+        if self.is_unsharded:
+            self.full_views[index].copy_(value)
+
+    def as_shown(self, index: int, value: Tensor) -> Tensor:
+        """Return a tensor of a parameter's own shape as it shows itself; any other as is.
+
+        To user code a sharded parameter shows its own shape.
+        """
+        shape = self.layout.slots[index].shape
+        is_full = value.shape == shape and self.params[index].shape != shape
+        return self._own_part(index, value) if is_full else value
+
+    def _own_part(self, index: int, value: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor of a parameter's own shape."""
+        if self.stage == 0:
+            return value
+        shard_slice = self.layout.shard_slice(self.layout.slots[index], self.shard_index)
+        return value.flatten()[shard_slice.param_offset : shard_slice.param_stop]
+
+    @as_they_are
+    @unrecorded
+    def present_local(self) -> None:
+        """Let every parameter show this rank's shard."""
+        self.see_assigned()
+        self._show(self.local_views)
+
+    @as_they_are
+    @unrecorded
+    def present_master(self) -> None:
+        """Let every parameter show the shard that the optimizer updates."""
+        self.see_assigned()
+        self.settle()
+        self._show(self.master_views)
+
+    def settle(self) -> None:
+        """Under offload, carry user code's changes of the shard over to the optimizer's."""
+        if self.host is not None and not self.is_away:
+            self.host.take_in(self.shard)
+
+    def send_up(self) -> None:
+        """Under offload, carry changes of the optimizer's shard over to the device."""
+        if self.host is not None and not self.is_away:
+            self.host.send_up(self.shard)
+            self.host.copier.join()
+
+    @unrecorded
+    def begin_unshard(self) -> Pending | Uploaded | None:
+        """Start bringing the full parameters together from the shards; each rank must call."""
+        if self.reshards:
+            self.see_assigned()
+        if self.common is not None:
+            self._is_here = True
+            return self.common.gather()
+        if not self.is_unsharded:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        own = self.own_part(self.full)
+        if self.host is not None and self.is_away:
+            return self.host.unshard(own, lambda: self._gather_own(own))
+        if self.shard.dtype == own.dtype and self.layout.num_shards > 1:
+            return self._gather_own(self.shard)
+        if own.data_ptr() != self.shard.data_ptr():
+            own.copy_(self.shard)
+        return self._gather_own(own)
+
+    def _gather_own(self, own: Tensor) -> Pending | None:
+        if self.layout.num_shards == 1:
+            return None
+        sizes = self.layout.shard_numels
+        return self.groups.shard.all_gather(self.full, own, sizes=sizes, async_op=True)
+
+    @unrecorded
+    def take_in_edits(self) -> None:
+        """Carry user code's changes of the full parameters over to the shard.
+
+        A master keeps its digits wherever the full parameter still is what it was rounded to.
+        """
+        self.see_assigned()
+        own = self.own_part(self.full)
+        if own.data_ptr() == self.shard.data_ptr():
+            return
+        if self.host is not None and self.is_away:
+            self.host.take_in(own)
+            return
+        if not self.has_master:
+            self.shard.copy_(own)
+            return
+        edited = own != self.shard.to(own.dtype)
+        self.shard.copy_(torch.where(edited, own.to(self.shard.dtype), self.shard))
+
+    def own_values(self) -> list[Tensor]:
+        """Return this rank's part of what each parameter shows, in the format of compute."""
+        return [
+            self._own_part(index, value)
+            if value.shape == self.layout.slots[index].shape
+            else value.to(self.full.dtype)
+            for index, value in enumerate(param.data for param in self.params)
+        ]
+
+    def shown_parts(self) -> list[Tensor]:
+        """Return `own_values` in as few tensors as there can be."""
+        if not self._shown.stand:
+            return self.own_values()
+        return [self.own_part(self.full) if self.is_unsharded else self.shard.to(self.full.dtype)]
+
+    def mark(self) -> int:
+        """Return a number that changes when the values of the optimizer's shard do."""
+        return int(sum_of_bits(self.master))
+
+    @unrecorded
+    def load(self, index: int, value: Tensor) -> None:
+        """Overwrite one parameter by a tensor of its own shape, however it shows itself now.
+
+        Blank elements keep their value.
+        """
+        if self.is_unsharded:
+            overwrite(self.full_views[index], value)
+        overwrite(self.local_views[index], self._own_part(index, value))
+        if self.master_views is not self.local_views:
+            overwrite(self.master_views[index], self._own_part(index, value))
+
+    @as_they_are
+    def reshard(self) -> None:
+        """Point the parameters at their shards and give the full memory back."""
+        self.present_local()
+        self.present_shards(sharded=True)
+        if self.common is not None:
+            self._is_here = False
+            return
+        if not self.full.untyped_storage().resizable():  # user code has an array of numpy's on it
+            self.full = torch.empty_like(self.full)
+            self.full_views = full_views(self.full, self.layout)
+        self.full.untyped_storage().resize_(0)
+
+    def full_values(self) -> list[Tensor]:
+        """Return each parameter, full and in the optimizer's format; each rank must call."""
+        self.see_assigned()
+        if self.is_unsharded:
+            self.take_in_edits()
+        self.settle()
+        if self.reshards or self.full.dtype != self.master_dtype:
+            return self.gather_shards(self.master)
+        return self.full_views
+
+    def joined(self, index: int, local: Tensor) -> Tensor:
+        """Bring one parameter together from shards of any format; each rank must call."""
+        shard = self.shard.new_zeros(self.shard.shape, dtype=local.dtype)
+        self.shard_views(shard)[index].copy_(local)
+        return self.gather_shards(shard)[index].clone()
+
+    @unrecorded
+    def gather_shards(self, shard: Tensor) -> list[Tensor]:
+        """Bring any shard-shaped tensor together in the parameters' own shapes.
+
+        Args:
+            shard: Shape (S,), laid out as `self.shard`; each rank must call.
+
+        Returns:
+            Views of a new buffer, in slot order.
+        """
+        shard = shard.to(self.full.device)
+        if self.layout.num_shards == 1:
+            return full_views(shard, self.layout)
+        full = shard.new_empty(self.layout.full_numel)
+        self.groups.shard.all_gather(full, shard, sizes=self.layout.shard_numels).wait()
+        return full_views(full, self.layout)

@@ -1,0 +1,98 @@
+"""Which blocks of a model are computed again in backward, and putting their forwards back.
+
+    blocks.0  Block   forward of its class   ──entered──>   forward set on it ──left──> as before
+    blocks.1  Block
+
+A block's class, its names in a state dict and its hooks stay as they are.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_shard.data_parallel.recompute.recomputation import RECOMPUTED, Recomputed, recomputes
+from lightning_shard.data_parallel.recompute.recomputed_state import has_statistics
+from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
+from lightning_shard.data_parallel.units.units import named_blocks
+from lightning_shard.errors import ConfigError
+
+ActivationCheckpointing = Literal["full", "selective"] | list[str]
+
+
+@contextmanager
+def checkpointed_blocks(
+    model: nn.Module,
+    choice: ActivationCheckpointing | None,
+    units: Sequence[str] | None = None,
+    *,
+    reads_buffers: bool = True,
+) -> Iterator[None]:
+    """Compute the activations of a model's blocks again in backward inside.
+
+    Args:
+        model: Module whose blocks are checkpointed.
+        choice: "full" or "selective" for the model's blocks, or the class names of modules whose
+            activations are all dropped; None does nothing.
+        units: Class names of the blocks; None takes the repeated children of lists.
+        reads_buffers: Whether buffers have elements, so that changes of them can be seen.
+
+    Raises:
+        ConfigError: The model has no such blocks.
+    """
+    blocks = [] if choice is None else list(_chosen(model, choice, units))
+    before = [(block, vars(block).get("forward")) for _, block in blocks]
+    kind = choice if isinstance(choice, str) else "full"
+    try:
+        for (name, block), (_, forward) in zip(blocks, before, strict=True):
+            vars(block)[RECOMPUTED] = Recomputed(name, forward, is_checked=not reads_buffers)
+            vars(block)["forward"] = recomputes(block, kind)
+        yield
+    finally:
+        for block, forward in before:
+            _put_back(block, forward)
+
+
+def _put_back(block: nn.Module, forward: Any) -> None:
+    vars(block).pop(RECOMPUTED, None)
+    vars(block).pop("forward", None)
+    if forward is not None:
+        vars(block)["forward"] = forward
+
+
+def _chosen(
+    model: nn.Module, choice: ActivationCheckpointing, units: Sequence[str] | None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield by name the modules to checkpoint, each once; a compiled one without its wrapper."""
+    option = "units" if isinstance(choice, str) else "activation_checkpointing"
+    classes = units if isinstance(choice, str) else choice
+    found = dict.fromkeys(_uncompiled(named_blocks(model, classes, option=option)))
+    if not found:
+        raise ConfigError(
+            f"activation_checkpointing={choice!r} computes the activations of blocks again, but "
+            f"{type(model).__name__} has no list of repeated modules (a ModuleList or Sequential); "
+            f"expected blocks. Name classes of modules: activation_checkpointing=['Block']."
+        )
+    seen: set[nn.Module] = set()
+    for name, block in found:
+        if block not in seen:
+            _warn_of_compiled(name, block)
+            seen.add(block)
+            yield name, block
+
+
+def _uncompiled(blocks: Iterator[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    for name, block in blocks:
+        yield name, block._modules.get(COMPILED_MODULE) or block
+
+
+def _warn_of_compiled(name: str, block: nn.Module) -> None:
+    if has_compiled_call(block) and any(map(has_statistics, block.modules())):
+        rank_zero_warn(
+            f"The block {name!r} ({type(block).__name__}) is compiled and has running statistics, "
+            f"which compiled code would update once more in its recomputation: under "
+            f"activation_checkpointing it runs uncompiled. Name classes of modules without batch "
+            f"norms in activation_checkpointing to compile it."
+        )

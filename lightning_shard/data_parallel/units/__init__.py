@@ -1,0 +1,1 @@
+"""Units: which modules are gathered and freed together, and when."""

@@ -1,0 +1,132 @@
+"""The model's full values: brought together one parameter after the other, and taken in.
+
+    saving, restoring   shards of all ranks ──> full value ──> the next parameter
+    loading             full value ──> this rank's shard, in place
+
+No rank ever holds more full values than those of one unit, unless the caller keeps them.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.memory.flat_memory import blank
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.model_split import ModelSplit, ranks_of
+from lightning_shard.data_parallel.units.unit import Unit, of_one_unit
+
+
+def bring_together(flats: Iterable[FlatParameters]) -> None:
+    """Gather the full parameters of some buffers; each rank must call."""
+    for handle in [flat.begin_unshard() for flat in flats]:
+        if handle is not None:
+            handle.wait()
+
+
+@contextmanager
+def publishing_edits(
+    flats: Sequence[FlatParameters], ranks: Collectives, device: torch.device
+) -> Iterator[None]:
+    """Bring those buffers up to date whose shards user code on any rank changes inside.
+
+    Args:
+        flats: Buffers whose full parameters stay between the steps; the same on all ranks.
+        ranks: Group of all ranks that hold the model; each must enter and leave.
+        device: Where the numbers that ranks exchange lie.
+    """
+    for flat in flats:
+        flat.take_in_edits()
+        flat.settle()
+    marks = [flat.mark() for flat in flats]
+    yield
+    changed = [flat.mark() != mark for flat, mark in zip(flats, marks, strict=True)]
+    flags = torch.tensor(changed, dtype=torch.uint8, device=device)
+    ranks.all_reduce(flags, "max").wait()
+    bring_together(flat for flat, moved in zip(flats, flags.tolist(), strict=True) if moved)
+
+
+class FullValues:
+    """Reads and writes the full parameters of a model whose ranks have shards or copies.
+
+    Args:
+        model: The model of an engine.
+        homes: By parameter, the buffer that holds it and its index there.
+        units: Units of the model.
+        groups: Groups of the data-parallel ranks.
+        split: How the model is split over other ranks.
+        adopt: Takes over what user code has assigned.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        homes: Mapping[nn.Parameter, tuple[FlatParameters, int]],
+        units: Sequence[Unit],
+        groups: DataGroups,
+        split: ModelSplit,
+        adopt: Callable[[], None],
+    ) -> None:
+        self._model, self._homes, self._units = model, homes, units
+        self._groups, self._split, self._adopt = groups, split, adopt
+
+    def shape(self, param: nn.Parameter) -> Sequence[int]:
+        """Return the full shape of `param`, however it shows itself now."""
+        shape = self._split.full_shapes.get(param)
+        if shape is not None:
+            return shape
+        if param not in self._homes:  # user code has added it since
+            return param.shape
+        flat, index = self._homes[param]
+        return flat.layout.slots[index].shape
+
+    @contextmanager
+    def loading(self, missing: Container[str]) -> Iterator[None]:
+        """Let every parameter be full inside, as `DataParallelEngine.loading` says."""
+        self._adopt()
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.present_shards(sharded=False)
+        shown = [(param, param.data, param.grad) for param in self._model.parameters()]
+        for param, value, _ in shown:
+            param.grad = None
+            param.data = blank(self.shape(param), value.dtype)
+        try:
+            yield
+            for name, param in self._model.named_parameters():
+                if param in self._homes and name not in missing:
+                    flat, index = self._homes[param]
+                    flat.load(index, self._split.local(param, param.data))
+        finally:
+            for param, value, grad in shown:
+                param.data, param.grad = value, grad
+            for unit in self._units:
+                for flat in unit.flats if unit.is_resharded else ():
+                    flat.present_shards(sharded=True)
+
+    def each(
+        self, *, everywhere: bool, without: Container[nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Bring parameters together, as `DataParallelEngine.full_parameters` says."""
+        self._adopt()
+        if not self._groups.is_first_copy:
+            return
+        come: dict[FlatParameters, list[Tensor]] = {}
+        for param in self._model.parameters():
+            if param in without:
+                continue
+            value = param.data
+            if param in self._homes:
+                flat, index = self._homes[param]
+                if flat not in come:
+                    come = of_one_unit(come, flat, self._units)
+                    come[flat] = flat.full_values()
+                value = come[flat][index]
+            if everywhere or ranks_of(param, self._groups, self._split).dp.rank == 0:
+                value = self._split.full(param, value.detach())
+            if everywhere or self._groups.dp.rank == 0:
+                yield param, value
+            del value  # its unit is let go of before the next one comes

@@ -1,0 +1,198 @@
+"""A unit at work: its flat buffers and, under stage 3, whether its parameters are unsharded.
+
+    SHARDED ── begin_unshard ──> UNSHARDING ── ensure_full ──> FULL ── reshard ──> SHARDED
+
+Below stage 3 a unit is always FULL.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from torch import Tensor, nn
+
+from lightning_shard.backends.pending import Pending
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.leftovers import is_given_back, mark_leftover
+from lightning_shard.data_parallel.offload.host_shard import Uploaded
+from lightning_shard.data_parallel.units.passages import Passages
+
+
+class Unit:
+    """The parameters of some modules, unsharded and resharded together.
+
+    Attributes:
+        name: Name of the unit, for error messages.
+        modules: The blocks whose forward needs the parameters; empty for the root unit.
+        flats: One flat buffer per format and `requires_grad`.
+        passages: What backwards have entered of the blocks, and what they have left.
+        on_unshard: Called when an unshard begins.
+        stays: Whether the parameters stay for a whole step: those of the root unit, and all where
+            they exist once per host, so that giving them back would free nothing.
+        kept: Whether the unit stays unsharded until the step ends, or an optimizer updates it,
+            since a backward that its hooks do not see may need it.
+        brought: Whether the unit was unsharded for user code, which may change it until it is
+            resharded.
+        is_rounded: Whether full parameters are rounded to the 16 bits of autocast's regions.
+        was_met: Whether user code has run while the unit was unsharded, and may have changed it.
+        is_hidden: Whether parameters look sharded although rounded ones are here: see `hide`.
+    """
+
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], flats: Sequence[FlatParameters]
+    ) -> None:
+        self.name = name
+        self.modules = tuple(modules)
+        self.flats = tuple(flats)
+        self.passages = Passages()
+        self.kept = self.brought = self.was_met = self.is_hidden = False
+        self.stays = self.is_root
+        self._forwarded: set[nn.Module] = set()
+        self._pending: list[Pending | Uploaded] | None = None
+        self.is_full = True
+        self.is_rounded = any(flat.has_master for flat in self.flats)
+        self._rounds_again = False  # when the unit is resharded
+        self.on_unshard: Callable[[], None] = lambda: None
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the parameters lie outside of all blocks."""
+        return not self.modules
+
+    @property
+    def is_resharded(self) -> bool:
+        """Whether the parameters are neither here nor on their way."""
+        return not self.is_full and self._pending is None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter requires a gradient now."""
+        return any(flat.is_trained for flat in self.flats)
+
+    def has_any_of(self, params: Collection[nn.Parameter]) -> bool:
+        """Whether some of `params` are among the unit's."""
+        return any(param in params for flat in self.flats for param in flat.params)
+
+    def begin_unshard(self) -> None:
+        """Start the all-gathers unless the parameters are here or on their way.
+
+        Raises:
+            ConfigError: User code has assigned a parameter between its forward and its backward.
+        """
+        if self.is_resharded:
+            for flat in self.flats if self.passages.open_calls else ():
+                flat.refuse_assigned()
+            self.on_unshard()
+            pending = [flat.begin_unshard() for flat in self.flats]
+            self._pending = [handle for handle in pending if handle is not None]
+
+    def ensure_full(self) -> None:
+        """Let the module's parameters show their full shapes, waiting for them if need be."""
+        if self.is_full and not self.is_hidden:
+            return
+        self.begin_unshard()
+        for handle in self._pending or ():
+            handle.wait()
+        self._pending = None
+        self._present_full()
+
+    def _present_full(self) -> None:
+        for flat in self.flats:
+            flat.present_full()
+        self.is_full, self.is_hidden = True, False
+
+    def hide(self) -> None:
+        """Let parameters that are rounded look sharded between blocks, to the code of a step.
+
+        What reads one there has the unit brought unrounded.
+        """
+        self.is_hidden = self.is_full and self.is_rounded
+        for flat in self.flats if self.is_hidden else ():
+            flat.present_local()
+            flat.present_shards(sharded=True)
+
+    def widen(self, *, for_good: bool) -> None:
+        """Have full parameters as their shards are, for code outside autocast; each must call.
+
+        Graphs keep what they have saved of rounded ones.
+
+        Args:
+            for_good: Whether to keep the format; else the parameters are rounded again when they
+                are resharded and no backward is to come.
+        """
+        self._rounds_again = not for_good and (self.is_rounded or self._rounds_again)
+        if not self.is_rounded:
+            return
+        if self._pending is not None:
+            self.ensure_full()
+        was_full, are_saved = self.is_full, self.passages.are_open
+        rounded = [flat for flat in self.flats if flat.has_master]
+        before = [flat.gather_in(flat.master_dtype) for flat in rounded]
+        self.is_rounded = False
+        if not (was_full or are_saved):
+            return
+        self.on_unshard()
+        pending = [flat.begin_unshard() for flat in (rounded if was_full else self.flats)]
+        for handle in pending:
+            if handle is not None:
+                handle.wait()
+        self._present_full()
+        for flat, known in zip(rounded, () if was_full else before, strict=False):
+            known.untyped_storage().resize_(known.nbytes)  # for the backwards that are to come
+            known.copy_(flat.full)
+
+    def reshard(self, *, edited: bool = False) -> None:
+        """Let the parameters show this rank's shards and give the full memory back.
+
+        Args:
+            edited: Whether user code may have changed the full parameters, whose changes are kept.
+        """
+        for handle in self._pending or ():
+            handle.wait()
+        if (edited or self.brought or self.was_met) and self.is_full:
+            for flat in self.flats:
+                flat.take_in_edits()
+        if self.is_full or self._pending is not None:
+            for flat in self.flats:
+                flat.reshard()
+        self._pending, self.is_full, self.is_hidden = None, False, False
+        if self._rounds_again and not self.passages.are_open:
+            for flat in (one for one in self.flats if one.full.dtype != one.compute_dtype):
+                flat.gather_in(flat.compute_dtype)
+            self.is_rounded, self._rounds_again = True, False
+        self.brought = self.was_met = False
+        self._forwarded.clear()
+
+    def leave_as_is(self) -> None:
+        """After a failure, leave full parameters in their own format where this rank has them."""
+        for flat in (flat for flat in self.flats if not is_given_back(flat)):
+            for param, view in zip(flat.params, flat.full_views, strict=True):
+                if self.is_full:
+                    param.grad = None
+                    param.data = view.to(flat.master_dtype, copy=True)
+                if not self.is_full:
+                    mark_leftover(param)
+
+    def forget_calls(self, *, but_kept: bool = False) -> None:
+        """Forget open calls and what they keep, since none of their backwards comes any more.
+
+        Args:
+            but_kept: Whether backwards that hooks do not see may come; user code has the unit then.
+        """
+        self.passages.forget()
+        self.kept = self.kept and but_kept
+        self.brought |= self.kept
+
+    def note_forward(self, module: nn.Module) -> bool:
+        """Note that a module's forward is over; return whether the module is the unit's last."""
+        self._forwarded.add(module)
+        if len(self._forwarded) < len(self.modules):
+            return False
+        self._forwarded.clear()
+        return True
+
+
+def of_one_unit(
+    come: dict[FlatParameters, list[Tensor]], flat: FlatParameters, units: Iterable[Unit]
+) -> dict[FlatParameters, list[Tensor]]:
+    """Return the values that have come for the unit that `flat` belongs to."""
+    same = next(unit.flats for unit in units if flat in unit.flats)
+    return {known: values for known, values in come.items() if known in same}

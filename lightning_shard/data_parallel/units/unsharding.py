@@ -1,0 +1,745 @@
+"""Stage 3: parameters are unsharded before a module needs them and resharded when it is done.
+
+    forward    unshard 0 | forward 0, unshard 1 | forward 1, unshard 2 | forward 2 ...
+                         |        reshard 0     |        reshard 1     |
+    backward   ... backward 2, unshard 1 | backward 1, unshard 0 | backward 0 |
+                               reshard 2 |             reshard 1 |  reshard 0
+
+A block's forward is bracketed by module hooks, its backward by hooks on its outputs (gradients
+are about to enter) and inputs (they have left). The order of the last step says what to prefetch.
+Parameters of the root unit stay from the start of a step to the end of its backward; outside a
+step, for as long as any module that holds one is in its forward. Where the parameters exist once
+per host, giving them back would free nothing: there all units stay for a step.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_shard.data_parallel.gradients.usage import UnshardRecord
+from lightning_shard.data_parallel.graph_borders import LeftGraphs, outputs_with_gradient
+from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.scripted import hookable
+from lightning_shard.data_parallel.torch_private import (
+    GENERATES,
+    GENERATES_TOGETHER,
+    in_backward,
+    untraced,
+    without_function_modes,
+)
+from lightning_shard.data_parallel.units.passages import Passage
+from lightning_shard.data_parallel.units.unit import Unit
+from lightning_shard.data_parallel.views.sharded_parameter import (
+    ShardedParameter,
+    UserCode,
+    as_they_are,
+    copy_home,
+    move_out,
+    present,
+    take_set,
+)
+from lightning_shard.data_parallel.views.transforms import OF_SHARDS, refuse_transforms
+from lightning_shard.errors import ConfigError
+
+_Home = tuple[FlatParameters, int]
+
+
+class ShardCopies:
+    """The copies of some parameters.
+
+    self.ema = copy.deepcopy(net)     each parameter of the copy is this rank's shard, also before
+                                      the first step, when the model itself is still full
+    ema and net, element by element   equal shards meet
+    self.ema(x)                       gathered for the call, and in shards again after it
+    the end of the run                gathered for good
+
+    A copy's modules carry the hooks of the modules that they were copied from: these are what tells
+    of its calls. Each rank must make, call and keep the same copies.
+
+    Args:
+        flats: Buffers of the parameters, under stage 3.
+        shows_full: Returns whether a parameter that is full now is copied as it is.
+    """
+
+    def __init__(self, flats: Sequence[FlatParameters], shows_full: Callable[[], bool]) -> None:
+        self._homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of copies
+        self._made = 0
+        self._depth = 0
+        self._shards: list[tuple[nn.Parameter, Tensor]] = []  # while their copies are full
+        self._looked_full: list[nn.Parameter] = []  # those of them that seemed to be
+        self._params = [param for flat in flats for param in flat.params]
+        self._originals = [(flat, index) for flat in flats for index in range(len(flat.params))]
+        for flat in flats:
+            for index, param in enumerate(flat.params):
+                vars(param)["__deepcopy__"] = _Copier(self, (flat, index), shows_full)
+
+    @torch.no_grad()
+    def copy(self, home: _Home, *, full: bool) -> nn.Parameter:
+        """Return a copy of a parameter: this rank's shard, or the full tensor that it shows."""
+        flat, index = home
+        param = flat.params[index]
+        if full:
+            return nn.Parameter(param.data.clone(), param.requires_grad)
+        flat.see_assigned()
+        made = nn.Parameter(flat.local_views[index].clone(), param.requires_grad)
+        copy_home(param, made)
+        self._homes[made] = (home, self._made)
+        self._made += 1
+        return made
+
+    def _alive(self) -> dict[int, tuple[nn.Parameter, _Home]]:
+        """Return by number the copies that user code still has, each with its original's place."""
+        copies = self._homes.items()  # type: ignore[no-untyped-call]
+        return {number: (copy, home) for copy, (home, number) in copies}
+
+    @as_they_are
+    def take_set(self) -> None:
+        """Let copies that user code has set to full tensors be this rank's shards again."""
+        for copy, (flat, index) in self._alive().values() if not self._depth else ():
+            take_set(copy, flat.local_views[index])
+
+    def own(self, module: nn.Module) -> bool:
+        """Whether a module holds copies that were made here."""
+        return any(param in self._homes for param in module.parameters())
+
+    def check_entered(self, part: nn.Module) -> None:
+        """Raise ConfigError unless a part of a copied block is called by its block's forward."""
+        if not self._depth:
+            raise ConfigError(
+                f"A {type(part).__name__} inside a block of a copy that was made during the run "
+                f"is called by itself, but under ZeRO stage 3 it is one rank's shards; expected a "
+                f"call of the block, for which it is gathered. Call the copied network or block."
+            )
+
+    def enter(self, module: nn.Module) -> None:
+        """Make a copied module full for a call; each rank must call.
+
+        Raises:
+            ConfigError: The call would record gradients of the copy.
+        """
+        self._depth += 1
+        if self._depth > 1:
+            return
+        params = [param for param in module.parameters() if param in self._homes]
+        if torch.is_grad_enabled() and any(param.requires_grad for param in params):
+            self._depth -= 1
+            self._refuse(module)
+        self._looked_full = [param for param in params if type(param) is ShardedParameter]
+        present(self._looked_full, sharded=False)
+        self._shards = [(param, param.data) for param in params]
+        self._gather(params)
+
+    def leave(self) -> None:
+        """End a call of a copied module."""
+        self._depth -= 1
+        if self._depth == 0:
+            for param, shard in self._shards:
+                param.data = shard
+            present(self._looked_full, sharded=True)
+            self._shards, self._looked_full = [], []
+
+    def _refuse(self, module: nn.Module) -> NoReturn:
+        raise ConfigError(
+            f"A copy of a {type(module).__name__} that was made during the run is called with "
+            f"gradients, but under ZeRO stage 3 it is this rank's shards and cannot be trained; "
+            f"expected a call without. Call it within torch.no_grad(), freeze it with "
+            f"requires_grad_(False), or make the copy in __init__ or configure_model, as a part of "
+            f"the module."
+        )
+
+    @as_they_are
+    @torch.no_grad()
+    def _gather(self, params: Iterable[nn.Parameter]) -> None:
+        """Make copies full, buffer by buffer."""
+        batches: dict[tuple[FlatParameters, int], dict[int, nn.Parameter]] = {}
+        for param in params:
+            (flat, index), _ = self._homes[param]
+            nth = 0
+            while index in batches.get((flat, nth), ()):
+                nth += 1
+            batches.setdefault((flat, nth), {})[index] = param
+        for (flat, _), copies in batches.items():
+            shard = torch.zeros_like(flat.shard)
+            views = flat.shard_views(shard)
+            for index, param in copies.items():
+                views[index].copy_(param.data)
+            full = flat.gather_shards(shard)
+            for index, param in copies.items():
+                param.data = full[index].to(param.dtype, copy=True)
+
+    @as_they_are
+    def numbered_shards(self) -> dict[tuple[int, int], int]:
+        """Return a number for each shard here by address and size, the same on every rank."""
+        views = [flat.local_views[index] for flat, index in self._originals]
+        numbered = dict(enumerate(views))
+        for made, (copy, _) in self._alive().items():
+            numbered[len(views) + made] = copy.data
+        return {(view.data_ptr(), view.numel()): number for number, view in numbered.items()}
+
+    @as_they_are
+    def full(self, number: int) -> Tensor:
+        """Return the full tensor of the shard with this number; each rank must have it and call."""
+        if number < len(self._originals):
+            flat, index = self._originals[number]
+            return flat.full_values()[index]
+        made = number - len(self._originals)
+        copy, (flat, index) = self._alive()[made]
+        shard = torch.zeros_like(flat.shard)
+        flat.shard_views(shard)[index].copy_(copy.data)
+        return flat.gather_shards(shard)[index]
+
+    @torch.no_grad()
+    def restore(self, agree: Callable[[set[int]], set[int]] | None) -> None:
+        """End the run: copy parameters plainly again, and make copies full.
+
+        Args:
+            agree: Returns those of this rank's shard numbers that all ranks have; each rank must
+                call. None leaves copies as shards, when peers may be gone.
+        """
+        for param in self._params:
+            vars(param).pop("__deepcopy__", None)
+        alive = self._alive()
+        for copy, _ in alive.values():
+            move_out(copy)
+        if agree is None:
+            return
+        self._gather([alive[number][0] for number in sorted(agree(set(alive)))])
+        self._homes = WeakTensorKeyDictionary()
+
+
+class _Copier:
+    """Makes the copy of one parameter for `copy.deepcopy`."""
+
+    def __init__(self, copies: ShardCopies, home: _Home, shows_full: Callable[[], bool]) -> None:
+        self._copies, self._home, self._shows_full = copies, home, shows_full
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
+        flat, index = self._home
+        is_full = type(flat.params[index]) is not ShardedParameter and (
+            flat.params[index].shape == flat.layout.slots[index].shape
+        )
+        return self._copies.copy(self._home, full=is_full and self._shows_full())
+
+    def __reduce__(self) -> NoReturn:
+        flat, index = self._home
+        raise ConfigError(
+            f"The parameter {flat.layout.slots[index].name!r} is pickled during a run of ZeRO "
+            f"stage 3, in which each rank has a shard of it; expected its values only. Save with "
+            f"trainer.save_checkpoint, or after the run."
+        )
+
+
+class Unsharder:
+    """Unshards and reshards the units of a model.
+
+    Args:
+        model: The module whose forward, or whose children's forwards, need the units.
+        units: All units, in registration order.
+        on_left: Called with a unit when backward has left its modules for good.
+        units_ahead: Units that are unsharded ahead of the one that runs.
+
+    Attributes:
+        record: The units that have been unsharded since the ranks last agreed.
+        copies: Copies of the parameters that user code has made.
+        user_code: Knows whether user code runs between the steps, too.
+        is_updating: Whether the parameters show the optimizer its shards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        on_left: Callable[[Unit], None],
+        units_ahead: int = 1,
+    ) -> None:
+        self._units = units
+        self._units_ahead = units_ahead
+        self._on_left = on_left
+        self._staying = [unit for unit in units if unit.stays]
+        self._next: dict[Unit, Unit] = {}
+        self._previous: dict[Unit, Unit] = {}
+        self._trace: dict[Unit, None] = {}  # in this step, in order
+        self._awaited: dict[Passage, Unit] = {}  # a backward enters the last one first
+        self._depth = 0
+        self._in_step = self._has_ended_in_step = False
+        self._has_stepped = False
+        self.user_code = UserCode()
+        self._holds = self.is_updating = self._watches_steps = False
+        self._within = False
+        self._handles: list[RemovableHandle] = []
+        self._is_removed = False
+        self._device_type = next((f.full.device.type for one in units for f in one.flats), "cpu")
+        self.copies = ShardCopies(
+            [flat for unit in units for flat in unit.flats], lambda: self._in_step or self._holds
+        )
+        self.record = UnshardRecord()
+        for index, unit in enumerate(units):
+            unit.on_unshard = partial(self.record.note, index, unit.name)
+            unit.passages.on_entry = partial(self._before_backward, unit)
+            unit.passages.on_exit = partial(self._after_backward, unit)
+        self._left_graphs: dict[nn.Module, LeftGraphs] = {}  # by block
+        self._generating: list[nn.Module] = []
+        self._install(model)
+        if not all(unit.stays for unit in units):
+            self._generating = [one for one in model.modules() if hasattr(one, GENERATES)]
+        for module in self._generating:
+            vars(module)[GENERATES_TOGETHER] = True
+
+    def _install(self, model: nn.Module) -> None:
+        inside: set[nn.Module] = set()
+        for unit in self._units:
+            for module in unit.modules:
+                inside.update(module.modules())
+                self._left_graphs[module] = LeftGraphs(module)
+                self._hook_block(unit, module)
+                for part in hookable(module):
+                    has_own = next(part.parameters(recurse=False), None) is not None
+                    if part is not module and has_own:
+                        self._hook_part(unit, part)
+        roots = [unit for unit in self._units if unit.is_root]
+        in_root = {id(p) for unit in roots for flat in unit.flats for p in flat.params}
+        for module in hookable(model):
+            if module not in inside and any(id(p) in in_root for p in module.parameters()):
+                self._hook_holder(module)
+
+    def _hook_block(self, unit: Unit, module: nn.Module) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._before_forward(unit, args, kwargs)
+
+        def before_other(called: nn.Module, args: Any, kwargs: Any) -> None:
+            # A copy that has full values, or none, is no block of the model.
+            if not self._enter_copy(called) and called in self._left_graphs:
+                self._before_forward(unit, args, kwargs)
+
+        def after(called: nn.Module, _: Any, output: Any) -> None:
+            self._after_forward(unit, called, output)
+
+        def after_other(called: nn.Module, _: Any, output: Any) -> None:
+            if not self._leave_copy(called) and called in self._left_graphs:
+                self._after_forward(unit, called, output)
+
+        make = self._outside_of_steps if unit.stays else _Hook
+        first, last = make(before, before_other), make(after, after_other)
+        self._handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(last))
+
+    def _outside_of_steps(
+        self, function: Callable[..., None], of_copy: Callable[..., None]
+    ) -> "TracedHook":
+        """Return a hook of a unit that stays for a step, in which it has nothing to unshard."""
+        hook = _Hook(function)
+
+        def called(*args: Any) -> None:
+            if not self._in_step or self._watches_steps:
+                hook(*args)
+
+        return TracedHook(called, of_copy)
+
+    def _hook_part(self, unit: Unit, part: nn.Module) -> None:
+        """Hook a part of a block, which another method than the block's forward may use."""
+
+        def keep() -> None:
+            self._widen(unit)
+            unit.ensure_full()
+            unit.kept = True
+
+        keep_full, widen = _Hook(keep), _Hook(partial(self._widen, unit))
+
+        def before(_: nn.Module, __: Any) -> None:
+            if not unit.is_full:
+                keep_full()
+            elif unit.is_rounded and not torch.is_autocast_enabled(self._device_type):
+                widen()
+
+        def before_other(called: nn.Module, _: Any) -> None:
+            if not self._is_copy(called):
+                before(called, _)
+            elif not self._is_removed:
+                self.copies.check_entered(called)
+
+        self._handles.append(part.register_forward_pre_hook(TracedHook(before, before_other)))
+
+    def _hook_holder(self, module: nn.Module) -> None:
+        enter, leave = _Hook(self._enter_holder), _Hook(self._leave_holder)
+
+        def before(_: nn.Module, __: Any) -> None:
+            if not self._in_step:  # where all is here
+                enter()
+
+        def before_other(called: nn.Module, _: Any) -> None:
+            if not self._enter_copy(called):
+                before(called, _)
+
+        def after(_: nn.Module, __: Any, ___: Any) -> None:
+            if not self._in_step:
+                leave()
+
+        def after_other(called: nn.Module, _: Any, __: Any) -> None:
+            if not self._leave_copy(called):
+                after(called, _, __)
+
+        first, last = TracedHook(before, before_other), TracedHook(after, after_other)
+        self._handles.append(module.register_forward_pre_hook(first, prepend=True))
+        self._handles.append(module.register_forward_hook(last, always_call=True))
+
+    def _is_copy(self, called: nn.Module) -> bool:
+        """Whether a module is a copy of one of the model's: copies keep the hooks for good."""
+        return self._is_removed or self.copies.own(called)
+
+    def _enter_copy(self, called: nn.Module) -> bool:
+        is_copy = self._is_copy(called)
+        if is_copy and not self._is_removed:
+            self.copies.enter(called)
+        return is_copy
+
+    def _leave_copy(self, called: nn.Module) -> bool:
+        is_copy = self._is_copy(called)
+        if is_copy and not self._is_removed:
+            self.copies.leave()
+        return is_copy
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        self._is_removed = True
+        self._generate_apart()
+        while self._handles:
+            self._handles.pop().remove()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Keep what stays for a step here from now until its backward is over."""
+        if not self._has_stepped:  # until now, full parameters: model summaries count them
+            self.reshard_all()
+            self._has_stepped = True
+        self._follow_trace()
+        self._in_step, self._has_ended_in_step = True, False
+        try:
+            self.unshard_staying()
+            yield
+        finally:
+            self._in_step = False
+        awaits = self.user_code.is_a_loop and self._awaits_backward
+        if not (torch.is_grad_enabled() or self._holds or awaits):
+            self.reshard_all()
+        for unit in self._units if self._has_ended_in_step and not self._graphs_last else ():
+            if unit.kept:
+                unit.forget_calls()
+                unit.reshard()
+
+    @property
+    def _graphs_last(self) -> bool:
+        """Whether others may be there after a backward or an update: where user code calls both."""
+        return self._in_step or self.user_code.is_a_loop
+
+    @property
+    def _awaits_backward(self) -> bool:
+        """Whether a forward's backward, or one of parameters that were brought, may come."""
+        return any(unit.passages.open_calls or unit.kept for unit in self._units)
+
+    def hold(self) -> None:
+        """Unshard everything for good: ranks may take different numbers of steps.
+
+        Each rank must call.
+        """
+        self.reshard_all()
+        for unit in self._units:
+            unit.widen(for_good=False)  # which ranks could not do later
+            unit.ensure_full()
+        self._holds = self._has_stepped = True
+        self._generate_apart()
+
+    def _generate_apart(self) -> None:
+        while self._generating:
+            vars(self._generating.pop()).pop(GENERATES_TOGETHER, None)
+
+    @contextmanager
+    def at_hand(
+        self, params: Collection[nn.Parameter], *, unrounded: bool = False
+    ) -> Iterator[None]:
+        """Keep parameters unsharded inside, for a backward that does not pass their blocks' hooks.
+
+        Such a backward may begin and end within a block, whose hooks then miss its end.
+        """
+        wanted = set(params)
+        resharded = [unit for unit in self._units if unit.is_resharded]
+        used = [unit for unit in self._units if unit.has_any_of(wanted)]
+        for unit in used:
+            if unrounded:
+                unit.widen(for_good=True)
+            unit.begin_unshard()
+        self._within = True
+        try:
+            for unit in used:
+                unit.ensure_full()
+            yield
+        finally:
+            self._within = False
+            for unit in resharded:
+                unit.reshard()
+
+    def bring(self, unit: Unit) -> bool:
+        """Unshard a unit that user code needs for a graph; each rank must call.
+
+        It stays until the step ends, or an optimizer updates it.
+
+        Returns:
+            False outside of a step, where no backward comes, and inside of an update.
+        """
+        brings = self._graphs_last and not self.is_updating
+        if brings:
+            unit.widen(for_good=True)
+            unit.ensure_full()
+            unit.kept = unit.brought = True
+        return brings
+
+    def hide_rounded(self) -> None:
+        """Let user code that comes before the blocks see no rounded parameters."""
+        with without_function_modes():  # which would see calls of this package's
+            for unit in self._units:
+                if not (unit.kept or unit.stays):
+                    unit.hide()
+
+    def note_user_code(self) -> None:
+        """Note that a hook or a step of the user's has run, which may have edited full units."""
+        for unit in self._units:
+            unit.was_met |= unit.is_full
+
+    def unshard_staying(self) -> None:
+        """Unshard the units that stay for a step, all at once."""
+        for unit in self._staying:
+            unit.begin_unshard()
+        for unit in self._staying:
+            unit.ensure_full()
+
+    def end_backward(self, *, is_used: bool = True, held_up: bool = False) -> None:
+        """Reshard what backward has finished with; inside a step, what stays for it does not.
+
+        Args:
+            is_used: Whether it was a backward of this model; what waits for another one stays.
+            held_up: Whether units have waited for one that was not complete: from now on this tells
+                of blocks that backward has left also where units stay for a step.
+        """
+        self._watches_steps |= held_up
+        if not is_used and self._awaits_backward:
+            return
+        self._see_assigned()
+        self._has_ended_in_step = self._in_step
+        self._awaited.clear()
+        for unit in self._units:
+            unit.forget_calls(but_kept=self._graphs_last)
+            if not (unit.kept or (unit.stays and self._in_step)):
+                unit.reshard(edited=unit.stays)
+
+    def reshard_all(self) -> None:
+        """Reshard every unit, for the optimizer or for code outside a step."""
+        self._see_assigned()
+        self._awaited.clear()
+        for unit in self._units:
+            unit.forget_calls()
+            unit.reshard(edited=unit.stays or not self._has_stepped)
+
+    @contextmanager
+    def in_shards(self) -> Iterator[None]:
+        """Run a hook inside, to which shards look full as a part of a split model cannot.
+
+        What is full comes back where a backward or the rest of the step may read it.
+        """
+        full = [unit for unit in self._units if not (unit.is_resharded or self._holds)]
+        if full:
+            self._see_assigned()
+        for unit in full:
+            unit.reshard(edited=unit.stays or not self._has_stepped)
+        yield
+        for unit in full:
+            if unit.kept or unit.passages.are_open or (unit.stays and self._in_step):
+                unit.ensure_full()
+                unit.brought |= unit.kept
+
+    def _see_assigned(self) -> None:
+        """Adopt assigned values before any reshard: they may lie in another unit's memory."""
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.see_assigned()
+
+    def begin_update(self) -> None:
+        """Reshard every unit for an optimizer; those that graphs may need come back after it."""
+        kept = [unit for unit in self._units if unit.kept and self._graphs_last]
+        self.reshard_all()
+        for unit in kept:
+            unit.kept = True
+        self.is_updating = True
+
+    def note_updated(self, params: Iterable[nn.Parameter]) -> None:
+        """Note which parameters an optimizer updates: autograd allows no backward through them."""
+        kept = [unit for unit in self._units if unit.kept]
+        updated = set(params) if kept else set()
+        for unit in kept:
+            own = {one for flat in unit.flats for one in flat.params}
+            unit.kept = not own <= updated
+            # also of those that this rank has nothing of, which its optimizer leaves alone
+            increment_version(own & updated)
+
+    def after_update(self) -> None:
+        """Unshard anew what stays: in a step (manual optimization), or for graphs of user code."""
+        self.is_updating = False
+        if self._in_step:
+            self.unshard_staying()
+        for unit in (one for one in self._units if one.kept):
+            unit.ensure_full()
+            unit.brought = True
+
+    @property
+    def visited(self) -> list[int]:
+        """Numbers of the units in the order that the next step is expected to visit them in."""
+        order = list(self._trace) or [*self._next, *list(self._next.values())[-1:]]
+        return [self._units.index(unit) for unit in order]
+
+    def follow(self, visited: Sequence[int]) -> None:
+        """Expect an order that another unsharder of the same model has seen, on each rank."""
+        self._trace = dict.fromkeys(self._units[number] for number in visited)
+
+    def _follow_trace(self) -> None:
+        """Expect the next step to visit the units in the order of the last one."""
+        if self._trace:
+            self._next = dict(pairwise(self._trace))
+            self._previous = {after: before for before, after in self._next.items()}
+            self._trace = {}
+
+    def _before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not unit.is_full:
+            refuse_transforms(OF_SHARDS)
+        self._widen(unit)
+        unit.ensure_full()
+        if in_backward():  # recomputation of a checkpointed block
+            return
+        if self._in_step:
+            self._trace.setdefault(unit)
+        self._prefetch(self._next, unit)
+        if not torch.is_grad_enabled():
+            return
+        unit.passages.begin_call(args, kwargs)
+
+    def _widen(self, unit: Unit) -> None:
+        """Before what runs outside autocast, have a unit's parameters unrounded."""
+        if not torch.is_autocast_enabled(self._device_type):
+            unit.widen(for_good=self._in_step)
+
+    def _after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
+        if in_backward():
+            return
+        if torch.is_grad_enabled():
+            outputs, hides = outputs_with_gradient(output)
+            if hides or self._left_graphs[module].are_there():
+                unit.kept = True  # we cannot see its backward coming
+            passage = unit.passages.end_call(outputs)
+            self._awaited.pop(passage, None)
+            if outputs or unit.is_trained:
+                self._awaited[passage] = unit
+        stays = unit.kept or self._holds or (unit.stays and self._in_step)
+        if unit.note_forward(module) and not stays:
+            unit.reshard(edited=True)  # a forward may keep its own weights small
+        elif self._in_step and not stays:
+            unit.hide()
+
+    def _before_backward(self, unit: Unit, passage: Passage) -> None:
+        unit.kept |= torch.is_grad_enabled()  # create_graph: a second backward reads it again
+        if passage in self._awaited and not self._within:
+            self.catch_up(passage)
+        unit.ensure_full()
+        if self._within or passage in unit.passages.open_backwards:
+            return
+        unit.passages.open_backwards.add(passage)
+        self._prefetch(self._previous, unit)
+
+    def catch_up(self, entered: Passage | None = None) -> None:
+        """Unshard and leave, as other ranks do, the blocks that backward has passed by here.
+
+        What such a block has returned on this rank needs no gradient: it used no parameter.
+
+        Args:
+            entered: What backward enters now; None at its end.
+        """
+        while self._awaited:
+            passage, unit = self._awaited.popitem()
+            if passage is entered:
+                return
+            unit.begin_unshard()
+            self._after_backward(unit, passage)
+
+    def _after_backward(self, unit: Unit, passage: Passage) -> None:
+        if self._within:
+            return
+        passed_by = passage in self._awaited
+        if passed_by:  # but for what it has returned as it came, whose gradient enters next
+            self.catch_up(passage)
+            unit.begin_unshard()
+        unit.passages.close(passage)
+        if not (unit.passages.are_open or unit.kept):
+            self._on_left(unit)
+            if not (unit.stays or passed_by):
+                unit.reshard()
+
+    def _prefetch(self, order: Mapping[Unit, Unit], running: Unit) -> None:
+        """Unshard units ahead, but no teacher's, which may be moved once its student has run."""
+        unit: Unit | None = running
+        for _ in range(self._units_ahead):
+            unit = order.get(unit) if unit is not None else None
+            if unit is None or not unit.is_resharded:
+                continue
+            if unit.is_trained == running.is_trained:
+                unit.begin_unshard()
+
+    def _enter_holder(self) -> None:
+        self._depth += 1
+        if self._depth == 1 and not in_backward():
+            self.unshard_staying()
+
+    def _leave_holder(self) -> None:
+        self._depth -= 1
+        in_use = self._in_step or self._holds or in_backward() or torch.is_grad_enabled()
+        if self._depth == 0 and not in_use:
+            self.reshard_all()
+
+
+class TracedHook:
+    """A hook of a module, which runs another function in a copy of the module, as EMA makes one.
+
+    Compiled code checks its class: it is compiled once for all blocks that are alike.
+
+    Args:
+        function: The function that the hook runs.
+        of_copy: The function that it runs in a copy of the module; it must not copy an unsharder.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], of_copy: Callable[..., None] | None = None
+    ) -> None:
+        self._function, self._of_copy = function, of_copy
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TracedHook":
+        return self if self._of_copy is None else _Hook(self._of_copy)
+
+
+class _Hook(TracedHook):
+    """A hook that runs uncompiled, also where the module that calls it is compiled.
+
+    Compiled code ends before its call and begins again after it; traced hooks are part of compiled
+    code, which sees that they have nothing to do. Were each hook an untraced function of its own,
+    every block would be compiled for itself.
+    """
+
+    @untraced
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)

@@ -1,0 +1,353 @@
+"""The tensor that user code reads from a sharded parameter: it looks full, and gives right results.
+
+    shard.mul_(2), shard + other      element by element, on each rank's elements; nothing is sent
+    shard.norm(), shard.max()         combined over the ranks: one number, the same on every rank
+    shard[0], shard.T                 a `ShardView`, which reads and writes the elements it shows
+    shard[0].zero_(), shard @ x       on a full copy; what is changed in it goes back to the shards
+
+A gradient refuses operations that cannot be computed from its shards; a parameter is unsharded for
+the one operation, tensor by tensor. Each rank must do the same, in the same order.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from typing_extensions import override
+
+from lightning_shard.backends.call_site import reading
+from lightning_shard.core.tensor_calls import (
+    BY_PYTHON,
+    MOVES_MEMORY,
+    OF_MEMORY,
+    Args,
+    Function,
+    Kwargs,
+    SeesCalls,
+    SeesOperations,
+    name_of,
+    written_by,
+)
+from lightning_shard.data_parallel.torch_private import (
+    is_composite,
+    outside_transforms,
+    wraps_tensors,
+)
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.views.sharded_tensor import NotShardedError, ShardedTensor
+from lightning_shard.data_parallel.views.transforms import refuse_recording
+from lightning_shard.errors import ConfigError
+
+_Call = tuple[Function, Args, Kwargs]
+
+
+class _ComputedInFull(SeesCalls, SeesOperations):
+    """Tensors of which user code computes as with full ones."""
+
+    @classmethod
+    @override
+    def called(cls, func: Function, types: Sequence[type], args: Args, kwargs: Kwargs) -> Any:
+        """See to what never reaches `dispatched`, and to graphs."""
+        if any(issubclass(one, nn.Parameter) for one in types):
+            return NotImplemented  # together with a sharded parameter, which knows what to do
+        refuse_recording()
+        with torch._C.DisableTorchFunctionSubclass():
+            return computed(func, args, kwargs)
+
+
+class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
+    """Looks like a full parameter, or a result of one, of which this rank has `local`."""
+
+    gathers = True
+
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor on every rank; each rank must call."""
+        with reading(self.spread.name):
+            full = self.spread.join(self.local.to(self.spread.device))
+        return full.view(self.shape).to(self.device)
+
+    @classmethod
+    @override
+    def dispatched(cls, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Compute in shards, over the ranks, or on full copies."""
+        if is_composite(func):
+            return func.decompose(*args, **kwargs)  # as under inference mode
+        for base in _bases(written_by(func, args, kwargs)):
+            base.spread.lent.changed()
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            try:
+                return super().dispatched(func, args, kwargs)
+            except NotShardedError:
+                pass  # decided by what is alike on all ranks, before anything was sent
+        if func.is_view and isinstance(args[0], ParameterShard):
+            return _views(args[0], (), func, args, kwargs)
+        return on_full_copies(func, args, kwargs)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operation of a view, such as an index.
+
+    Attributes:
+        func: The operation to call.
+        args: Its positional arguments after the tensor.
+        kwargs: Its keyword arguments.
+        index: Which of several results to take; None where the operation has one result.
+    """
+
+    func: Callable[..., Any]
+    args: Args
+    kwargs: Kwargs
+    index: int | None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        result = self.func(tensor, *self.args, **self.kwargs)
+        chosen: Tensor = result if self.index is None else result[self.index]
+        return chosen
+
+
+class ShardView(_ComputedInFull):
+    """Some of the elements of a `ParameterShard`, brought together whenever they are used.
+
+    Attributes:
+        base: The sharded parameter whose elements the view shows.
+        steps: The operations that take these elements from the full tensor.
+    """
+
+    base: ParameterShard
+    steps: tuple[_Step, ...]
+
+    @staticmethod
+    def __new__(cls, like: Tensor, base: ParameterShard, steps: tuple[_Step, ...]) -> "ShardView":
+        """Make one of the shape and strides of `like`."""
+        view: ShardView = Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=base.device,
+        )
+        view.base, view.steps = base, steps
+        return view
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardView(of={self.base.spread.name!r}, shape={tuple(self.shape)})"
+
+    def taken_from(self, full: Tensor) -> Tensor:
+        """Return the elements as a view of the full tensor."""
+        for step in self.steps:
+            full = step(full)
+        return full
+
+    def full_tensor(self) -> Tensor:
+        """Return a copy of the elements; each rank must call."""
+        return self.taken_from(self.base.full_tensor()).clone()
+
+    @classmethod
+    @override
+    def dispatched(cls, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Look at other elements, or compute on full copies."""
+        if is_composite(func):
+            return func.decompose(*args, **kwargs)
+        if func.is_view and isinstance(args[0], ShardView):
+            return _views(args[0].base, args[0].steps, func, args, kwargs)
+        return on_full_copies(func, args, kwargs)
+
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
+_OF_WRAPPER = frozenset(
+    {
+        Tensor.__hash__,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.backward,
+        Tensor.register_hook,
+        Tensor.requires_grad_,
+        Tensor.retain_grad,
+        Tensor.size,
+        torch.autograd.backward,
+        torch.autograd.grad,
+        _TENSOR.device.__get__,
+        _TENSOR.dtype.__get__,
+        _TENSOR.grad.__get__,
+        _TENSOR.grad.__set__,
+        _TENSOR.grad.__delete__,
+        _TENSOR.grad_fn.__get__,
+        _TENSOR.is_leaf.__get__,
+        _TENSOR.ndim.__get__,
+        _TENSOR.requires_grad.__get__,
+        _TENSOR.requires_grad.__set__,
+        _TENSOR.shape.__get__,
+    }
+)
+_AS_FULL = ("tolist", "as_subclass")
+_NEEDS_FULL = ("reduce_ex", "reduce", *MOVES_MEMORY)
+
+
+def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute what user code asks for with shards among the arguments.
+
+    Raises:
+        ConfigError: A shard is to be pickled, or moved to other memory.
+    """
+    if func in _OF_WRAPPER:
+        return func(*args, **kwargs)
+    name = name_of(func)
+    gradients: dict[int, AveragedGradient] = {}
+
+    def sharded(gradient: AveragedGradient) -> ShardedTensor:
+        tensor = gradient.sharded()
+        gradients[id(tensor)] = gradient
+        return tensor
+
+    args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
+    for base in _bases((args, kwargs)):
+        base.spread.lent.take_back(base)
+    if func == _DATA:
+        return args[0].detach()
+    if func == _SET_DATA or name in BY_PYTHON:
+        args[0].copy_(args[1] if func == _SET_DATA else func(*map(_full, args)))
+        return None if func == _SET_DATA else args[0]
+    if name == "deepcopy":
+        return args[0].clone()
+    if name in _NEEDS_FULL:
+        raise pickling_refused(_bases(args)[0].spread.name, name)
+    if name in OF_MEMORY:
+        return func(*tree_map_only(Tensor, partial(_lent, name), args), **kwargs)
+    if name in _AS_FULL or _is_in_graph(args, kwargs) or wraps_tensors():
+        with outside_transforms():
+            args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
+    result = func(*args, **kwargs)
+    return tree_map_only(ShardedTensor, lambda one: gradients.get(id(one), one), result)
+
+
+def pickling_refused(name: str, function: str) -> ConfigError:
+    """Return the error for a shard that is to be pickled, or moved to other memory."""
+    what = f"moved by {function}()" if function in MOVES_MEMORY else "pickled"
+    return ConfigError(
+        f"What was read of the parameter {name!r} lies in shards on the ranks and is to be "
+        f"{what}, expected full tensors. Take them on every rank with .full_tensor(), save with "
+        f"trainer.save_checkpoint, or put it into the checkpoint in on_save_checkpoint."
+    )
+
+
+def _base(value: Any) -> ShardedTensor | None:
+    """Return the sharded tensor that a value is or shows; None for any other."""
+    base = value.base if isinstance(value, ShardView) else value
+    return base if isinstance(base, ShardedTensor) else None
+
+
+def _bases(given: Any) -> list[ShardedTensor]:
+    """Return the sharded tensors that values are or show."""
+    return [base for base in map(_base, tree_leaves(given)) if base is not None]
+
+
+def _lent(function: str, tensor: Tensor) -> Tensor:
+    """Return a tensor with memory of its own in the place of a shard or a view of one."""
+    base = _base(tensor)
+    if base is None:
+        return tensor
+    full = base.spread.lent.of(base, function)
+    return tensor.taken_from(full) if isinstance(tensor, ShardView) else full
+
+
+def _full(tensor: Any) -> Any:
+    if not isinstance(tensor, (ShardedTensor, ShardView)):
+        return tensor
+    full: Tensor = _Joined.apply(tensor)  # type: ignore[no-untyped-call]
+    return full
+
+
+class _Joined(torch.autograd.Function):
+    """The full tensor, for a graph of the user's that begins at a shard, as `jacobian`'s does."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return tensor.full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _full(tangents[0])
+
+
+def _is_in_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether autograd would record the operation, for which shards are no use."""
+    if not torch.is_grad_enabled():
+        return False
+    leaves, _ = tree_flatten((args, kwargs))
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def _views(
+    base: ParameterShard, before: tuple[_Step, ...], func: Any, args: Any, kwargs: Any
+) -> Any:
+    """Look at elements without bringing them together."""
+    seen = args[0]
+    like = torch.empty(base.numel(), dtype=base.dtype, device="meta")
+    like = like.view(seen.dtype).as_strided(seen.shape, seen.stride(), seen.storage_offset())
+    results = func(like, *args[1:], **kwargs)
+
+    def view(one: Tensor, index: int | None) -> ShardView:
+        return ShardView(one, base, (*before, _Step(func, tuple(args[1:]), kwargs, index)))
+
+    if isinstance(results, Tensor):
+        return view(results, None)
+    return [view(one, index) for index, one in enumerate(results)]
+
+
+def on_full_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute on full copies, and carry changes of them over to the shards.
+
+    Each rank must call. Random values are drawn for all elements, as on a single device.
+    """
+    written = written_by(func, args, kwargs)
+    overwrites = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
+    fulls: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {}
+
+    def full(base: ShardedTensor) -> Tensor:
+        if id(base) not in fulls:
+            unread = overwrites and base is args[0]
+            fulls[id(base)] = (
+                base.local.new_empty(base.shape) if unread else base.full_tensor().clone()
+            )
+        return fulls[id(base)]
+
+    def value(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ShardView):
+            taken = tensor.taken_from(full(tensor.base))
+        elif isinstance(tensor, ShardedTensor):
+            taken = full(tensor)
+        else:
+            return tensor
+        values[id(taken)] = tensor
+        return taken
+
+    full_args, full_kwargs = tree_map_only(Tensor, value, (tuple(args), kwargs))
+    result = func(*full_args, **full_kwargs)
+    for tensor in written:
+        base = tensor.base if isinstance(tensor, ShardView) else tensor
+        if isinstance(base, ShardedTensor):
+            _put_back(base, fulls[id(base)])
+    return tree_map_only(Tensor, lambda one: values.get(id(one), one), result)
+
+
+def _put_back(base: ShardedTensor, full: Tensor) -> None:
+    """Write the elements of a full copy to the shards."""
+    own = base.spread.cut(full.reshape(base.spread.shape), base.local)
+    assert own is not None
+    base.local.copy_(own.reshape(base.local.shape))
+    base.spread.lent.changed()
+    if base.on_change is not None:
+        base.on_change()

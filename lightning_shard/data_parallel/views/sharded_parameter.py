@@ -1,0 +1,548 @@
+"""A parameter that is in shards now: to user code it looks full, to the engine it is its shard.
+
+    unit.reshard()       param.__class__ = ShardedParameter    param.data: this rank's elements
+    hooks, steps         p.norm(), p[0].zero_() ...            computed as with a `ParameterShard`
+    unit.ensure_full()   param.__class__ = nn.Parameter        param.data: the full tensor
+                         ... or `KeptParameter`                full, or a part: see there
+
+Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
+the class is changed, a call comes from the engine or Lightning unless `UserCode` says that a hook
+or step of the user's runs; the engine's own functions see parameters `as_they_are` even then.
+
+Parameters of split layers are shown full by a mode for torch functions instead, while a hook runs
+(`trainer/weights_in_hooks.py`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from types import EllipsisType, FunctionType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from lightning_shard.backends.call_site import is_called_by_user, reading
+from lightning_shard.core.placeholders import OF_TRAINING
+from lightning_shard.core.tensor_calls import (
+    OF_MEMORY,
+    Args,
+    Function,
+    Kwargs,
+    SeesOperations,
+    name_of,
+)
+from lightning_shard.data_parallel.graph_borders import gradient_edge
+from lightning_shard.data_parallel.torch_private import (
+    ACCESS_TO_BACKWARD_HOOKS,
+    is_traced,
+    outside_transforms,
+    sees_subclasses,
+    storage_key,
+)
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient, GradientNote
+from lightning_shard.data_parallel.views.parameter_shard import (
+    ParameterShard,
+    ShardView,
+    computed,
+    pickling_refused,
+)
+from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor, Spread, is_alike
+from lightning_shard.data_parallel.views.transforms import refuse_recording
+from lightning_shard.errors import ConfigError
+
+_KEPT = "_lightning_shard_kept"  # set on those that modules keep beside their own
+_HOME = "_lightning_shard_home"  # set on parameters that can be in shards
+_BRING = (
+    "_lightning_shard_bring"  # set on those of which other ranks have shards, and this has none
+)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
+_COMPUTES = (  # for code that calls them
+    SeesOperations.__module__,
+    ParameterShard.__module__,
+    f"{__name__.rpartition('.')[0]}.unseen_calls",
+)
+
+
+def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function of the engine see this rank's shards of parameters, whoever calls it."""
+
+    @wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not sees_subclasses():  # called by another one
+            return function(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return called
+
+
+@dataclass(frozen=True, eq=False)
+class ValueSource:
+    """What a parameter was given: elements of another one.
+
+    Attributes:
+        param: The other one.
+        positions: Where each element lies in the flattened full `param`.
+    """
+
+    param: nn.Parameter
+    positions: Tensor
+
+
+class UserCode:
+    """Knows whether hooks or steps of the user's run on this rank.
+
+    Attributes:
+        runs: Whether user code runs now.
+        is_a_loop: Whether it runs between the steps, too, where graphs may begin and backwards end.
+        sources: By parameter that it has assigned in shards, whose memory it was given.
+    """
+
+    def __init__(self) -> None:
+        self.sources: dict[nn.Parameter, ValueSource | None] = {}
+        self.runs = self.is_a_loop = False
+
+    @contextmanager
+    def running(self, runs: bool = True) -> Iterator[None]:
+        """Set `runs` inside, and restore it on leaving."""
+        before, self.runs = self.runs, runs
+        try:
+            yield
+        finally:
+            self.runs = before
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterHome:
+    """The part of the engine that a sharded parameter knows.
+
+    Attributes:
+        spread: How the parameter's elements are spread over ranks.
+        note: Note of its gradient's stand-ins; None for a copy, which has no gradient.
+        user_code: Knows whether user code runs on this rank.
+        bring: Makes the parameter full until the step ends, for autograd; returns False outside of
+            a step. Each rank must call.
+        named: The parameters of the model that this rank has, by name.
+        is_of_part: Whether the model is split over other ranks, too, by layers that call on their
+            parameters in the middle of user code.
+        is_rounded: Returns whether the full parameter is here, but rounded for blocks.
+    """
+
+    spread: Spread
+    note: GradientNote | None
+    user_code: UserCode
+    bring: Callable[[], bool]
+    named: Mapping[str, nn.Parameter]
+    is_of_part: bool = False
+    is_rounded: Callable[[], bool] = lambda: False
+
+    def bring_for_user(self) -> bool:
+        """Call `bring`, where user code reads the parameter."""
+        with reading(self.spread.name), outside_transforms():
+            return self.bring()
+
+
+def settle_in(param: nn.Parameter, home: ParameterHome) -> bool:
+    """Give a parameter its home; return False for one of another class, which stays as it is."""
+    if type(param) is nn.Parameter:
+        vars(param)[_HOME] = home
+    return type(param) is nn.Parameter
+
+
+def settle_beside(param: nn.Parameter, bring: Callable[[], bool]) -> None:
+    """Let `bring_full` of a parameter that only other ranks have call `bring`, as theirs does."""
+    vars(param)[_BRING] = bring
+
+
+def copy_home(param: nn.Parameter, made: nn.Parameter) -> None:
+    """Give a copy of a shard the home of the parameter that it was copied from."""
+    home: ParameterHome | None = vars(param).get(_HOME)
+    if home is not None:
+        vars(made)[_HOME] = replace(home, note=None, bring=lambda: False)
+        present([made], sharded=True)
+
+
+def move_out(param: nn.Parameter) -> None:
+    """End `settle_in` and `settle_beside`: let the parameter show itself as it is."""
+    present([param], sharded=False)
+    vars(param).pop(_HOME, None)
+    vars(param).pop(_BRING, None)
+
+
+class KeptParameter(nn.Parameter):
+    """A parameter that user code has kept, in a list say: it computes as its module's does.
+
+    In the steps of tensor and pipeline parallel modules show a weight in full, or a stand-in for
+    it, where the parameter itself is a part or has no elements.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute with what modules have in the parameter's place."""
+        given = args, kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in OF_TRAINING and is_called_by_user():
+                given = tree_map_only(cls, _seen, given)
+            if any(type(one) is cls for one in tree_leaves(given)):
+                return func(*given[0], **given[1])
+        return func(*given[0], **given[1])
+
+
+def _seen(param: nn.Parameter) -> Tensor:
+    stand_in, look = vars(param).get(_KEPT, (None, None))
+    seen: Tensor = param if stand_in is None else stand_in
+    return seen if look is None else look(seen)
+
+
+def show_kept(
+    param: nn.Parameter,
+    stand_in: Tensor | EllipsisType | None = ...,
+    look: Callable[[Tensor], Tensor] | EllipsisType | None = ...,
+) -> None:
+    """Let a parameter that user code has kept compute as what modules show in its place.
+
+    Args:
+        param: The parameter, a part of a weight or without elements.
+        stand_in: What modules have in its place; None for the parameter itself.
+        look: Makes of that what code outside of its layer sees; None for what is there.
+    """
+    if type(param) not in _CLASSES:
+        return
+    before = vars(param).pop(_KEPT, (None, None))
+    after = (before[0] if stand_in is ... else stand_in, before[1] if look is ... else look)
+    if after != (None, None):
+        vars(param)[_KEPT] = after
+    present([param], sharded=type(param) is ShardedParameter)
+
+
+def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
+    """Let user code see full parameters where there are shards, or plain ones.
+
+    Args:
+        params: Parameters that have settled in.
+        sharded: Whether they are in shards.
+    """
+    for param in params:
+        if type(param) in _CLASSES:
+            full: Any = KeptParameter if _KEPT in vars(param) else nn.Parameter
+            param.__class__ = ShardedParameter if sharded else full
+
+
+def bring_full(param: Tensor) -> bool:
+    """Make a parameter full, until the step ends, where it is in shards; each rank must call.
+
+    Ranks that have nothing of it take part for what else is in its unit.
+
+    Returns:
+        Whether it is full; False for shards outside of a step.
+    """
+    if type(param) is ShardedParameter:
+        return _home_of(param).bring_for_user()
+    bring: Callable[[], bool] | None = vars(param).get(_BRING)
+    return bring is None or bring()
+
+
+def looks_full(param: nn.Parameter, *, through: str) -> bool:
+    """Whether torch's function that calls module `through` finds a full parameter in shards."""
+    if type(param) is not ShardedParameter:
+        return False
+    home = _home_of(param)
+    return home.user_code.runs and (not home.is_of_part or is_called_by_user((through,)))
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of which this rank has some elements, made by changing a parameter's class."""
+
+    @property
+    def grad(self) -> Tensor | None:  # quicker than `__torch_function__`
+        """The gradient as it stands on this rank."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: Tensor | None = _TENSOR.grad.__get__(self)
+            return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _TENSOR.grad.__delete__(self)
+
+    def full_tensor(self) -> Tensor:
+        """Return the full parameter; each rank must call."""
+        return _shard_of(self).full_tensor()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        spread = _home_of(self).spread
+        return f"ShardedParameter(name={spread.name!r}, shape={tuple(spread.shape)})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        """Compute what user code asks of the full parameter."""
+        if func is torch.autograd.grad:
+            return _differentiated(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _AS_IT_IS:
+                return func(*args, **(kwargs or {}))
+            given = tuple(args), dict(kwargs or {})
+            if is_traced():
+                return func(*given[0], **given[1])
+            params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
+            meets_shards = any(issubclass(one, _SHARDS) for one in types)
+            home = _home_of(params[0])
+            if not (meets_shards or home.user_code.runs):
+                return func(*given[0], **given[1])
+            is_asked_inside = home.is_of_part or name_of(func) in OF_MEMORY
+            if is_asked_inside and not is_called_by_user(_COMPUTES):
+                return func(*given[0], **given[1])
+            if not any(_KEPT in vars(param) for param in params):
+                return _of_user(func, params, *given)
+            given = tree_map_only(cls, _seen, given)
+            params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
+            if params:
+                return _of_user(func, params, *given)
+        return func(*given[0], **given[1])
+
+
+_CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, KeptParameter, ShardedParameter)
+_SET_GRAD = _TENSOR.grad.__set__
+_SHARDS = (ParameterShard, AveragedGradient, ShardView)
+_AS_IT_IS = frozenset(
+    {
+        Tensor.__hash__,
+        Tensor.backward,
+        Tensor.detach_,  # of a leaf: it is trained no more
+        torch.detach_,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.requires_grad_,
+        Tensor.retain_grad,
+        _TENSOR.device.__get__,
+        _TENSOR.dtype.__get__,
+        _TENSOR.grad.__get__,
+        _TENSOR.grad.__delete__,
+        _TENSOR.grad_fn.__get__,
+        _TENSOR.is_leaf.__get__,
+        *ACCESS_TO_BACKWARD_HOOKS,
+        _TENSOR._version.__get__,
+        _TENSOR.name.__get__,
+        _TENSOR.requires_grad.__get__,
+        _TENSOR.requires_grad.__set__,
+    }
+)
+_OF_SHAPE = frozenset(
+    {
+        _TENSOR.shape.__get__,
+        _TENSOR.ndim.__get__,
+        _TENSOR.layout.__get__,
+        Tensor.dim,
+        Tensor.numel,
+        torch.numel,
+        Tensor.nelement,
+        Tensor.size,
+        Tensor.stride,
+        Tensor.element_size,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        torch.is_floating_point,
+        Tensor.is_complex,
+        torch.is_complex,
+        Tensor.get_device,
+        Tensor.__len__,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.empty_like,
+    }
+)
+_NOT_RECORDED = _OF_SHAPE | {
+    _TENSOR.data.__get__,
+    _TENSOR.data.__set__,
+    _SET_GRAD,
+    Tensor.detach,
+    torch.detach,
+}
+
+
+def _home_of(param: nn.Parameter) -> ParameterHome:
+    home: ParameterHome = vars(param)[_HOME]
+    return home
+
+
+def _shard_of(param: nn.Parameter) -> ParameterShard:
+    with torch._C.DisableTorchFunctionSubclass(), outside_transforms():
+        return ParameterShard(param.data, _home_of(param).spread)
+
+
+def _of_user(func: Function, params: Sequence[ShardedParameter], args: Args, kwargs: Kwargs) -> Any:
+    """Compute with full parameters, of which rounded ones that are here are brought unrounded."""
+    rounded = [one for one in params if func not in _OF_SHAPE and _home_of(one).is_rounded()]
+    if rounded and all(_home_of(param).bring_for_user() for param in rounded):
+        return computed(func, args, kwargs)
+    return _in_shards(func, params, args, kwargs)
+
+
+def _in_shards(
+    func: Function, params: Sequence[ShardedParameter], args: Args, kwargs: Kwargs
+) -> Any:
+    """Compute with the full parameters of which the arguments are shards.
+
+    Raises:
+        ConfigError: A parameter is to be pickled, or cannot have the gradient that is set.
+    """
+    refuse_recording()
+    if func == _TENSOR.data.__set__:
+        return _assign(args[0], args[1])
+    if func == torch.ops.aten.set_.source_Tensor and type(args[0]) is ShardedParameter:
+        _assign(args[0], *args[1:])
+        return args[0]
+    if func == _SET_GRAD:
+        return _set_gradient(args[0], args[1])
+    if (name := name_of(func)) in ("reduce_ex", "reduce"):
+        raise pickling_refused(_home_of(params[0]).spread.name, name)
+    recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED
+    trained = [param for param in params if recorded and param.requires_grad]
+    if trained and all(_home_of(param).bring_for_user() for param in trained):
+        return computed(func, args, kwargs)  # they are full now; what else is in shards comes too
+    if trained and _is_in_place(func) and args and type(args[0]) is ShardedParameter:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
+    shards: dict[int, tuple[ParameterShard, nn.Parameter]] = {}
+
+    def shard(param: nn.Parameter) -> Tensor:
+        if type(param) is not ShardedParameter:
+            return param
+        if id(param) not in shards:
+            shards[id(param)] = _shard_of(param), param
+        return shards[id(param)][0]
+
+    args, kwargs = tree_map_only(nn.Parameter, shard, (args, kwargs))
+    result = computed(func, args, kwargs)
+    back = {id(one): param for one, param in shards.values()}
+    return tree_map_only(ParameterShard, lambda one: back.get(id(one), one), result)
+
+
+def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `torch.autograd.grad`: what it computes again, as a checkpoint does, sees subclasses."""
+    sharded = [one for one in tree_flatten(inputs)[0] if type(one) is ShardedParameter]
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in sharded:
+            home = _home_of(param)
+            is_of_user = home.user_code.runs and (not home.is_of_part or is_called_by_user())
+            if is_of_user and param.requires_grad:
+                home.bring_for_user()
+        left = [param for param in sharded if type(param) is ShardedParameter]
+        if kwargs.get("materialize_grads") and left:
+            return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+        edges = {param: gradient_edge(param) for param in left if param.requires_grad}
+    given = tree_map_only(ShardedParameter, lambda param: edges.get(param, param), inputs)
+    if len(edges) < len(left):  # torch says that these do not require a gradient
+        given = tree_map_only(ShardedParameter, _TENSOR.data.__get__, given)
+    return torch.autograd.grad(outputs, given, *args, **kwargs)
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return in_place and not isinstance(
+        func, FunctionType
+    )  # nn.init's need no grad, too, and see to it
+
+
+def _assign(param: nn.Parameter, value: Tensor) -> None:
+    """Point a parameter at its shard of an assigned value, which the engine adopts later."""
+    shard = _shard_of(param)
+    shard.spread.lent.changed()
+    _note_source(param, value)
+    if isinstance(value, AveragedGradient):
+        value = value.sharded()
+    if isinstance(value, ShardView):
+        value = value.full_tensor()
+    if isinstance(value, ShardedTensor):
+        local = value.local if is_alike(shard, value) else _cut(shard, value.full_tensor())
+    elif value.shape == shard.shape:
+        local = _cut(shard, value)
+    else:
+        local = value
+    with torch.no_grad():
+        param.data = local.detach()
+
+
+@as_they_are
+def take_set(copy: nn.Parameter, shard: Tensor) -> None:
+    """Point a copy at its shard, like `shard`, of what `copy.set_(full)` gave it, unseen."""
+    home: ParameterHome | None = vars(copy).get(_HOME)
+    if home is not None and copy.shape != shard.shape:
+        copy.data = _cut(ParameterShard(shard, home.spread), copy.data).clone()
+
+
+def _note_source(param: nn.Parameter, value: Tensor) -> None:
+    """Note whose memory a parameter is given, alike on ranks that have no element of it."""
+    named, sources = _home_of(param).named, _home_of(param).user_code.sources
+    for one, source in sources.items():
+        if source is not None and source.param is param:  # which shows other memory from now on
+            sources[one] = None
+    sources[param] = None
+    base = value.base if isinstance(value, ShardView) else value
+    other = named.get(base.spread.name) if isinstance(base, ParameterShard) else None
+    if other is None or other in sources or not isinstance(base, ParameterShard):
+        return
+    if storage_key(base.local) == storage_key(_TENSOR.data.__get__(other)):
+        places = torch.arange(base.numel()).view(base.shape)
+        view = value.taken_from(places) if isinstance(value, ShardView) else places
+        sources[param] = ValueSource(other, view.flatten())
+
+
+def _cut(shard: ParameterShard, full: Tensor) -> Tensor:
+    local = shard.spread.cut(full, shard.local)
+    return full if local is None else local
+
+
+def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
+    """Set `.grad` to a result of user code, which the engine adopts later."""
+    home: ParameterHome = param.__dict__[_HOME]
+    if value is None or not home.user_code.runs:
+        if value is not None and value.shape != param.shape:
+            raise ConfigError(
+                f".grad of {home.spread.name!r} was set to a tensor of shape {tuple(value.shape)} "
+                f"in the middle of a backward, where this rank has a shard of the parameter, of "
+                f"shape {tuple(param.shape)}; expected gradients that autograd adds. Set them in "
+                f"on_after_backward, in manual optimization, or use strategy='zero2'."
+            )
+        _SET_GRAD(param, value)
+        return
+    if not isinstance(value, ParameterShard):
+        _SET_GRAD(param, _of_full(value, param, home))
+        return
+    if home.note is None or not is_alike(_shard_of(param), value):
+        raise ConfigError(
+            f".grad of {home.spread.name!r} was set to a tensor like {value.spread.name!r} of "
+            f"shape {tuple(value.shape)}, expected one of its own shape {tuple(home.spread.shape)}."
+        )
+    _SET_GRAD(param, AveragedGradient(param, home.note, ShardedTensor(value.local, home.spread)))
+
+
+def _of_full(value: Tensor, param: nn.Parameter, home: ParameterHome) -> Tensor:
+    """Return this rank's elements of a full gradient that user code sets; others as they are."""
+    note, is_own = home.note, isinstance(value, (AveragedGradient, *_SHARDS))
+    if is_own or note is None or note.source is None or value.shape != home.spread.shape:
+        return value
+    full = note.source.operand(value, "set")
+    own = home.spread.cut(full, _shard_of(param).local)
+    assert own is not None
+    return AveragedGradient(param, note, ShardedTensor(own, home.spread))

@@ -1,0 +1,329 @@
+"""A tensor whose elements are spread over ranks: it looks full, and each rank computes its part.
+
+    rank 0  [ a b c ]    abs, mul_, clamp, + ...   on each rank's elements; nothing is sent
+    rank 1  [ d e   ]    norm, sum, max, all ...   of a b c d e, the same on every rank
+    looks like a b c d e, of the full shape     @, indexing, sort ...      an error with advice
+
+Without it a reduction would silently give another number on every rank. A reduction is a collective
+call: each rank that has a part must make it.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+from lightning_shard.backends.call_site import reading
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.tensor_calls import SeesOperations
+from lightning_shard.errors import ConfigError
+
+Operation = Callable[..., Any]
+
+
+class Spread(Protocol):
+    """The spread of a tensor's elements over ranks."""
+
+    @property
+    def name(self) -> str:
+        """Return the tensor's name for error messages."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the full shape."""
+
+    @property
+    def groups(self) -> Sequence[Collectives]:
+        """Return the groups over which partial results are combined, one after the other."""
+
+    @property
+    def counts(self) -> bool:
+        """Return whether this rank's elements count, and are not also another rank's."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device for partial results."""
+
+    @property
+    def places(self) -> Hashable:
+        """Return what is equal, on all ranks or none, for tensors whose elements lie alike."""
+
+    @property
+    def lent(self) -> "Any":
+        """Return the memory of shards that user code was given."""
+
+    def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
+        """Return this rank's shard of a full tensor or of a part; None for another shape."""
+
+    def join(self, local: Tensor) -> Tensor:
+        """Return the full tensor of the ranks' shards; each rank must call."""
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return the part of a full tensor that belongs to this rank's part of the model."""
+
+
+class NotShardedError(ConfigError):
+    """An operation cannot be computed from shards; no rank has sent anything for it."""
+
+
+REDUCTIONS: dict[str, Callable[..., Any]] = {}
+"""Reductions by the operation's name, whatever its overload; `global_values` registers them."""
+
+
+class ShardedTensor(SeesOperations):
+    """Looks like the full tensor of which this rank has `local`.
+
+    Attributes:
+        gathers: Whether operations that shards do not suffice for are computed on full copies.
+        local: This rank's elements, in whatever shape they lie.
+        spread: How the elements are spread over ranks.
+        norm_of_all: Returns the full tensor's norm of an order, together with other tensors'; None
+            computes it for this tensor alone.
+        on_change: Called when the elements have been changed in place; None for no call.
+    """
+
+    gathers = False
+    local: Tensor
+    spread: Spread
+    norm_of_all: Callable[[float], Tensor] | None
+    on_change: Callable[[], None] | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, local: Tensor, spread: Spread, shape: Sequence[int] | None = None
+    ) -> "ShardedTensor":
+        """Make a tensor that looks full, or of another `shape` of as many elements."""
+        tensor: ShardedTensor = Tensor._make_wrapper_subclass(
+            cls, spread.shape if shape is None else shape, dtype=local.dtype, device=local.device
+        )
+        tensor.local, tensor.spread = local, spread
+        tensor.norm_of_all = tensor.on_change = None
+        return tensor
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedTensor(of={self.spread.name!r}, shape={tuple(self.shape)})"
+
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor on every rank; each rank must call."""
+        with reading(self.spread.name):
+            return self.spread.join(self.local).view(self.shape)
+
+    def own_full(self) -> Tensor:
+        """Return this rank's part of the model, as parameters show it; each rank must call."""
+        return self.spread.own(self.full_tensor())
+
+    def beside(self, local: Tensor) -> "ShardedTensor":
+        """Return a tensor of other elements that is spread and looks like this one."""
+        return type(self)(local, self.spread, self.shape)
+
+    @classmethod
+    @override
+    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute element by element, or over the groups.
+
+        Raises:
+            ConfigError: The operation is neither elementwise nor a known reduction.
+        """
+        name = func._schema.name.partition("::")[2]
+        if name in REDUCTIONS:
+            with reading(_first((args, kwargs)).spread.name):
+                return REDUCTIONS[name](func, *args, **kwargs)
+        if name.startswith("_foreach_"):
+            return _each(func, args, kwargs)
+        if name in _VIEWS:
+            return _viewed(func, *args)
+        if torch.Tag.pointwise in func.tags or name in _BY_ELEMENT:
+            return _by_element(func, args, kwargs)
+        raise refusal(func, _first((args, kwargs)))
+
+
+_VIEWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
+_BY_ELEMENT = frozenset(
+    {
+        "alias",
+        "bernoulli",
+        "bernoulli_",
+        "clone",
+        "copy_",
+        "detach",
+        "empty_like",
+        "exponential_",
+        "fill",
+        "fill_",
+        "floor_divide",
+        "floor_divide_",
+        "full_like",
+        "lift_fresh",
+        "log_normal_",
+        "masked_fill",
+        "masked_fill_",
+        "normal_",
+        "ones_like",
+        "rand_like",
+        "randn_like",
+        "uniform_",
+        "zero_",
+        "zeros_like",
+        "_to_copy",
+    }
+)  # which torch does not tag as such
+
+
+def refuse(func: Any, tensor: ShardedTensor, reason: str = "") -> NoReturn:
+    """Raise `refusal`.
+
+    Raises:
+        ConfigError: The error that `refusal` returns, always.
+    """
+    raise refusal(func, tensor, reason)
+
+
+def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
+    """Return the error for an operation that cannot be computed from shards, with advice."""
+    return NotShardedError(
+        f"The gradient of {tensor.spread.name!r} lies in parts on the ranks, so {func} cannot be "
+        f"computed from .grad here{reason and ' (' + reason + ')'}. Expected what goes element by "
+        f"element, or what makes one number of all (norm, sum, mean, max ...), which every rank "
+        f"then gets. Take all of it with .grad.full_tensor() on every rank, clip with "
+        f"Trainer(gradient_clip_val=...) or self.clip_gradients(...), or use strategy='shard_ddp', "
+        f"which keeps full gradients."
+    )
+
+
+def _first(given: Any) -> ShardedTensor:
+    return max(_sharded(given), key=lambda one: one.gathers)  # the first of those
+
+
+def _sharded(given: Any) -> Iterator[ShardedTensor]:
+    found: list[ShardedTensor] = []
+    tree_map_only(ShardedTensor, found.append, given)
+    yield from found
+
+
+def _viewed(func: Any, tensor: ShardedTensor, shape: Sequence[int], *_: Any) -> ShardedTensor:
+    """Return the tensor in its shape or flat: elements stay in their order."""
+    if isinstance(shape, torch.dtype):
+        refuse(func, tensor, f"as {shape}, expected its own format")
+    wanted = [tensor.numel() if size == -1 and len(shape) == 1 else size for size in shape]
+    if wanted not in ([tensor.numel()], list(tensor.shape)):
+        refuse(func, tensor, f"to shape {tuple(shape)}, expected it flat or as it is")
+    seen = type(tensor)(tensor.local, tensor.spread, wanted)
+    seen.norm_of_all, seen.on_change = tensor.norm_of_all, tensor.on_change
+    return seen
+
+
+def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute on this rank's elements."""
+    target = kwargs.get("out", args[0] if func._schema.is_mutable else None)
+    like = target if isinstance(target, ShardedTensor) else _first((args, kwargs))
+
+    def part(tensor: Tensor) -> Tensor:
+        return part_of(func, tensor, like, is_written=tensor is target)
+
+    local_args, local_kwargs = tree_map_only(Tensor, part, (tuple(args), kwargs))
+    result = func(*local_args, **local_kwargs)
+    if target is not None:
+        if isinstance(target, ShardedTensor) and target.on_change is not None:
+            target.on_change()
+        return target
+
+    def wrapped(tensor: Tensor) -> Tensor:
+        if tensor.shape != like.local.shape:
+            refuse(func, like, f"it gives another shape, {tuple(tensor.shape)}")
+        return like.beside(tensor)
+
+    if func._schema.name in ("aten::detach", "aten::alias"):
+        return _viewed(func, like, like.shape)
+    return tree_map_only(Tensor, wrapped, result)
+
+
+def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute on the elements of every tensor of a list, beside those of other lists."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and _has_tensors(arg)]
+    likes = [next(_sharded(row), None) for row in zip(*lists, strict=True)]
+    first = _first(args)
+
+    def parts(arg: Any) -> Any:
+        if not (isinstance(arg, (list, tuple)) and _has_tensors(arg)):
+            return arg
+        written = func._schema.is_mutable and arg is args[0]
+        return [
+            one if like is None else part_of(func, one, like, is_written=written)
+            for one, like in zip(arg, likes, strict=True)
+        ]
+
+    result = func(*map(parts, args), **kwargs)
+    if func._schema.is_mutable:
+        for tensor in _sharded(list(args[0])):
+            if tensor.on_change is not None:
+                tensor.on_change()
+        return None
+    if not isinstance(result, (list, tuple)) or len(result) != len(likes):
+        refuse(func, first)
+    pairs = zip(result, likes, strict=True)
+    return [one if like is None else like.beside(one) for one, like in pairs]
+
+
+def _has_tensors(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in values)
+
+
+def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool = False) -> Tensor:
+    """Return the elements of a tensor that belong to this rank's elements of `like`."""
+    if isinstance(tensor, ShardedTensor):
+        if not is_alike(tensor, like):
+            refuse(func, like, f"together with that of {tensor.spread.name!r}")
+        return tensor.local if is_written else tensor.local.to(like.local.device)
+    if tensor.numel() == 1 and not is_written:
+        scalar = tensor.reshape((1,) * min(tensor.ndim, like.local.ndim))
+        return scalar.to(like.local.device)
+    if like.gathers and not is_written:
+        tensor = _broadcast(tensor, like)
+    if tensor.shape == like.shape and not is_written and tensor.shape != like.local.shape:
+        tensor = tensor.reshape(like.spread.shape)
+    part = like.spread.cut(tensor, like.local)
+    if like.gathers and is_written and tensor.shape == like.shape:
+        part = None  # full, though on this rank the part is perhaps as large
+    if part is None or (is_written and part is not tensor):
+        written = "written to " if is_written else ""
+        refuse(
+            func,
+            like,
+            f"together with a tensor of shape {tuple(tensor.shape)} that is {written}no shard of "
+            f"it; torch.zeros_like(param.grad) makes one",
+        )
+    return part if is_written else part.to(like.local.device)  # offload: averages on the host
+
+
+def _broadcast(tensor: Tensor, like: ShardedTensor) -> Tensor:
+    """Return a tensor expanded to the full shape of `like`, if it is not a shard of that shape.
+
+    Raises:
+        ConfigError: The tensor may be either, on this rank.
+    """
+    if tensor.shape == like.local.shape and tensor.shape != like.shape:
+        if like.spread.cut(tensor, like.local) is None:
+            raise ConfigError(
+                f"A tensor of shape {tuple(tensor.shape)} meets {like.spread.name!r} of shape "
+                f"{tuple(like.shape)}, of which this rank has as many elements; expected one that "
+                f"cannot be taken for them. Expand it to the parameter's shape."
+            )
+        return tensor
+    sizes = zip(reversed(tensor.shape), reversed(like.shape), strict=False)
+    fits = tensor.ndim <= like.ndim and all(own in (1, size) for own, size in sizes)
+    return tensor.expand(like.shape) if fits else tensor
+
+
+def is_alike(tensor: ShardedTensor, other: ShardedTensor) -> bool:
+    """Whether the elements of two tensors lie on the same ranks, in the same order."""
+    if tensor.shape != other.shape:
+        return False
+    gathers = tensor.gathers or other.gathers
+    return tensor.spread is other.spread or (
+        gathers and tensor.spread.places == other.spread.places
+    )

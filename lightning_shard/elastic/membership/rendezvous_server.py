@@ -1,0 +1,271 @@
+"""The rendezvous server: a process beside the ranks with the job's store and members.
+
+    rank 0 ──┐ starts it                     ┌── store: where each generation makes its groups
+    rank 1 ──┼──── connections each ──> door, server
+    newcomer ┘                               └── table: who takes part
+
+It trains nothing and starts nothing, so that no rank's death takes it along; it ends after the last
+participant. Who starts it opens its sockets, so that the address is known before it runs.
+"""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from time import monotonic
+
+from lightning_shard.backends.guarded.addresses import listen
+from lightning_shard.backends.guarded.connection import Connection, Message
+from lightning_shard.backends.guarded.door import Door
+from lightning_shard.backends.guarded.key_values import KeyValueService
+from lightning_shard.backends.guarded.token import find_token
+from lightning_shard.core import settings
+from lightning_shard.elastic.membership.membership_table import (
+    SHORTEST_START_SECONDS,
+    Bounds,
+    MembershipTable,
+)
+from lightning_shard.errors import BackendUnavailableError
+
+_LONGEST_TICK_SECONDS = 1.0
+_UNSENT_SECONDS = 0.01
+_LINGER_SECONDS = 3.0
+MEMBER, _STORE = "member", "store"  # what connections come for
+# Not `-m`: the package's own `__init__` imports Lightning, of which the server needs nothing. So it
+# finds an empty package of that name, whose modules it can import. It is nobody's child: who has
+# started it needs not wait for its end.
+_PROGRAM = """
+import os, sys, types
+if os.fork():
+    os._exit(0)
+package = sys.modules["lightning_shard"] = types.ModuleType("lightning_shard")
+package.__path__ = [sys.argv[1]]
+from lightning_shard.elastic.membership.rendezvous_server import main
+main(sys.argv[2:])
+"""
+_PACKAGE_FOLDER = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRules(Bounds):
+    """What a job's membership table goes by, beside its bounds.
+
+    Attributes:
+        initial_size: How many ranks the job starts with.
+        timeout_seconds: How long ranks wait for each other in a group. A participant that is silent
+            for most of it is declared dead.
+    """
+
+    initial_size: int
+    timeout_seconds: float = 1800.0
+
+    @property
+    def silence_seconds(self) -> float:
+        """How long a participant may say nothing before it is declared dead."""
+        return 0.7 * self.timeout_seconds
+
+    @property
+    def tick_seconds(self) -> float:
+        """How many seconds lie between two heartbeats, of participants and of the server."""
+        return min(self.timeout_seconds / 10, _LONGEST_TICK_SECONDS)
+
+
+class RendezvousServer:
+    """Serves a `MembershipTable` and the job's store behind one door.
+
+    Args:
+        rules: What the membership table goes by.
+        listeners: The sockets to which participants connect.
+        token: The secret that a participant must know.
+    """
+
+    def __init__(self, rules: JobRules, listeners: Sequence[socket.socket], token: str) -> None:
+        self._rules = rules
+        self._selector = DefaultSelector()
+        self._store = KeyValueService(self._selector)
+        services = {MEMBER: self._admit, _STORE: self._store.admit}
+        self._door = Door(listeners, token, self._selector, services)
+        self._members: dict[Connection, str | None] = {}
+        self._connections: dict[str, Connection] = {}
+        self._told_early: list[Message] = []
+        self.membership_table = MembershipTable(
+            rules,
+            initial_size=rules.initial_size,
+            silence_seconds=rules.silence_seconds,
+            tell=self._tell,
+            now=monotonic(),
+        )
+
+    def run(self) -> None:
+        """Serve until the last participant has gone, for good."""
+        last_tick = alone_since = monotonic()
+        has_begun = False
+        while True:
+            for key, _ in self._selector.select(self._patience(last_tick)):
+                key.data()
+            for connection in self._members:
+                connection.flush()
+            self._store.flush()
+            now = monotonic()
+            if now - last_tick >= self._rules.tick_seconds:
+                self._tick(now, now - last_tick)
+                last_tick = now
+            if self._members:
+                alone_since, has_begun = now, True
+            if now - alone_since >= self._linger_seconds(has_begun):
+                return
+
+    def close(self) -> None:
+        """Close every socket."""
+        self._selector.close()
+        self._door.close()
+        self._store.close()
+        for connection in self._members:
+            connection.close()
+
+    def _linger_seconds(self, has_begun: bool) -> float:
+        if self.membership_table.is_over:
+            return 0.0
+        return _LINGER_SECONDS if has_begun else 2 * SHORTEST_START_SECONDS
+
+    def _patience(self, last_tick: float) -> float:
+        until_tick = max(0.0, last_tick + self._rules.tick_seconds - monotonic())
+        has_unsent = self._store.has_unsent or any(one.has_unsent for one in self._members)
+        return min(until_tick, _UNSENT_SECONDS) if has_unsent else until_tick
+
+    def _tick(self, now: float, seconds: float) -> None:
+        if seconds > self._rules.silence_seconds / 2:  # this process was stopped
+            self.membership_table.forgive(now)
+        self.membership_table.tick(now)
+        self._door.tick(now)
+        for connection, member in self._members.items():
+            if member is not None:
+                connection.send({"kind": "beat"})
+
+    def _admit(self, connection: Connection) -> None:
+        self._members[connection] = None
+        self._selector.register(connection, EVENT_READ, partial(self._read, connection))
+
+    def _read(self, connection: Connection) -> None:
+        for message in connection.receive():
+            if not self._take(connection, message):
+                connection.is_open = False
+                break
+        if not connection.is_open:
+            self._drop(connection)
+
+    def _take(self, connection: Connection, message: Message) -> bool:
+        """Hand a message to the table; return whether it was one of a participant."""
+        now, member = monotonic(), self._members[connection]
+        try:
+            if message["kind"] == "join":
+                self._join(connection, message, now)
+                return True
+            if member is not None:
+                self._hand_on(member, message, now)
+            return member is not None
+        except (KeyError, TypeError, ValueError):  # no participant says so
+            return False
+
+    def _hand_on(self, member: str, message: Message, now: float) -> None:
+        match message["kind"]:
+            case "beat":
+                self.membership_table.beat(member, now)
+            case "arrive":
+                self.membership_table.arrive(member, message["generation"], message["error"], now)
+            case "ready":
+                self.membership_table.ready(member, message["generation"], now)
+            case "leave":
+                self.membership_table.leave(member, message["is_done"], now)
+
+    def _join(self, connection: Connection, message: Message, now: float) -> None:
+        name, rank = str(message["name"]), message["initial_rank"]
+        rank = None if rank is None else int(rank)
+        if (before := self._members[connection]) is not None:
+            del self._connections[before]  # was declared dead, and comes again
+            self.membership_table.lost(before, now)
+        member = self.membership_table.join(name, rank, now)
+        self._members[connection], self._connections[member] = member, connection
+        size = self._rules.initial_size
+        connection.send({"kind": "joined", "member": member, "first_size": size})
+        for early in self._told_early:
+            connection.send(early)
+        self._told_early.clear()
+
+    def _drop(self, connection: Connection) -> None:
+        member = self._members.pop(connection)
+        self._selector.unregister(connection)
+        connection.close()
+        if member is not None:
+            self._connections.pop(member, None)
+            self.membership_table.lost(member, monotonic())
+
+    def _tell(self, member: str, message: Message) -> None:
+        """Send to a participant; one unknown here is the one that just joins, or is gone."""
+        if member in self._connections:
+            self._connections[member].send(message)
+        elif self.membership_table.is_there(member):
+            self._told_early.append(message)
+
+
+def start_rendezvous_server(rules: JobRules, host: str, port: int, token: str = "") -> settings.Job:
+    """Start a rendezvous server on this host; it lives in a session of its own and ends by itself.
+
+    Args:
+        rules: What the job goes by.
+        host: An address of this host that all participants reach.
+        port: The port to which participants connect; 0 for any.
+        token: The secret that a participant must know; "" for the one that `find_token` finds.
+
+    Returns:
+        The address and the token with which a process joins the job.
+
+    Raises:
+        BackendUnavailableError: The server did not start.
+    """
+    listeners = listen(host, port)
+    with contextlib.ExitStack() as opened:
+        for listener in listeners:
+            opened.enter_context(listener)
+        port = int(listeners[0].getsockname()[1])
+        if not token:
+            token = find_token(port, on_one_host=settings.is_loopback(host), rank=0)
+        _start_process(rules, [listener.fileno() for listener in listeners], token)
+        return settings.Job(host=host, port=port, token=token)
+
+
+def _start_process(rules: JobRules, handed: list[int], token: str) -> None:
+    starting = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(_PACKAGE_FOLDER), *map(str, handed)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=handed,
+        start_new_session=True,  # Ctrl-C is for the ranks
+    )
+    assert starting.stdin is not None
+    with starting.stdin as told:  # no argument, which other users of the host could read
+        told.write(json.dumps({"rules": asdict(rules), "token": token}).encode())
+    if status := starting.wait():
+        raise BackendUnavailableError(
+            f"The elastic job's rendezvous server could not be started: {sys.executable} ended "
+            f"with status {status}; its own output says why."
+        )
+
+
+def main(descriptors: list[str]) -> None:
+    """Serve one job over listening sockets, whose numbers these are; standard input says which."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    told = json.load(sys.stdin)
+    listeners = [socket.socket(fileno=int(number)) for number in descriptors]
+    server = RendezvousServer(JobRules(**told["rules"]), listeners, told["token"])
+    try:
+        server.run()
+    finally:
+        server.close()

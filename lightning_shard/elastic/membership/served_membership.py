@@ -1,0 +1,494 @@
+"""Membership of real processes: one connection to the job's rendezvous server, kept by a thread.
+
+    main thread                     ServedMembership                membership thread
+    begin, following ─────────────> what it wants ──────────────> server
+    is_wanted, init_groups <─────── what the server has said <─── rendezvous server
+                                    groups interrupted  <──────── "lost": a member has gone
+
+The process groups of a generation are made over the server's store, which no rank's death takes
+along. Nobody begins before all are ready, so that a member that dies meanwhile is heard of first.
+
+Heartbeats of the thread keep the process connected to its job's rendezvous server:
+
+    member ──beat, every second at most──> server     a silent member is declared dead
+    member <──beat, every second at most── server     a silent server is given up
+
+Whatever else the two tell each other goes over the same connection.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from threading import Condition
+from time import monotonic
+from types import FrameType
+from weakref import WeakSet, finalize
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_shard.backends import liveness
+from lightning_shard.backends._c10d import PrefixStore, RankGroups, set_groups
+from lightning_shard.backends.base import Backend
+from lightning_shard.backends.guarded.client import connect
+from lightning_shard.backends.guarded.connection import Connection, Message
+from lightning_shard.backends.guarded.handshake import WrongTokenError
+from lightning_shard.backends.guarded.store import store_at
+from lightning_shard.backends.guarded.token import JobAddress, find_token, remember, wrong_token
+from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_groups
+from lightning_shard.backends.liveness.thread import (
+    ConnectionThread,
+    unwatch_signals_by,
+    watch_signals_by,
+)
+from lightning_shard.backends.rendezvous import HOST_KEY
+from lightning_shard.core import settings
+from lightning_shard.elastic.membership.generation import Generation, Membership, SignalHandler
+from lightning_shard.elastic.membership.rendezvous_server import MEMBER
+from lightning_shard.errors import EvictedError, JobOverError, RankFailedError
+
+_LONGEST_ERROR = 500
+_POLL_SECONDS = 0.01
+_LONGEST_CONNECTING_SECONDS = 5.0  # with a job that runs
+
+_memberships: "WeakSet[ServedMembership]" = WeakSet()
+
+
+class _MeetingStore(PrefixStore):
+    """The store of ranks that meet, where none waits for what a lost one was to set.
+
+    Attributes:
+        wait_for_news: Waits for so many seconds, and raises if a rank has been lost.
+    """
+
+    wait_for_news: Callable[[float], None]
+
+    @override
+    def get(self, key: str) -> bytes:
+        self.wait_for_news(0)
+        while not self.check([key]):
+            self.wait_for_news(_POLL_SECONDS)
+        return super().get(key)
+
+
+class ServedMembership(Membership):
+    """This process's part in the job that a rendezvous server keeps.
+
+    Args:
+        job: The address of the server, and the token if one was given.
+        initial_rank: This process's rank among those that the job starts with; None for a newcomer.
+        timeout: How long ranks wait for each other in a group; a rendezvous server that is silent
+            for most of it is given up.
+
+    Raises:
+        ConfigError: The server does not know this token.
+        RankFailedError: The server cannot be reached.
+    """
+
+    def __init__(self, job: settings.Job, initial_rank: int | None, timeout: timedelta) -> None:
+        self.me, self.first_size = "", 0
+        self._process = os.getpid()
+        self._address = _address_of(job)
+        remember(self._address.token)
+        self._initial_rank = initial_rank
+        self._timeout = timeout
+        self._generation: Generation | None = None
+        self._grouped = 0  # the generation whose groups stand or are being made
+        # What the server has said; guarded by `_news`, and notified.
+        self._news = Condition()
+        self._next: Message | None = None
+        self._go = 0
+        self._losses: dict[int, list[Message]] = {}
+        self._is_wanted = False
+        self._is_leaving = False
+        self._end: Exception | None = None  # nothing more comes
+        self._is_declared_dead = False
+        self._is_late = False
+        self._thread = HeartbeatThread(
+            _connect(self._address, is_starting=initial_rank is not None),
+            timeout.total_seconds(),
+            hear=self._hear,
+            on_server_lost=self._on_server_lost,
+            ask_to_leave=self.ask_to_leave,
+        )
+        _memberships.add(self)
+        self._thread.start()
+        end_at_exit(self._thread, self._thread.end)
+        self._join(initial_rank)
+
+    # --- asked by the main thread ---------------------------------------------------------------
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a newcomer waits and there is room: bring it up at the next boundary."""
+        return self._is_wanted
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this process has received SIGTERM, or was told to leave."""
+        return self._is_leaving
+
+    def ask_to_leave(self) -> None:
+        """Have this rank leave at the next boundary; from any thread."""
+        with self._news:
+            self._is_leaving = True
+            self._news.notify_all()
+
+    def on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM: ask this rank to leave; at a later one that insists end the process."""
+        if os.getpid() != self._process:  # a forked child, which is no rank
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        self._thread.come()
+
+    @override
+    def watch_signals(self) -> SignalHandler:
+        """Return the handler of SIGTERM, and have the thread told of signals as well.
+
+        It hears of them where the main thread can run no handler; not outside the main thread, nor
+        where an event loop watches already.
+        """
+        watch_signals_by(self._thread.signal_fd)
+        return self.on_sigterm
+
+    @override
+    def end_run(self) -> None:
+        """Undo `watch_signals`."""
+        unwatch_signals_by(self._thread.signal_fd)
+
+    @override
+    def begin(self) -> Generation | None:
+        if self._initial_rank is None:
+            return None
+        with self._news:
+            self._await(lambda: self._next is not None or self._is_late)
+            return None if self._is_late else self._enter()
+
+    @override
+    def following(self, error: BaseException | None = None) -> Generation:
+        text = None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        while True:
+            if self._is_declared_dead:
+                self._join(None)
+                text = None
+            with self._news:
+                number = 0 if self._generation is None else self._generation.number
+                self._thread.send({"kind": "arrive", "generation": number, "error": text})
+                self._await(
+                    lambda: self._next is not None or self._is_declared_dead or self._gives_up
+                )
+                if self._next is not None:
+                    return self._enter()
+                if not self._is_declared_dead:
+                    break
+        self.leave()
+        raise JobOverError("This rank was asked to leave while it waited to take part in the job.")
+
+    @override
+    def init_groups(
+        self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
+    ) -> None:
+        number, seconds = generation.number, timeout.total_seconds()
+        with self._news:
+            self._grouped = number
+        self._thread.send({"kind": "ready", "generation": number})
+        with self._news:
+            self._await(
+                lambda: (
+                    self._go == number or bool(self._losses.get(number)) or self._is_declared_dead
+                ),
+                timeout,
+            )
+            if self._go != number:
+                raise self._lost_while_meeting(generation)
+        job = store_at(self._address, timeout)
+        store = _MeetingStore(f"lightning_shard/generation{number}", job)
+        store.wait_for_news = partial(self._wait_for_news, generation, monotonic() + seconds)
+        if generation.rank == 0:
+            store.set(HOST_KEY, self._thread.own_address)
+        backend.init_process_group(
+            rank=generation.rank,
+            world_size=generation.size,
+            device=device,
+            timeout=timeout,
+            store=store,
+        )
+
+    def _wait_for_news(self, generation: Generation, deadline: float, seconds: float) -> None:
+        """Wait a moment, and raise if a rank of the generation is known to be lost."""
+        number = generation.number
+
+        def has_lost() -> bool:
+            return bool(self._losses.get(number)) or self._is_declared_dead
+
+        with self._news:
+            self._await(has_lost, timedelta(seconds=seconds))
+            if has_lost() or monotonic() > deadline:
+                raise self._lost_while_meeting(generation)
+
+    @override
+    def drop_groups(self) -> None:
+        with self._news:
+            number, self._grouped = self._grouped, 0
+            is_broken = bool(self._losses.get(number)) or self._is_declared_dead
+        lifeline = liveness.current()
+        # Whole groups are not interrupted: a slower peer may still read what was sent to it.
+        if is_broken or (lifeline is not None and lifeline.has_verdict):
+            interrupt_groups()
+        liveness.stop()
+        with contextlib.suppress(RuntimeError):  # what fails on a broken group is forgotten
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        set_groups(RankGroups())  # a start that was given up has counted a group
+
+    @override
+    def leave(self) -> None:
+        self.end_run()  # before the thread closes what is written to
+        self._thread.leave({"kind": "leave", "is_done": not self._is_leaving})
+
+    def forget(self) -> None:
+        """Let go of the sockets in a forked child, which is no member."""
+        self._thread.forget()
+
+    # --- states ---------------------------------------------------------------------------------
+
+    @property
+    def _gives_up(self) -> bool:
+        """Whether to wait no longer: a member's boundary is still to come, a newcomer has none."""
+        return self._is_leaving and self._generation is None
+
+    def _join(self, initial_rank: int | None) -> None:
+        """Become a participant of the job, under a new id."""
+        with self._news:
+            self.me, self._is_declared_dead, self._is_wanted = "", False, False
+            self._generation = self._next = None
+            name = f"{socket.gethostname()}:{os.getpid()}"
+            self._thread.send({"kind": "join", "name": name, "initial_rank": initial_rank})
+            self._await(lambda: bool(self.me))
+
+    def _enter(self) -> Generation:
+        """Take up the generation that the server has told of."""
+        assert self._next is not None
+        told, self._next = self._next, None
+        self._losses = {n: lost for n, lost in self._losses.items() if n >= told["number"]}
+        self._generation = Generation.told(told, self.me)
+        return self._generation
+
+    def _await(self, is_so: Callable[[], bool], timeout: timedelta | None = None) -> None:
+        """Wait, holding `_news`, until `is_so` holds, or until nothing more can come."""
+        seconds = None if timeout is None else timeout.total_seconds()
+        self._news.wait_for(lambda: is_so() or self._end is not None, seconds)
+        if self._end is not None and not is_so():
+            raise self._end
+
+    def _lost_while_meeting(self, generation: Generation) -> RankFailedError:
+        losses = self._losses.get(generation.number, [])
+        what = "; ".join(f"rank {one['rank']} {one['event']}" for one in losses)
+        if self._is_declared_dead:
+            what = "this rank itself was given up by the job"
+        return RankFailedError(
+            f"Rank {generation.rank} of {generation.size} lost a peer in making the groups of "
+            f"generation {generation.number}: {what or 'a rank does not come'}."
+        )
+
+    # --- told by the membership thread ----------------------------------------------------------
+
+    def _hear(self, message: Message) -> None:
+        """Take a message of the server."""
+        with self._news:
+            kind = message["kind"]
+            if kind == "joined":
+                self.me, self.first_size = message["member"], message["first_size"]
+            elif kind == "generation":
+                self._next, self._is_wanted = message, False
+            elif kind == "wanted":
+                self._is_wanted = message["is_wanted"]
+            elif kind == "go":
+                self._go = message["generation"]
+            elif kind == "lost":
+                self._losses.setdefault(message["generation"], []).append(message)
+            elif kind == "declared_dead" and message["member"] == self.me:
+                self._is_declared_dead = True
+            else:
+                self._hear_of_end(message)
+            self._news.notify_all()
+        self._interrupt_if_broken()
+
+    def _hear_of_end(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "late":
+            self._is_late, self._initial_rank = True, None
+        elif kind == "waiting":
+            self._print(message["text"])
+        elif kind == "over":
+            self._end = JobOverError("The job has ended before this rank could take part in it.")
+        elif kind == "evicted":
+            self._end = EvictedError(
+                f"This rank (member {self.me}) was evicted from the job: it has failed "
+                f"{message['failures']} time(s), the last time with {message['error']}. Mend the "
+                "cause; the ranks that are left, if any, go on without it."
+            )
+
+    def _interrupt_if_broken(self) -> None:
+        """Have the main thread give up what it waits for in the groups of a broken generation."""
+        with self._news:
+            number = self._grouped
+            losses = self._losses.get(number, []) if number else []
+            lifeline = liveness.current()
+            if self._is_declared_dead and number:
+                interrupt_groups()
+            elif losses and lifeline is not None:
+                lifeline.lost(losses[0]["rank"], losses[0]["event"])
+            elif losses:
+                interrupt_groups()
+
+    def _on_server_lost(self, event: str) -> None:
+        with self._news:
+            if self._end is None:
+                self._end = RankFailedError(
+                    f"The elastic job's rendezvous server on {self._address.host}, port "
+                    f"{self._address.port}, {event}: no rank can join or be replaced any more. Go "
+                    "on from the last checkpoint."
+                )
+                self._print(
+                    f"the job's rendezvous server {event}; ranks that are lost are not replaced"
+                )
+            self._news.notify_all()
+
+    def _print(self, news: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed
+            print(f"[member {self.me}] {news}", file=sys.stderr, flush=True)
+
+
+def _address_of(job: settings.Job) -> JobAddress:
+    on_one_host = settings.is_loopback(job.host)
+    token = job.token or find_token(job.port, on_one_host=on_one_host, rank=1)
+    return JobAddress(host=job.host, port=job.port, token=token)
+
+
+def _connect(address: JobAddress, is_starting: bool) -> Connection:
+    """Connect; while the job starts on several hosts, its server may still be to come."""
+    seconds = LONGEST_START_SECONDS if is_starting else _LONGEST_CONNECTING_SECONDS
+    try:
+        return connect(address, MEMBER, seconds)
+    except WrongTokenError as error:
+        raise wrong_token(address, error) from error
+    except OSError as error:
+        raise RankFailedError(
+            f"The elastic job at {address.host}, port {address.port}, cannot be reached. Check "
+            f"that it still runs and that LIGHTNING_SHARD_JOB is what its first process has "
+            f"printed. The system said: {error}"
+        ) from error
+
+
+def _forget_in_child() -> None:
+    """A forked child (a DataLoader's worker) is no member, and must not keep the sockets open."""
+    for membership in list(_memberships):
+        membership.forget()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+_LONGEST_BEAT_SECONDS = 1.0
+LONGEST_START_SECONDS = 60.0
+_LEAVING_SECONDS = 5.0
+
+
+class HeartbeatThread(ConnectionThread):
+    """Sends one process's heartbeats and messages, and hears the server's.
+
+    Args:
+        server: The connection to the rendezvous server.
+        timeout_seconds: How long ranks wait for each other in a group; a server that is silent for
+            most of it is given up.
+        hear: Called with each message of the server.
+        on_server_lost: Called with what has become of the server: "died", "fell silent ...".
+        ask_to_leave: Called at the first SIGTERM; a later one ends the process.
+    """
+
+    def __init__(
+        self,
+        server: Connection,
+        timeout_seconds: float,
+        hear: Callable[[Message], None],
+        on_server_lost: Callable[[str], None],
+        ask_to_leave: Callable[[], None],
+    ) -> None:
+        name = "lightning-shard-membership"
+        super().__init__(name, timeout_seconds, _LONGEST_BEAT_SECONDS, "leave")
+        self.own_address = server.own_address
+        self._hear_message = hear
+        self._on_server_lost = on_server_lost
+        self._ask_to_leave = ask_to_leave
+        # A rendezvous server that has just been started is imported still: that is no silence.
+        self._server_heard = monotonic() + LONGEST_START_SECONDS
+        for end in (self._wake_read, self._wake_write):
+            # Of one that ended by itself, see `_finish`; at exit a thread may still read from it.
+            finalize(self, end.close).atexit = False
+        self._keep(server)
+
+    def leave(self, message: Message) -> None:
+        """Send a last message and end the thread; signals must be written elsewhere by now."""
+        if self.is_alive():
+            self.send(message)
+            self.join(_LEAVING_SECONDS)
+        if not self.is_alive():
+            self._close()
+
+    def end(self) -> None:
+        """End the thread without a word: by its silence the others hear that this rank failed."""
+        self._is_leaving = True
+        self._wake_up()
+
+    def come(self) -> None:
+        """Take note of a SIGTERM, from a handler."""
+        self._sigterms.come(self)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process is ending already, so that a second signal changes nothing."""
+        return self._is_leaving
+
+    def announce_termination(self) -> None:
+        """Have this rank leave; `RepeatedSignal` says when."""
+        self._ask_to_leave()
+
+    @property
+    @override
+    def _goes_on(self) -> bool:
+        return not self._is_leaving and self._connection.is_open
+
+    @override
+    def _finish(self) -> None:
+        self._selector.close()
+        self._connection.close()  # the pipe stays: signals are still written to it
+
+    @override
+    def _tick(self, now: float, seconds: float) -> None:
+        self._connection.send({"kind": "beat"})
+        if seconds > self._silence_seconds / 2:  # this process was stopped
+            self._server_heard = max(self._server_heard, now)
+        elif now - self._server_heard > self._silence_seconds:
+            self._on_server_lost(f"fell silent for {now - self._server_heard:.1f} s")
+            self._connection.is_open = False
+
+    @override
+    def _hear(self) -> None:
+        for message in self._connection.receive():
+            self._server_heard = monotonic()
+            self._hear_message(message)
+        if not self._connection.is_open:
+            self._on_server_lost("died")
+
+    @override
+    def _take_signals(self, signals: bytes) -> None:
+        if signal.SIGTERM in signals:
+            self.come()

@@ -1,0 +1,1 @@
+"""What looks at trainings from outside: the machine, and proofs of modules."""

@@ -1,0 +1,175 @@
+"""Names, interfaces and ports by which ranks meet, and the adapters that lead to other hosts."""
+
+import contextlib
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_shard.backends.guarded.addresses import address_towards, chosen_ports, interface_of
+from lightning_shard.core import settings
+from lightning_shard.errors import ConfigError
+from lightning_shard.tools.doctor.finding import Finding, absent, failure, ok, warning
+
+_FAR = "192.0.2.1"  # for documentation (RFC 5737): the default route leads there
+_INFINIBAND = Path("/sys/class/infiniband")
+_NET = Path("/sys/class/net")
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SECONDS = 3.0
+
+
+def outward() -> tuple[str | None, str]:
+    """Return the name and the address of the interface of the default route; nothing is sent.
+
+    Raises:
+        OSError: No interface leads to other hosts.
+    """
+    address = address_towards(_FAR, 0)
+    return interface_of(address), address
+
+
+def adapter_speed(infiniband: Path = _INFINIBAND, net: Path = _NET) -> tuple[float, str] | None:
+    """Return the bytes a second of the host's adapters, and which those are.
+
+    InfiniBand and RoCE adapters count together; without any, the interface of the default route.
+
+    Args:
+        infiniband: Folder in which the system lists such adapters.
+        net: Folder in which it lists interfaces.
+
+    Returns:
+        None where the system does not say, as on most virtual machines.
+    """
+    gigabits = [_gigabits(one) for one in sorted(infiniband.glob("*/ports/*/rate"))]
+    if sum(gigabits):
+        return sum(gigabits) * 1e9 / 8, f"{len(gigabits)} ports in {infiniband}"
+    with contextlib.suppress(OSError, ValueError):
+        interface, _ = outward()
+        megabits = int((net / str(interface) / "speed").read_text())
+        if megabits > 0:  # -1 where the driver does not know
+            return megabits * 1e6 / 8, f"{interface} of {megabits / 1000:g} Gb/s"
+    return None
+
+
+def _gigabits(rate: Path) -> float:
+    """Read a port's rate, such as "400 Gb/sec (4X NDR)"; 0 where it is down."""
+    state = rate.with_name("state")
+    if state.exists() and "ACTIVE" not in state.read_text():
+        return 0.0
+    found = re.match(r"\s*([\d.]+) Gb/sec", rate.read_text())
+    return float(found[1]) if found else 0.0
+
+
+def network() -> Iterator[Finding]:
+    """Yield what ranks on several hosts need, and what those of one do."""
+    yield _own_name()
+    yield _outward()
+    yield from filter(None, map(_chosen_interface, _INTERFACES))
+    yield _free_port()
+    yield from _meeting_place()
+
+
+def _own_name() -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        return warning(
+            "host name",
+            f"{name} has no address ({error})",
+            "Ranks of this host meet on its loopback interface all the same; for several "
+            "hosts add the name to /etc/hosts or to DNS.",
+        )
+    beside = ", which other hosts do not reach" if settings.is_loopback(str(address)) else ""
+    return ok("host name", f"{name} is {address}{beside}")
+
+
+def _outward() -> Finding:
+    try:
+        name, address = outward()
+    except OSError:
+        return absent(
+            "network interface",
+            "none leads to other hosts",
+            "Ranks of this host need none; for several hosts check `ip route`.",
+        )
+    return ok("network interface", f"{name or 'one'} with address {address}")
+
+
+def _chosen_interface(variable: str) -> Finding | None:
+    """Return whether a variable names interfaces that are there; None where it is not set."""
+    chosen = settings.given(variable)
+    if not chosen:
+        return None
+    there = [name for _, name in socket.if_nameindex()]
+    if chosen.startswith("^"):
+        return ok(variable, f"all but {chosen[1:]}")
+    exact = variable.startswith("GLOO") or chosen.startswith("=")
+    wanted = chosen.removeprefix("=").split(",")
+    found = [
+        name
+        for name in there
+        if any(name == one or (not exact and name.startswith(one)) for one in wanted)
+    ]
+    if found:
+        return ok(variable, f"{chosen}: {', '.join(found)}")
+    return failure(
+        variable,
+        f"is {chosen}, and the interfaces are {', '.join(there)}",
+        f"unset {variable}, or name one of these.",
+    )
+
+
+def _free_port() -> Finding:
+    """Listen on the loopback interface and connect to it, as the ranks of one host do."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(_SECONDS)
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=_SECONDS):
+                server.accept()[0].close()
+    except OSError as error:
+        return failure(
+            "ports",
+            f"nothing can be reached on the loopback interface ({error})",
+            "Bring it up (`ip link set lo up`), and let processes of this host connect to "
+            f"{chosen_ports()} in the firewall.",
+        )
+    return ok("ports", f"{port} was free; {chosen_ports()}")
+
+
+def _meeting_place() -> Iterator[Finding]:
+    if not settings.given("MASTER_ADDR") and not settings.given("MASTER_PORT"):
+        return
+    try:
+        place = settings.rendezvous()
+    except ConfigError as error:
+        yield warning(
+            "MASTER_ADDR",
+            str(error),
+            "Set both MASTER_ADDR and MASTER_PORT, or neither: a launcher sets them.",
+        )
+        return
+    yield _reached(place)
+
+
+def _reached(place: settings.Rendezvous) -> Finding:
+    subject, where = "MASTER_ADDR", f"{place.host}:{place.port}"
+    try:
+        own = address_towards(place.host, place.port)
+    except OSError as error:
+        return failure(
+            subject,
+            f"{where}: no way leads there ({error})",
+            "Take an address of rank 0's host that this one reaches.",
+        )
+    with contextlib.suppress(OSError):
+        socket.create_connection((place.host, place.port), timeout=_SECONDS).close()
+        told = f"{where} answers, reached from {own}"
+        return warning(
+            subject,
+            told,
+            "Fine while a job runs there; before one starts something else has the port: "
+            "take another MASTER_PORT.",
+        )
+    return ok(subject, f"{where} is free or not up, from {own}")

@@ -1,0 +1,557 @@
+"""Finds out why ranks and one device differ, by experiments in the order of how much they explain.
+
+    has the loss of one device run away?                            divergence
+    does one device differ from itself, with the same seed?         an attribute of a class
+    does one device differ from itself, with another seed?          random numbers, dropout
+    is it gone with fixed statistics?                               batch norm
+    does one device's loss of a batch follow from its parts' losses? sum, unequal counts, batch
+    do ranks compute otherwise what one device is given as well?    rank, number of ranks
+    is it gone without a hook, a callback, with shard_ddp?          edits, matrices
+    is a gradient otherwise on ranks, or no mean of its parts?      rank, number of ranks, batch
+
+Each changes one thing and runs again; nothing is guessed from names.
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.errors import ShardError
+from lightning_shard.tools.proving import changes
+from lightning_shard.tools.proving.changes import shared_storages
+from lightning_shard.tools.proving.comparison import compare
+from lightning_shard.tools.proving.laboratory import Laboratory
+from lightning_shard.tools.proving.loss_causes import AVERAGES, MEAN_ADVICE, cause_in_loss
+from lightning_shard.tools.proving.records import (
+    RATE,
+    Place,
+    Record,
+    Run,
+    Sink,
+    bare_name,
+    option_of,
+)
+from lightning_shard.tools.proving.runs import RunFailedError, Subject
+from lightning_shard.tools.proving.verdict import Cause, CauseName
+
+_DIVERGED = 1e6  # times the first loss
+
+Experiment = Callable[[Laboratory], Cause | None]
+
+
+def find_cause(lab: Laboratory) -> Cause:
+    """Return why the ranks differ; experiments that fail say nothing."""
+    for experiment in _EXPERIMENTS:
+        try:
+            found = experiment(lab)
+        except (RunFailedError, ShardError):
+            continue
+        if found is not None:
+            return found
+    return Cause(
+        name="unknown",
+        because="none of the experiments explains it",
+        evidence="random numbers, batch norms, the loss of the batch's parts, equal batches on all "
+        "ranks, hooks and callbacks were tried, each by itself",
+        advice="look at the tensor that is named above, on that rank; "
+        "strategy='shard_ddp' is the simplest case to compare with",
+    )
+
+
+def _divergence(lab: Laboratory) -> Cause | None:
+    values, last = lab.alone.records[0].values.items(), lab.first.place.step
+    losses = [float(of[-1]) for place, of in values if place.kind == "loss" and place.step <= last]
+    if all(abs(one) <= _DIVERGED * max(1.0, abs(losses[0])) for one in losses):  # not so of NaN
+        return None
+    return Cause(
+        name="divergence",
+        because=f"the fit diverges, on one device too: its loss goes from {losses[0]:.3g} to "
+        f"{losses[-1]:.3g}, and rounding grows with it",
+        evidence="the losses of one device up to this step",
+        advice="prove with a smaller learning rate, or with clipped gradients",
+    )
+
+
+def _batch_norm(lab: Laboratory) -> Cause | None:
+    names = changes.batch_norms_of(lab.subject.module)
+    if not names or not lab.vanishes(changes.with_fixed_statistics):
+        return None
+    told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
+    return Cause(
+        name="batch norm",
+        because=f"batch norm in {told}: each rank normalises by the statistics of its own samples",
+        evidence="with fixed statistics the ranks and one device are equal",
+        advice="pass Trainer(sync_batchnorm=True), or take a norm of single samples (GroupNorm, "
+        "LayerNorm); with large batches on each rank it is often left as it is",
+    )
+
+
+def _edits(lab: Laboratory) -> Cause | None:
+    """Hooks of parameters, of the module and of callbacks, each left out by itself."""
+    for experiment in (_gathers, _parameter_hooks, _backward_hooks, _module_hooks, _callbacks):
+        found = experiment(lab)
+        if found is not None:
+            return found
+    return None
+
+
+def _gathers(lab: Laboratory) -> Cause | None:
+    gathers = lab.ranks.records[0].num_gathers
+    if not gathers or not lab.vanishes(changes.with_gathered_gradients):
+        return None
+    return Cause(
+        name="gather without gradients",
+        because="self.all_gather(...) is called without sync_grads=True, so that what the other "
+        "ranks have given gets no gradient",
+        evidence=f"{gathers} calls; with sync_grads=True the ranks and one device are equal",
+        advice="pass sync_grads=True",
+    )
+
+
+def _parameter_hooks(lab: Laboratory) -> Cause | None:
+    names = changes.hooked_parameters(lab.subject.module)
+    if not names or not lab.vanishes(changes.without_parameter_hooks):
+        return None
+    return Cause(
+        name="parameter hook",
+        because=f"the hook on {', '.join(map(repr, names[:3]))} edits the gradient of each rank's "
+        "own samples, before it is averaged, by something that is no multiple of it",
+        evidence="without parameters' hooks the ranks and one device are equal",
+        advice="edit the averaged gradient, in on_before_optimizer_step",
+    )
+
+
+def _backward_hooks(lab: Laboratory) -> Cause | None:
+    names = changes.modules_with_backward_hooks(lab.subject.module)
+    if not names or not lab.vanishes(changes.without_backward_hooks):
+        return None
+    who = f"the backward hook on {', '.join(map(repr, names[:3]))}"
+    return _by_what(lab, "module hook", who, "without modules' backward hooks")
+
+
+def _module_hooks(lab: Laboratory) -> Cause | None:
+    for name in changes.overridden_hooks(lab.subject.module):
+        if not lab.vanishes(changes.without_hook(name)):
+            continue
+        is_clipping = name == "configure_gradient_clipping"
+        is_rate = option_of(lab.first.place) == RATE
+        named: CauseName = (
+            "clipping" if is_clipping else "learning rate" if is_rate else "module hook"
+        )
+        return _by_what(lab, named, f"the module's {name}", f"without {name}")
+    return None
+
+
+def _by_what(lab: Laboratory, named: CauseName, who: str, without: str) -> Cause:
+    """Return what a hook depends on: a rank's samples, or the number of ranks."""
+    evidence = f"{without} the ranks and one device are equal"
+    because = f"{who} does something else on a rank than on one device: "
+    if lab.are_one_on_same_samples():
+        return Cause(
+            name=named,
+            because=because + "it uses what only this rank knows, its loss or its samples",
+            evidence=evidence + "; with the same samples on all ranks they are, too",
+            advice="let all ranks compute from the same numbers: average them first, "
+            "self.trainer.strategy.reduce(value, reduce_op='mean')",
+        )
+    return Cause(
+        name=named,
+        because=because + "it uses the rank, the number of ranks, or a collective call",
+        evidence=evidence + "; with the same samples on all ranks they still differ",
+        advice="leave ranks and sums over them out of it: the strategy has averaged the gradients "
+        "already",
+    )
+
+
+def _callbacks(lab: Laboratory) -> Cause | None:
+    callbacks = list(lab.subject.options.get("callbacks") or ())
+    for at, one in enumerate(callbacks):
+        options = changes.without_callback(at, lab.subject.options)
+        if lab.vanishes(lambda _: None, subject=replace(lab.subject, options=options)):
+            return _by_what(lab, "callback", f"the callback {type(one).__name__}", "without it")
+    return None
+
+
+def log_cause(lab: Laboratory, place: Place) -> Cause:
+    """Return why a metric differs while all that is trained is equal."""
+    found = [records[0].values[place][-1].double() for records in lab.ranks.by_data_rank]
+    expected = lab.alone.records[0].values[place][-1].double()
+    values = torch.stack(found)
+    is_common = bool((values == values[0]).all())
+    if is_common or bare_name(place.name) not in lab.ranks.records[0].unsynced:
+        return _averaged_log(place.name, values, expected)
+    if lab.same(values.mean(0), expected, 1.0):
+        evidence = f"the ranks' mean, {float(values.mean()):.6g}, is one device's"
+        advice = f"self.log({place.name!r}, ...) without rank_zero_only"
+    elif lab.same(values.sum(0), expected, 1.0):
+        evidence = f"the ranks' sum, {float(values.sum()):.6g}, is one device's"
+        advice = f"self.log({place.name!r}, ..., reduce_fx='sum') without rank_zero_only"
+    else:
+        evidence = "neither the ranks' mean nor their sum is one device's"
+        advice = "log a torchmetrics.Metric, which adds up what it needs over the ranks"
+    return Cause(
+        name="unsynchronised log",
+        because=f"{place.name!r} is logged with rank_zero_only=True, or for a group of ranks: each "
+        "has the value of its own samples, and loggers get rank 0's",
+        evidence=evidence,
+        advice=advice,
+    )
+
+
+def _averaged_log(name: str, values: Tensor, expected: Tensor) -> Cause:
+    return Cause(
+        name="averaged log",
+        because=f"{name!r} is brought together over the ranks, but what they have is not what one "
+        "device makes of all samples: a function of a mean (an exponential, a root, a ratio), a "
+        "sum, or a mean of unequal counts",
+        evidence=f"it is logged for an epoch, with sync_dist=True or as a metric; rank 0 has "
+        f"{float(values[0]):.6g}, one device {float(expected):.6g}",
+        advice="log what is a mean over samples and compute the rest from it afterwards, or log a "
+        "torchmetrics.Metric, which adds up what it needs over the ranks",
+    )
+
+
+# Experiments on a gradient that differs although the loss does not: of whom, and of what, is it?
+#
+# ranks on the same samples       are they one device?     yes: the samples beside a sample count
+#   own gradients, before the
+#   average, of rank 0, 1, ...    are they equal?          no: the rank counts
+#                                                          yes: the number of ranks counts
+
+
+def cause_in_gradient(lab: Laboratory) -> Cause | None:
+    """Return why a gradient differs although the loss does not; None if there is no telling."""
+    if lab.first.place.phase != "backward":
+        return None
+    if len(lab.batches) > 1 and not lab.are_one_on_same_samples():
+        return _otherwise_on_ranks(lab)
+    return _no_mean(lab)
+
+
+def _otherwise_on_ranks(lab: Laboratory) -> Cause | None:
+    """Ranks that are given the same batch: does the gradient depend on which rank, or how many?"""
+    place, own = lab.first.place, _own_gradients(lab)
+    if 0 not in own or len(own) < len(lab.batches):
+        return None
+    for rank, gradients in own.items():
+        at = _first_apart(lab, own[0], gradients)
+        if at is not None:
+            return Cause(
+                name="rank dependent",
+                because="the loss is the same on all ranks and its gradient is not: something in "
+                f"the backward pass depends on the rank (a detach, a hook, a function of one's "
+                f"own), so that rank {rank} has another gradient than rank 0",
+                evidence=f"on the same batch, with the same weights, the norm of the gradient of "
+                f"{place.name!r} is {float(own[0][at].norm()):.6g} on rank 0 and "
+                f"{float(gradients[at].norm()):.6g} on rank {rank}",
+                advice="let every rank compute the same, also what has no gradient",
+            )
+    return Cause(
+        name="number of ranks",
+        because="the loss is right and its gradient is not: something in the backward pass (a "
+        "hook, a function of one's own) multiplies, divides or adds up over the ranks, and the "
+        "strategies have averaged over them already",
+        evidence=f"on the same batch all ranks have the same gradient of {place.name!r}, and one "
+        "device has another",
+        advice="leave the number of ranks and collective calls out of the backward pass",
+    )
+
+
+def _own_gradients(lab: Laboratory) -> dict[int, list[Tensor]]:
+    """Return by rank its gradients of a parameter, before ranks average, of the same samples."""
+    sink = Sink()
+    lab.subject.on_ranks(
+        [lab.in_the_step(one, lab.batches[0]) for one in lab.batches],
+        change=partial(_note_own_gradients, sink, lab.first.place),
+        strategy="shard_ddp",
+        num_ranks=len(lab.batches),
+    )
+    return {rank: sink.records[rank].values[lab.first.place] for rank in sorted(sink.records)}
+
+
+def _note_own_gradients(sink: Sink, place: Place, module: pl.LightningModule) -> None:
+    param = dict(module.named_parameters())[place.name]
+    param.register_hook(partial(_note, sink, place))  # type: ignore[no-untyped-call]
+
+
+def _note(sink: Sink, place: Place, grad: Tensor) -> None:
+    rank = dist.get_rank()
+    sink.records.setdefault(rank, Record(rank=rank)).add(place, grad)
+
+
+def _first_apart(lab: Laboratory, expected: list[Tensor], got: list[Tensor]) -> int | None:
+    """Return the first of the backward passes on the same samples in which two ranks differ."""
+    begin = lab.first.place.step * lab.subject.accumulate
+    for at, (one, two) in enumerate(zip(expected, got, strict=False)):
+        if at >= begin and not lab.same(two, one, float(one.abs().max())):
+            return at
+    return None
+
+
+def _no_mean(lab: Laboratory) -> Cause | None:
+    """Return that a gradient is no mean over samples; None if it is one."""
+    place = lab.first.place
+    found = [one.double() for one in lab.gradients_of_parts if one is not None]
+    expected = lab.first.expected.double()
+    if len(found) < 2 or lab.same(torch.stack(found).mean(0), expected):
+        return None
+    if lab.same(torch.stack(found).sum(0), expected):
+        return Cause(
+            name="sum",
+            because="the gradient is a sum over samples: " + AVERAGES,
+            evidence=f"on one device alone the gradient of {place.name!r} of the whole batch is "
+            "the sum of those of its parts",
+            advice=MEAN_ADVICE,
+        )
+    return Cause(
+        name="batch dependent",
+        because="the gradient is no mean over samples: what backward gives a "
+        "sample depends on the other samples of its batch (a loss divided by its own value, a "
+        "gradient that a hook or a function normalises or clips), and each rank has its own batch",
+        evidence=f"on one device alone the gradient of {place.name!r} of the whole batch is not "
+        "the mean of those of its parts",
+        advice="divide by what is averaged over the ranks: "
+        "self.trainer.strategy.reduce(value, reduce_op='mean')",
+    )
+
+
+# Experiments on what a step leaves: buffers, weights, options of optimizers, gradients' scale.
+
+
+def cause_in_update(lab: Laboratory) -> Cause | None:
+    """Return why buffers or weights differ, or gradients by a factor."""
+    for experiment in (_group_option, _buffer, _shared_memory, _matrices):
+        found = experiment(lab)
+        if found is not None:
+            return found
+    return None
+
+
+def _group_option(lab: Laboratory) -> Cause | None:
+    option = option_of(lab.first.place)
+    if option is None:
+        return None
+    what = "the learning rate" if option == RATE else f"the optimizer's {option}"
+    evidence = (
+        f"one device has {_told(lab.first.expected)}, rank {lab.first.rank} {_told(lab.first.got)}"
+    )
+    named: CauseName = "learning rate" if option == RATE else "optimizer option"
+    if lab.are_one_on_same_samples():
+        return Cause(
+            name=named,
+            because=f"{what} is computed from what only this rank knows",
+            evidence=f"{evidence}; with the same samples on all ranks they are equal",
+            advice="compute it from numbers that are equal on all ranks: "
+            "self.trainer.strategy.reduce(value, reduce_op='mean')",
+        )
+    return Cause(
+        name=named,
+        because=f"{what} depends on the rank or on the number of ranks",
+        evidence=f"{evidence}, with the same samples on all ranks as well",
+        advice="leave trainer.world_size and the rank out of it. Scaling with the samples of a "
+        "step is no mistake where it is meant: scale with those of all ranks, which one device "
+        "has, too",
+    )
+
+
+def _told(value: Tensor) -> str:
+    return ", ".join(f"{float(one):.6g}" for one in value.flatten())
+
+
+def _buffer(lab: Laboratory) -> Cause | None:
+    place = lab.first.place
+    frozen = {name for name, one in lab.subject.module.named_parameters() if not one.requires_grad}
+    is_frozen = place.kind == "weight" and place.name in frozen
+    if not (place.kind == "buffer" or is_frozen) or not lab.are_one_on_same_samples():
+        return None
+    what = "frozen parameter" if is_frozen else "buffer"
+    return Cause(
+        name="buffer of own samples",
+        because=f"the {what} {place.name!r} is written in the step from the samples of the rank, "
+        "and rank 0's values are kept",
+        evidence="with the same samples on all ranks it is one device's",
+        advice="average what is written over the ranks first: "
+        "self.trainer.strategy.reduce(value, reduce_op='mean')",
+    )
+
+
+def _shared_memory(lab: Laboratory) -> Cause | None:
+    name = lab.first.place.name
+    for one, two in shared_storages(lab.subject.module):
+        if name in (one, two) or name.endswith((f" of {one}", f" of {two}")):
+            other = two if name == one else one
+            return Cause(
+                name="shared memory",
+                because=f"{one!r} and {two!r} are two parameters in the same memory (assigned by "
+                f".data), so that on one device an update of {other!r} changes {name!r} as well; "
+                "the strategies give each parameter memory of its own",
+                evidence="their storages begin at the same address",
+                advice=f"tie them as one parameter: {two} = {one}, without .data",
+            )
+    return None
+
+
+def _matrices(lab: Laboratory) -> Cause | None:
+    """With full parameters on every rank, is the update right?"""
+    if lab.first.place.phase != "update" or lab.first.place.kind != "weight":
+        return None
+    ranks = lab.subject.on_ranks(lab.batches, strategy="shard_ddp", num_ranks=len(lab.batches))
+    found = compare(ranks, lab.alone_again, lab.tolerance)
+    if [one for one in found.counting if one.place.kind in ("weight", "gradient", "loss")]:
+        return None
+    return Cause(
+        name="full matrices",
+        because="the optimizer's update of an element depends on other elements of its parameter, "
+        "and the strategy gives it shards",
+        evidence="the gradients are one device's; under shard_ddp, which keeps parameters full, so "
+        "are the weights",
+        advice="use strategy='shard_ddp', or an element-wise optimizer such as AdamW",
+    )
+
+
+def accumulated_multiple(
+    alone: Run, whole: Run, tolerance: float
+) -> tuple[Place, Tensor, Tensor, float] | None:
+    """Return where accumulated gradients are a multiple of those of one large batch, and of what.
+
+    Args:
+        alone: One device, which accumulates.
+        whole: One device, each step's batches in one.
+        tolerance: Relative deviation that rounding explains.
+    """
+    ratio = math.nan
+    worst: tuple[Place, Tensor, Tensor] | None = None
+    expected = whole.records[0].values
+    for place, values in alone.records[0].values.items():
+        if place.phase != "backward" or place.step > 0 or place not in expected:
+            continue
+        got, want = values[-1].double(), expected[place][-1].double()
+        size = float((want * want).sum())
+        if size < 1e-18:
+            continue
+        factor = float((got * want).sum()) / size
+        ratio = factor if math.isnan(ratio) else ratio
+        is_multiple = float((got - ratio * want).abs().max()) <= 1e3 * tolerance * math.sqrt(size)
+        if not is_multiple:
+            return None
+        worst = worst or (place, got, want)
+    if worst is None or abs(ratio - 1.0) < 1e-4:
+        return None
+    return *worst, ratio
+
+
+# Experiments with seeds: what draws random numbers, of which each rank has its own.
+
+_COUNTING = (int, float, list, dict, set, Tensor, itertools.count)
+
+
+def cause_in_random_numbers(lab: Laboratory) -> Cause | None:
+    """Return what draws random numbers; None if one device is itself with another seed."""
+    tried = lab.subject, lab.joined, lab.tolerance
+    moved = first_random(*tried)
+    if moved is None:
+        return None
+    if (shared := cause_in_shared_values(*tried)) is not None:
+        return shared
+    names = changes.dropouts_of(lab.subject.module)
+    told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
+    advice = (
+        "it is no mistake: ranks draw for different samples, and so do steps. To compare the rest, "
+        "prove with dropout off (dropout=False, --no-dropout)"
+    )
+    called = f"dropout that {moved} calls as a function, or something like it"
+    tried_without = [(changes.still, called, "when the modules are in evaluation mode")]
+    if names:
+        tried_without.insert(0, (changes.without_dropout, f"dropout in {told}", "with p=0"))
+    for change, who, when in tried_without:
+        if first_random(*tried, change) is None:
+            return Cause(
+                name="dropout",
+                because=f"{who}: each rank drops other elements than one device does",
+                evidence="one device differs from itself with another seed, and does not "
+                + when
+                + _rest(lab, change),
+                advice=advice,
+            )
+    return Cause(
+        name="random numbers",
+        because=f"{moved} draws random numbers, other ones on each rank",
+        evidence="one device differs from itself with another seed, in evaluation mode as well",
+        advice="it is no mistake if each sample gets numbers of its own; what all samples share "
+        "(a mask of layers, a permutation) has to be drawn alike on all ranks: from a "
+        "torch.Generator that is seeded with the number of the step",
+    )
+
+
+def _rest(lab: Laboratory, change: changes.Change) -> str:
+    return "; nothing else differs" if lab.vanishes(change) else "; something else differs, too"
+
+
+def cause_in_shared_values(
+    subject: Subject, batches: Sequence[Any], tolerance: float
+) -> Cause | None:
+    """Return which of its classes' or files' values a run leaves to the next one; None for none."""
+    before = _shared_values(subject.module)
+    moved = first_random(subject, batches, tolerance, seeds=(0, 0))
+    changed = [n for n, value in _shared_values(subject.module).items() if before.get(n) != value]
+    if moved is None or not changed:
+        return None
+    return Cause(
+        name="shared attribute",
+        because=f"{' and '.join(changed[:3])} belongs to a class or a file, and not to the module: "
+        "ranks that are threads of one process share it, and each changes it for the others",
+        evidence="one device differs from itself with the same seed, and this value has changed",
+        advice="ranks that are processes have one each, and may train as one device does. To prove "
+        "the rest, keep it in the module: self.name = ... in __init__",
+    )
+
+
+def _shared_values(module: nn.Module) -> dict[str, str]:
+    """Return in text what its classes have as attributes, and its file as globals."""
+    kinds = {kind for one in module.modules() for kind in type(one).__mro__}
+    owners: dict[str, Mapping[str, Any]] = {kind.__qualname__: vars(kind) for kind in kinds}
+    owners["its file"] = vars(sys.modules[type(module).__module__])
+    return {
+        f"{owner}.{name}": repr(value)
+        for owner, values in owners.items()
+        for name, value in list(values.items())
+        if isinstance(value, _COUNTING)
+    }
+
+
+def first_random(
+    subject: Subject,
+    batches: Sequence[Any],
+    tolerance: float,
+    change: changes.Change | None = None,
+    seeds: tuple[int, int] = (0, 1),
+) -> str | None:
+    """Return what differs first between two seeds on one device, in words; None for nothing."""
+    one, two = (
+        subject.on_one_device(batches, change=change, seed=subject.seed + more) for more in seeds
+    )
+    first = compare(two, one, tolerance)
+    if not first.differences:
+        return None
+    place = first.differences[0].place
+    return f"the forward of {place.name!r}" if place.kind == "output" else "the step"
+
+
+_EXPERIMENTS: tuple[Experiment, ...] = (
+    _divergence,
+    cause_in_random_numbers,
+    _batch_norm,
+    cause_in_loss,
+    _edits,
+    cause_in_update,
+    cause_in_gradient,
+)

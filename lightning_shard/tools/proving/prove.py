@@ -1,0 +1,324 @@
+"""The proof: the user's module on one device and on ranks, and what differs first."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.tools.proving import changes
+from lightning_shard.tools.proving.alone import compared_alone, wrong_data
+from lightning_shard.tools.proving.batches import Join, join_batches
+from lightning_shard.tools.proving.causes import accumulated_multiple, find_cause, log_cause
+from lightning_shard.tools.proving.comparison import (
+    Comparison,
+    Difference,
+    is_low_precision,
+)
+from lightning_shard.tools.proving.laboratory import Laboratory
+from lightning_shard.tools.proving.narrowing import narrowed, shrunk
+from lightning_shard.tools.proving.records import Kind, Record, Run, bare_name
+from lightning_shard.tools.proving.rounding import (
+    beyond_rounding,
+    compared,
+    deviations_in_low_precision,
+    in_parts,
+)
+from lightning_shard.tools.proving.runs import EXACT, RunFailedError, Subject, check_options
+from lightning_shard.tools.proving.strategies import (
+    StrategyLike,
+    comparable,
+    name_of,
+    strategy_in_process,
+)
+from lightning_shard.tools.proving.verdict import Cause, Verdict, phase_of
+
+
+def prove(
+    module: pl.LightningModule,
+    data: Any = None,
+    *,
+    strategy: StrategyLike = "shard_ddp",
+    num_ranks: int = 2,
+    num_steps: int = 3,
+    precision: str = "32-true",
+    seed: int = 0,
+    dropout: bool = True,
+    join: Join = join_batches,
+    shrink: int | None = None,
+    narrow: int | None = None,
+    trainer_options: Mapping[str, Any] | None = None,
+) -> Verdict:
+    """Say whether a module trains under a strategy as it does on one device, and if not, why.
+
+    The module runs for a few steps on ranks inside this process, with its own data, and on one
+    device, on the same global batches: those of the ranks. Module and data stay as they are.
+
+    Args:
+        module: Any LightningModule, on the CPU.
+        data: A data module, a loader, batches of a rank, or None for the module's own loader.
+        strategy: A name of this package, a strategy, or a function that makes one.
+        num_ranks: Ranks inside this process.
+        num_steps: Number of optimizer steps to compare.
+        precision: Lightning's precision string; differences are decided in "64-true".
+        seed: Seed of the random numbers that the runs draw.
+        dropout: Whether dropout is left on. With it ranks differ from one device.
+        join: Makes one device's batch of the ranks' batches, in their order.
+        shrink: Number of blocks to which lists of repeated blocks are shortened; None for all.
+        narrow: Number by which widths that a configuration says are divided; None for none.
+        trainer_options: Those of the Trainer's that change what is trained: `callbacks` and others.
+
+    Returns:
+        The verdict; errors of the strategy and of the module are in it.
+
+    Raises:
+        ConfigError: An argument of `prove` itself cannot be.
+    """
+    began = time.perf_counter()
+    check_options(dict(trainer_options or {}))
+    _check_counts(num_ranks=num_ranks, num_steps=num_steps, shrink=shrink, narrow=narrow)
+    module, told = _made_small(module, narrow, shrink)
+    subject = Subject(
+        module=module,
+        data=data,
+        strategy=strategy,
+        num_ranks=num_ranks,
+        num_steps=num_steps,
+        precision=precision,
+        seed=seed,
+        join=join,
+        options=dict(trainer_options or {}),
+    )
+    if not dropout:
+        subject = replace(subject, module=subject.fresh_module(changes.without_dropout))
+    name = name_of(strategy_in_process(strategy, num_ranks))
+    found = _judge(subject, Verdict(outcome="equal", strategy=name, num_ranks=num_ranks))
+    return replace(found, seconds=time.perf_counter() - began, remarks=(*told, *found.remarks))
+
+
+def _made_small(
+    module: pl.LightningModule, narrow: int | None, shrink: int | None
+) -> tuple[pl.LightningModule, list[str]]:
+    told = list[str]()
+    for number, change in ((narrow, narrowed), (shrink, shrunk)):
+        if number is not None:
+            module, what = change(module, number)
+            told.append(what)
+    return module, told
+
+
+def _check_counts(**counts: int | None) -> None:
+    if counts["num_ranks"] == 1:
+        raise ConfigError(
+            "prove got num_ranks=1, expected 2 or more: one rank is one device itself."
+        )
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"prove got {name}={value}, expected 1 or more.")
+
+
+def _judge(subject: Subject, verdict: Verdict) -> Verdict:
+    try:
+        strategy, remark, is_local = comparable(subject.strategy, subject.num_ranks)
+        subject = replace(subject, strategy=strategy)
+        found = (compared_alone if is_local else _compared)(subject, verdict)
+        return replace(found, remarks=(remark, *found.remarks)) if remark else found
+    except ShardError as error:
+        return replace(verdict, outcome="refused", error=f"{type(error).__name__}: {error}")
+    except RunFailedError as error:
+        return replace(verdict, outcome="failed", error=str(error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """One comparison in one precision."""
+
+    subject: Subject
+    ranks: Run
+    alone: Run
+    found: Comparison
+    tolerance: float
+
+
+def _compared(subject: Subject, verdict: Verdict) -> Verdict:
+    pair = _in_precision(subject)
+    steps = 1 + max(place.step for place in pair.alone.records[0].values)
+    verdict = replace(verdict, num_steps=steps, precision=subject.precision)
+    wrong = wrong_data(subject, pair.ranks)
+    if wrong is not None:
+        return replace(verdict, outcome="different", first=wrong[0], cause=wrong[1])
+    decided, remarks = pair, list[str]()
+    if _is_undecided(pair) and subject.precision != EXACT:
+        decided, remarks = _exact(subject, pair)
+    first, before = _trained(decided), _trained(pair)
+    if first is None and before is not None:
+        remark, kinds = _rounded(pair, before)
+        remarks.append(remark)
+        if kinds:
+            return _only_in_low_precision(verdict, pair, kinds, tuple(remarks))
+    verdict = replace(
+        verdict,
+        precision=decided.subject.precision,
+        deviations=decided.found.deviations,
+        is_rounding=first is None and before is not None,
+    )
+    if first is not None:
+        lab = Laboratory(decided.subject, decided.ranks, decided.alone, first, decided.tolerance)
+        cause = find_cause(lab)
+        return replace(
+            verdict, outcome="different", first=first, cause=cause, remarks=tuple(remarks)
+        )
+    return _logged(_accumulated(verdict, decided, remarks), decided, remarks)
+
+
+def _is_undecided(pair: _Pair) -> bool:
+    """Whether float64 could tell more: values that are each rank's own differ in any precision."""
+    unsynced = pair.ranks.records[0].unsynced
+    return any(
+        one.place.kind != "metric" or bare_name(one.place.name) not in unsynced
+        for one in pair.found.counting
+    )
+
+
+def _in_precision(subject: Subject) -> _Pair:
+    ranks = subject.on_ranks()
+    alone = subject.on_one_device(subject.joined(ranks.batches))
+    found, tolerance = compared(subject, ranks, alone)
+    return _Pair(subject=subject, ranks=ranks, alone=alone, found=found, tolerance=tolerance)
+
+
+def _exact(subject: Subject, pair: _Pair) -> tuple[_Pair, list[str]]:
+    """Compare once more in float64, in which rounding is next to nothing."""
+    try:
+        return _in_precision(replace(subject, precision=EXACT)), []
+    except (RunFailedError, ShardError) as error:
+        return pair, [
+            f"float64 could not decide whether this is rounding, because the module does not run "
+            f"in it: {error}"
+        ]
+
+
+def _rounded(pair: _Pair, before: Difference) -> tuple[str, list[Kind]]:
+    """Return what is told of rounding, and the kinds of values in which there is more."""
+    told = (
+        f"{pair.subject.precision} deviates by {before.deviation:.1e} in step {before.place.step}, "
+        f"{phase_of(before.place)}, which the same run in {EXACT} shows to be rounding"
+    )
+    if not is_low_precision(pair.subject.precision):
+        return told, []
+    got = deviations_in_low_precision(pair.ranks, pair.alone)
+    parts = in_parts(pair.subject, pair.ranks)
+    noise = deviations_in_low_precision(parts, pair.alone)
+    told += (
+        f"; in {pair.subject.precision} the ranks deviate by, and one device whose gradients "
+        "accumulate over the ranks' batches: "
+    ) + ", ".join(f"{kind} {value:.1e} and {noise[kind]:.1e}" for kind, value in got.items())
+    return told, beyond_rounding(got, noise)
+
+
+def _only_in_low_precision(
+    verdict: Verdict, pair: _Pair, kinds: Sequence[Kind], remarks: tuple[str, ...]
+) -> Verdict:
+    precision = pair.subject.precision
+    cause = Cause(
+        name="half precision",
+        because=f"in {EXACT} the ranks are one device, and in {precision} they deviate in "
+        f"{', '.join(kinds)} by more than rounding does",
+        evidence="one device that accumulates the ranks' batches deviates from itself by less "
+        "than an eighth of that",
+        advice="look for what is computed in one format on ranks and in another on one device, "
+        "and for sums over samples in half precision: take them in float32",
+    )
+    first = next(one for one in pair.found.counting if one.place.kind in kinds)
+    deviations = pair.found.deviations
+    return replace(
+        verdict,
+        outcome="different",
+        first=first,
+        cause=cause,
+        deviations=deviations,
+        remarks=remarks,
+    )
+
+
+def _trained(pair: _Pair) -> Difference | None:
+    """Return the first difference in what is trained, not in what is only logged."""
+    first = pair.found.first
+    return None if first is None or _is_logged(pair) else first
+
+
+def _is_logged(pair: _Pair) -> bool:
+    return all(one.place.kind == "metric" for one in pair.found.counting)
+
+
+def _logged(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:
+    """Look at the metrics, where all that is trained is equal."""
+    found = [] if verdict.outcome != "equal" else pair.found.counting
+    wrong = [one for one in found if not _is_of_a_step(one.place.name, pair.ranks.records[0])]
+    remarks += [
+        f"{name!r} is logged at each step without sync_dist=True, so that rank 0 logs the value of "
+        f"its own samples"
+        for name in (_own_step_values(pair.ranks) if verdict.outcome == "equal" else ())
+    ]
+    deviations = dict(verdict.deviations)
+    if found:  # those that are in the remarks, or the difference itself
+        deviations.pop("metric", None)
+    verdict = replace(verdict, remarks=tuple(remarks), deviations=deviations)
+    if not wrong:
+        return verdict
+    lab = Laboratory(pair.subject, pair.ranks, pair.alone, wrong[0], pair.tolerance)
+    cause = log_cause(lab, wrong[0].place)
+    return replace(verdict, outcome="different", first=wrong[0], cause=cause)
+
+
+def _own_step_values(run: Run) -> list[str]:
+    """Return the names of what each rank has logged in a step of its own samples."""
+    first, *others = (one.step_values for one in run.records)
+    return [
+        name
+        for name, value in first.items()
+        if not all(math.isclose(one.get(name, value), value, rel_tol=1e-5) for one in others)
+    ]
+
+
+def _is_of_a_step(name: str, record: Record) -> bool:
+    """Whether a metric is a step's value of each rank's own samples, and not an epoch's."""
+    bare = bare_name(name)
+    return bare in record.unsynced and (name.endswith("_step") or bare not in record.epoch_metrics)
+
+
+def _accumulated(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:
+    """Compare accumulated batches with one large batch, on one device."""
+    subject, count = pair.subject, pair.subject.accumulate
+    if count == 1:
+        return verdict
+    batches = pair.alone.records[0].batches[:count]
+    try:
+        whole = subject.without_accumulation().on_one_device([subject.join(batches)])
+    except ConfigError:
+        remarks.append("a step's batches cannot become one, so accumulation was not compared")
+        return verdict
+    found = accumulated_multiple(pair.alone, whole, pair.tolerance)
+    if found is None:
+        return verdict
+    place, got, want, ratio = found
+    first = Difference(
+        place=place._replace(phase="accumulation"),
+        rank=None,
+        got=got,
+        expected=want,
+        deviation=abs(ratio - 1.0),
+    )
+    cause = Cause(
+        name="accumulation scale",
+        because=f"the gradients that {count} batches accumulate are {ratio:.4g} times those of one "
+        "batch of all their samples: the step scales its loss for accumulation, which Lightning "
+        "does already, or sums what is to be averaged",
+        evidence="one device, once with and once without accumulation; the factor is the same for "
+        "every parameter",
+        advice="leave accumulate_grad_batches out of the loss, and take a mean over samples",
+    )
+    return replace(verdict, outcome="different", first=first, cause=cause)

@@ -1,0 +1,445 @@
+"""Runs the user's module: on ranks with the user's own data, and again on recorded batches.
+
+ranks, own data ──records──> batches of each rank ──joined──> one device
+                                    └──────────────────────> ranks again, with one thing changed
+"""
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
+
+from lightning_shard.data_parallel.torch_private import in_backward
+from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.launchers._copy import copy_with_functions
+from lightning_shard.tools.proving.batches import Join, join_batches
+from lightning_shard.tools.proving.changes import Change, share_storages
+from lightning_shard.tools.proving.records import (
+    Kind,
+    Phase,
+    Place,
+    Record,
+    Run,
+    Sink,
+    group_option_name,
+    is_number,
+)
+from lightning_shard.tools.proving.strategies import (
+    QUIET_OPTIONS,
+    StrategyLike,
+    batches_seen,
+    for_replay,
+    full_gradients,
+    places,
+    quiet,
+    strategy_in_process,
+    trains_by_itself,
+)
+
+# The callback that records a run, on one device and on each rank.
+#
+# What a user's module computes is read where user code could read it, too: outputs in forward
+# hooks, gradients before and after `configure_gradient_clipping`, full weights from the strategy.
+# Gathering is collective, and every rank reads the same in the same order.
+
+# How an optimizer computes, not what.
+_NOT_COMPARED = ("params", "foreach", "fused", "capturable", "differentiable")
+_LOG = inspect.signature(pl.LightningModule.log)
+
+
+class Recorder(Callback):
+    """Records a fit into a sink.
+
+    Args:
+        sink: Where the ranks' records are kept.
+        accumulate: Batches of one optimizer step.
+        with_outputs: Whether what modules return is recorded, too.
+    """
+
+    def __init__(self, sink: Sink, accumulate: int = 1, *, with_outputs: bool = True) -> None:
+        self._sink, self._accumulate, self._with_outputs = sink, accumulate, with_outputs
+        self._record = Record()
+        self._batch_idx = 0
+        self._in_step = False
+        self._in_fit = ExitStack()
+        self._num_before: dict[str, int] = {}
+
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        rank, data_rank, num_data_ranks = places(trainer.strategy)
+        self._record = Record(rank=rank, data_rank=data_rank, num_data_ranks=num_data_ranks)
+        self._sink.records[rank] = self._record
+        enter = self._in_fit.enter_context
+        enter(batches_seen(trainer, self._note_batch))
+        for name, noting in (
+            ("log", self._noting_logs),
+            ("all_gather", self._noting_gathers),
+            ("configure_gradient_clipping", self._after_clipping),
+        ):
+            enter(patch.object(pl_module, name, noting(pl_module)))
+        for name, module in pl_module.named_modules() if self._with_outputs else ():
+            if name:
+                handle = module.register_forward_hook(self._noting_output(name))
+                self._in_fit.callback(handle.remove)
+
+    def _note_batch(self, batch: Any) -> None:
+        self._record.batches.append(tree_map_only(Tensor, torch.clone, batch))
+
+    def _noting_logs(self, module: "pl.LightningModule") -> Callable[..., None]:
+        log = module.log
+
+        def noted(*args: Any, **kwargs: Any) -> None:
+            given = _LOG.bind(module, *args, **kwargs).arguments
+            is_value = not isinstance(given["value"], nn.Module)  # a metric reduces itself
+            if is_value and not given.get("sync_dist"):
+                self._record.unsynced.add(given["name"])
+                if given.get("on_epoch") or not self._in_step:
+                    self._record.epoch_metrics.add(given["name"])
+                if self._in_step and given.get("on_step") is not False:
+                    name = f"{given['name']}_step" if given.get("on_epoch") else given["name"]
+                    self._record.step_values[name] = float(given["value"])
+            log(*args, **kwargs)
+
+        return noted
+
+    def _noting_gathers(self, module: "pl.LightningModule") -> Callable[..., Any]:
+        gather = module.all_gather
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._record.num_gathers += 1
+            return gather(*args, **kwargs)
+
+        return noted
+
+    def _after_clipping(self, module: "pl.LightningModule") -> Callable[..., None]:
+        clip = module.configure_gradient_clipping
+
+        def noted(*args: Any, **kwargs: Any) -> None:
+            clip(*args, **kwargs)
+            self._note_gradients(module, "clipping")
+
+        return noted
+
+    def _noting_output(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._in_step or in_backward():  # there it is computed again
+                return
+            leaves = tree_leaves(output)
+            for number, leaf in enumerate(leaves):
+                # neither placeholders nor tensors whose elements lie on several ranks
+                if type(leaf) in (Tensor, nn.Parameter):
+                    full_name = f"{name}[{number}]" if len(leaves) > 1 else name
+                    self._add("forward", "output", full_name, leaf)
+
+        return note
+
+    def _add(self, phase: Phase, kind: Kind, name: str, value: Tensor) -> None:
+        step, micro = divmod(self._batch_idx, self._accumulate)
+        has_micro = phase in ("forward", "loss")
+        self._record.add(Place(step, micro if has_micro else 0, phase, kind, name), value)
+
+    def _note_gradients(self, module: "pl.LightningModule", phase: Phase) -> None:
+        for name, grad in reversed(full_gradients(module)):
+            self._add(phase, "gradient", name, grad)
+
+    def _note_state(
+        self, trainer: "pl.Trainer", module: "pl.LightningModule", phase: Phase
+    ) -> None:
+        params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        if trains_by_itself(trainer.strategy):
+            state = module.state_dict()
+        else:
+            state = trainer.strategy.lightning_module_state_dict()
+        if trainer.is_global_zero or trains_by_itself(trainer.strategy):
+            state = {**dict(module.named_buffers()), **state}
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    self._add(phase, "weight" if name in params else "buffer", name, value)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx > 0 and batch_idx % self._accumulate == 0:
+            self._note_state(trainer, pl_module, "hooks after the update")
+        self._batch_idx, self._in_step = batch_idx, True
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
+    ) -> None:
+        self._note_gradients(pl_module, "backward")
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._in_step = False
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            self._add("loss", "loss", "loss", loss)
+        if (batch_idx + 1) % self._accumulate:
+            return
+        for number, optimizer in enumerate(trainer.optimizers):
+            self._note_options(number, optimizer)
+        self._note_state(trainer, pl_module, "update")
+        for number, optimizer in enumerate(trainer.optimizers):
+            self._note_optimizer(trainer, pl_module, number, optimizer)
+
+    def _note_options(self, number: int, optimizer: Optimizer) -> None:
+        for at, group in enumerate(optimizer.param_groups):
+            for option, value in group.items():
+                if option not in _NOT_COMPARED and is_number(value):
+                    name = group_option_name(option, at, number)
+                    value = torch.as_tensor(value, dtype=torch.float64)
+                    self._add("update", "optimizer state", name, value)
+
+    def _note_optimizer(
+        self,
+        trainer: "pl.Trainer",
+        module: "pl.LightningModule",
+        number: int,
+        optimizer: Optimizer,
+    ) -> None:
+        names = {param: name for name, param in module.named_parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        is_own = trains_by_itself(trainer.strategy)
+        state: dict[str, Any] = (
+            dict(optimizer.state_dict()) if is_own else trainer.strategy.optimizer_state(optimizer)
+        )
+        entries_of: dict[Any, Any] = state.get("state", {})
+        is_told = is_own or trainer.is_global_zero
+        for at, entries in entries_of.items() if is_told else ():
+            param = names.get(params[at], f"parameter {at}") if isinstance(at, int) else at
+            for key, value in entries.items() if isinstance(entries, dict) else ():
+                if isinstance(value, Tensor):
+                    self._add("update", "optimizer state", f"{key} of {param}", value)
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._note_state(trainer, pl_module, "hooks after the update")
+        for name, value in trainer.callback_metrics.items():
+            self._add("log", "metric", name, value)
+        self._in_fit.close()
+
+    @override
+    def on_exception(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException
+    ) -> None:
+        self._in_fit.close()
+
+
+EXACT = "64-true"
+"""The precision in which differences are told from rounding."""
+
+_TAKEN = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "sync_batchnorm",
+    "use_distributed_sampler",
+    "callbacks",
+    "inference_mode",
+    "detect_anomaly",
+)
+
+
+class RunFailedError(Exception):
+    """The user's own code has raised an error in a run, which is the cause of this one."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise if `trainer_options` has what a proof cannot take.
+
+    Raises:
+        ConfigError: Naming the options that it takes.
+    """
+    unknown = [name for name in options if name not in _TAKEN]
+    if unknown:
+        raise ConfigError(
+            f"prove(trainer_options=...) got {', '.join(sorted(unknown))}, expected options that "
+            f"change what is trained: {', '.join(_TAKEN)}. The number of ranks, the precision and "
+            f"the steps are arguments of prove itself."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is proved.
+
+    Attributes:
+        module: The user's module, which stays as it is: runs work on copies.
+        data: A data module, a loader, any iterable of batches, or None for the module's own.
+        strategy: The strategy's name, itself, or what makes it.
+        num_ranks: Ranks inside this process.
+        num_steps: Number of optimizer steps to compare.
+        precision: Lightning's precision string.
+        seed: Seed of the random numbers that the runs draw.
+        join: Makes one device's batch of those of the ranks.
+        options: Options of the Trainer that change what is trained.
+    """
+
+    module: pl.LightningModule
+    data: Any
+    strategy: StrategyLike
+    num_ranks: int
+    num_steps: int = 3
+    precision: str = "32-true"
+    seed: int = 0
+    join: Join = join_batches
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def accumulate(self) -> int:
+        """Batches of one optimizer step."""
+        return int(self.options.get("accumulate_grad_batches", 1))
+
+    def without_accumulation(self) -> "Subject":
+        """Return the same, with one batch for each optimizer step."""
+        return replace(self, options={**self.options, "accumulate_grad_batches": 1})
+
+    def fresh_module(self, change: Change | None = None) -> pl.LightningModule:
+        """Return a copy of the module as it was given, changed by `change`."""
+        module: pl.LightningModule = copy_with_functions(self.module, {}, [self.module], ())
+        if self.precision == EXACT:
+            module.double()
+        share_storages(module, self.module)
+        if change is not None:
+            change(module)
+        return module
+
+    def on_ranks(
+        self,
+        batches: Sequence[Sequence[Any]] | None = None,
+        *,
+        change: Change | None = None,
+        strategy: StrategyLike | None = None,
+        num_ranks: int | None = None,
+    ) -> Run:
+        """Run under the strategy.
+
+        Args:
+            batches: By rank of different samples its batches; None for the user's own data.
+            change: Applied to the module before the run.
+            strategy: Another strategy than the subject's.
+            num_ranks: Another number of ranks.
+        """
+        number = num_ranks or self.num_ranks
+        made = strategy_in_process(strategy or self.strategy, number)
+        if batches is not None:
+            made = for_replay(made, number)
+        return self._fit(self.fresh_module(change), made, number, batches)
+
+    def on_one_device(
+        self,
+        batches: Sequence[Any] | None,
+        *,
+        change: Change | None = None,
+        seed: int | None = None,
+    ) -> Run:
+        """Run on one device on these batches, or on the user's own data."""
+        given = None if batches is None else [batches]
+        return self._fit(self.fresh_module(change), "auto", 1, given, seed)
+
+    def joined(self, batches: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return one device's batches."""
+        return [self.join(list(of_ranks)) for of_ranks in zip(*batches, strict=True)]
+
+    def _fit(
+        self,
+        module: pl.LightningModule,
+        strategy: Strategy | str,
+        num_ranks: int,
+        batches: Sequence[Sequence[Any]] | None,
+        seed: int | None = None,
+    ) -> Run:
+        sink = Sink()
+        options = {**QUIET_OPTIONS, "max_epochs": 1, **self.options}
+        callbacks = copy.deepcopy(list(self.options.get("callbacks") or ()))
+        recorder = Recorder(sink, self.accumulate)
+        with quiet():
+            _draw_from(self.seed if seed is None else seed)
+            trainer = pl.Trainer(
+                **{**options, "callbacks": [*callbacks, recorder]},
+                strategy=strategy,
+                devices=num_ranks,
+                precision=self.precision,  # type: ignore[arg-type]
+                limit_train_batches=self.num_steps * self.accumulate,
+            )
+            where = "on one device" if isinstance(strategy, str) else f"on {num_ranks} ranks"
+            with _told(where):
+                trainer.fit(module, **self._data(module, batches))
+        if not sink.records or not sink.records[0].batches:
+            raise ConfigError(
+                f"{type(self.module).__name__} was given no batch to train on, so there is nothing "
+                f"to compare. Pass data that has at least one batch for each rank."
+            )
+        return Run(records=[sink.records[rank] for rank in sorted(sink.records)])
+
+    def _data(
+        self, module: pl.LightningModule, batches: Sequence[Sequence[Any]] | None
+    ) -> dict[str, Any]:
+        is_module = isinstance(self.data, pl.LightningDataModule)
+        if batches is None:
+            data = copy.deepcopy(self.data) if is_module else self.data
+            return {"datamodule": data} if is_module else {"train_dataloaders": data}
+        owner = copy.deepcopy(self.data) if is_module else pl.LightningDataModule()
+        owner.train_dataloader = partial(_replay, owner, batches)  # type: ignore[method-assign]
+        return {"datamodule": owner}
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Tell errors of the user's code from those of this package."""
+    try:
+        yield
+    except ShardError:
+        raise
+    except Exception as error:
+        raise RunFailedError(f"{type(error).__name__} {where}: {error}") from error
+
+
+class _Replay:
+    """Gives recorded batches, each time copies, since a step may write into them."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([copy.deepcopy(one) for one in self._batches])
+
+
+def _replay(owner: pl.LightningDataModule, batches: Sequence[Sequence[Any]]) -> _Replay:
+    assert owner.trainer is not None
+    place = owner.trainer.distributed_sampler_kwargs or {"rank": 0}
+    return _Replay(batches[place["rank"]])
+
+
+def _draw_from(seed: int) -> None:
+    """Let random numbers be drawn from this seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)

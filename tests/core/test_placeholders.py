@@ -1,0 +1,96 @@
+"""Stand-ins for the values of other stages: their looks spread, their elements cannot be had."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard import ConfigError
+from lightning_shard.core.placeholders import Placeholder, is_placeholder
+
+
+def stand_in(*shape: int, dtype: torch.dtype = torch.float32) -> Placeholder:
+    return Placeholder.of(torch.empty(0, dtype=dtype), shape, "embed.weight")
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_the_whole_of_a_parameters_part_looked_frozen(is_trained: bool) -> None:
+    """A penalty over `if p.requires_grad` left out split layers of other stages."""
+    param = nn.Parameter(torch.empty(0), requires_grad=is_trained)
+    part = Placeholder.of(param, (2, 4), "up.weight")
+    assert Placeholder.of(part, (4, 4), "up.weight").requires_grad is is_trained
+
+
+@pytest.mark.parametrize(
+    ("compute", "shape", "dtype"),
+    [
+        (lambda x: x + torch.ones(3, 1), (3, 4), torch.float32),
+        (lambda x: torch.ones(2, 3) @ x, (2, 4), torch.float32),
+        (lambda x: x.half().T.reshape(2, -1), (2, 6), torch.float16),
+        (lambda x: nn.LayerNorm(4)(x), (3, 4), torch.float32),
+        (lambda x: nn.functional.embedding(torch.tensor([[0, 2]]), x), (1, 2, 4), torch.float32),
+        (lambda x: torch.cat([torch.zeros(1, 4), x]), (4, 4), torch.float32),
+        (lambda x: x.new_zeros(5).to("cpu") + x.sum(), (5,), torch.float32),
+        (lambda x: x.argmax(1), (3,), torch.int64),
+        (lambda x: nn.functional.dropout(x, 0.5), (3, 4), torch.float32),
+        (lambda x: x.chunk(2, 1)[1].contiguous(), (3, 2), torch.float32),
+    ],
+)
+def test_what_is_computed_from_one_is_one(compute: object, shape: object, dtype: object) -> None:
+    result = compute(stand_in(3, 4))  # type: ignore[operator]
+    assert is_placeholder(result)
+    assert (tuple(result.shape), result.dtype, result.device.type) == (shape, dtype, "cpu")
+    assert result.origin == "embed.weight"
+
+
+def test_in_place_operations_keep_the_stand_in() -> None:
+    x = stand_in(2, 2)
+    assert x.add_(1) is x
+    x[0] = 3.0
+    assert is_placeholder(x)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: x.nonzero(),
+        lambda x: torch.ones(3, 4)[x > 0],
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+    ],
+)
+def test_elements_cannot_be_had(ask: object) -> None:
+    with pytest.raises((ConfigError, RuntimeError, TypeError)):
+        ask(stand_in(3, 4))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda known, x: known.copy_(x),
+        lambda known, x: known.add_(x),
+        lambda known, x: torch.add(x, 1, out=known),
+        lambda known, x: known.__setitem__(0, x[0]),
+    ],
+)
+def test_unknown_elements_were_written_into_a_known_tensor(write: object) -> None:
+    """It then looked known: garbage would have been computed with."""
+    known: Tensor = torch.zeros(3, 4)
+    with pytest.raises((ConfigError, RuntimeError)):
+        write(known, stand_in(3, 4))  # type: ignore[operator]
+    assert torch.equal(known, torch.zeros(3, 4))
+
+
+def test_another_one_of_the_same_looks_is_another_value() -> None:
+    x = stand_in(3, 4)
+    assert x.again() is not x
+    assert x.again().shape == x.shape
+    assert "embed.weight" in repr(x)
+
+
+def test_an_operation_was_refused_for_a_gpu_that_is_not_there() -> None:
+    """Meta's `histc` raises for CUDA, which knows no fixed order; the CPU does."""
+    torch.use_deterministic_algorithms(mode=True)
+    assert torch.histc(stand_in(5), bins=3).shape == (3,)
+    assert torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,49 @@
+"""Classes of tensors that compute for themselves: what torch hands over reaches their functions."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_shard.core.tensor_calls import SeesCalls, SeesOperations
+
+
+def _empty(kind: type[Tensor]) -> Any:
+    return Tensor._make_wrapper_subclass(kind, (2,), dtype=torch.float32)
+
+
+class _Told(SeesCalls, SeesOperations):
+    """Returns what it was asked, and lets `neg` through to the operations."""
+
+    @classmethod
+    @override
+    def called(cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in (torch.neg, torch.Tensor.new_zeros):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return func.__name__, len(args), kwargs
+
+    @classmethod
+    @override
+    def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return torch.full((len(args),), 7.0 if kwargs else 5.0)
+
+
+def test_calls_come_before_operations() -> None:
+    told = _empty(_Told)
+    assert told.add(1, alpha=2) == ("add", 2, {"alpha": 2})
+    assert torch.neg(told).tolist() == [5.0]
+    assert told.new_zeros(3, dtype=torch.int8).tolist() == [7.0, 7.0]
+
+
+def test_a_class_without_a_rule_says_so() -> None:
+    class Silent(SeesCalls, SeesOperations):
+        """Has neither rule."""
+
+    silent = _empty(Silent)
+    with pytest.raises(NotImplementedError):
+        silent.add(1)
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(NotImplementedError):
+        torch.neg(silent)

@@ -1,0 +1,114 @@
+"""Buffers that a part of a step needs keep their views, and nothing that user code still reads."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.gradients.gradient_buffer import GradientBuffer, KeptViews
+from lightning_shard.data_parallel.memory.flat_memory import FlatMemory
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.testing import run_ranks
+from tests.data_parallel.one_step import forward_and_backward
+
+
+class Memory(FlatMemory):
+    """Memory that can be set aside, as that of ranks on shared memory, or cannot."""
+
+    def __init__(self, *, can: bool) -> None:
+        self.aside: list[Callable[[], None]] = []
+        self._can = can
+
+    def set_aside(self, flat: Tensor, let_go: Callable[[], None]) -> bool:
+        self.aside += [let_go] if self._can else []
+        return self._can
+
+    def take_up(self, flat: Tensor) -> None:
+        self.aside.pop()
+
+
+def shared() -> Tensor:
+    return torch.frombuffer(bytearray(24), dtype=torch.float32)
+
+
+def test_ordinary_memory_goes_and_its_views_stay() -> None:
+    kept, flat = KeptViews(Memory(can=False)), torch.arange(6.0)
+    views = list(flat.split(2))
+    kept.keep(flat, views)
+    assert flat.untyped_storage().nbytes() == 0
+    assert kept.take() == (flat, views)
+    flat.fill_(3.0)
+    assert [view.tolist() for view in views] == [[3.0, 3.0]] * 3
+    assert kept.take() is None
+
+
+def test_shared_memory_is_set_aside_and_taken_up() -> None:
+    memory, flat = Memory(can=True), shared()
+    kept = KeptViews(memory)
+    kept.keep(flat, [flat])
+    assert len(memory.aside) == 1
+    assert kept.take() == (flat, [flat])
+    assert memory.aside == []
+
+
+def test_who_needs_shared_memory_gets_it() -> None:
+    memory, flat = Memory(can=True), shared()
+    kept = KeptViews(memory)
+    kept.keep(flat, [flat])
+    memory.aside[0]()
+    assert kept.take() is None
+
+
+def test_memory_that_cannot_be_set_aside_goes_with_its_views() -> None:
+    kept, flat = KeptViews(Memory(can=False)), shared()
+    kept.keep(flat, [flat])
+    assert kept.take() is None
+
+
+def backward(engine: DataParallelEngine, model: nn.Module, factor: float) -> None:
+    forward_and_backward(engine, lambda: model(torch.full((2, 6), factor)).sum())
+
+
+def memories_of_averages(rank: int) -> tuple[list[int], int]:
+    """Return which objects the averages of four backwards were, and the bytes held after them."""
+    assert dist.group.WORLD is not None
+    ranks: Collectives = get_backend("in_process").collectives(dist.group.WORLD)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+    engine = DataParallelEngine(model, ranks, EngineOptions(stage=3, bucket_mb=1e-5))
+    buffer: GradientBuffer = engine.gradients[0].buffer  # whose gradients come last
+    made: list[int] = []
+    for _ in range(4):
+        backward(engine, model, 1.0)
+        made.append(id(buffer.local_views[0]))
+        model.zero_grad()
+    buffer.give_up_zeroed()
+    kept = buffer._spare_local._kept
+    assert kept is not None
+    return made, kept[0].untyped_storage().nbytes()
+
+
+def test_views_of_averages_are_made_once_and_hold_no_memory_between() -> None:
+    for made, num_bytes in run_ranks(memories_of_averages, 1):  # no peer reads them a little longer
+        assert len(set(made)) == 1
+        assert num_bytes == 0
+
+
+def spares_of_a_dropped_buffer(rank: int) -> list[bool]:
+    """Return whether a buffer has views for the next backward, before and after it lets go."""
+    assert dist.group.WORLD is not None
+    ranks: Collectives = get_backend("in_process").collectives(dist.group.WORLD)
+    model = nn.Linear(6, 2)
+    engine = DataParallelEngine(model, ranks, EngineOptions(stage=2))
+    backward(engine, model, 1.0)
+    buffer: GradientBuffer = engine.gradients[0].buffer
+    had_some = buffer._spare._kept is not None
+    buffer.drop()
+    return [had_some, buffer._spare.take() is not None]
+
+
+def test_a_buffer_that_lets_go_of_all_keeps_no_views() -> None:
+    assert run_ranks(spares_of_a_dropped_buffer, 2) == [[True, False]] * 2
