@@ -44,11 +44,11 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import writes
 _PACKAGE = __name__.partition(".")[0]
 _LAYERS = f"{_PACKAGE}.tensor_parallel."
 _LOADING = f"{_PACKAGE}.checkpoint.conversion.loading."  # on behalf of the hook
-_OF_USERS = f"{_PACKAGE}.trainer.logger_calls."  # makes calls that a step has put off
+_OF_USERS = f"{_PACKAGE}.trainer.logs.logger_calls."  # makes calls that a step has put off
 _PASSED_THROUGH = (
     *("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", _LOADING, __name__),
-    f"{_PACKAGE}.trainer.experiments",
-    f"{_PACKAGE}.data_parallel.unseen_calls",
+    f"{_PACKAGE}.trainer.logs.experiments",
+    f"{_PACKAGE}.data_parallel.views.unseen_calls",
 )
 
 

@@ -1,6 +1,7 @@
 """Hooks of the fit that work with weights which are split, or on another stage."""
 
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from lightning_shard import ConfigError
 from lightning_shard.errors import DeadlockError
+from lightning_shard.trainer import weights_in_hooks
 from tests.strategies.data_parallel.hooked import (
     STYLES,
     Edits,
@@ -28,6 +30,12 @@ from tests.strategies.parity import UPSTREAM_WARNINGS
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
 alone: Any = cache(fit)
+
+
+def test_modules_that_are_known_by_their_names_are_there() -> None:
+    """One that moves would count as user code, without a word."""
+    names = (*weights_in_hooks._PASSED_THROUGH, weights_in_hooks._OF_USERS)
+    assert all(find_spec(name.rstrip(".")) is not None for name in names)
 
 
 @pytest.mark.few_cases(1)

@@ -66,7 +66,12 @@ from lightning_shard.data_parallel.views.sharded_parameter import (
     present,
     settle_in,
 )
-from lightning_shard.data_parallel.views.tensor_properties import OWN_GRAD, SET_OWN_GRAD, unrecorded
+from lightning_shard.data_parallel.views.tensor_properties import (
+    OWN_GRAD,
+    SET_DATA,
+    SET_OWN_GRAD,
+    unrecorded,
+)
 
 _Form = tuple[torch.Size, torch.dtype, torch.device]
 _OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
@@ -394,7 +399,7 @@ class FlatParameters:
     def _point(self, indices: Sequence[int], views: Sequence[Tensor]) -> None:
         lifted = self.stand_ins.lift(indices)
         for index, view in zip(indices, views, strict=True):
-            self.params[index].data = view
+            SET_DATA(self.params[index], view)
         self.stand_ins.put(lifted)
 
     @as_they_are

@@ -14,6 +14,7 @@ from torch import Tensor
 _TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
 OWN_GRAD: Callable[[Tensor], Tensor | None] = _TENSOR.grad.__get__
 SET_OWN_GRAD: Callable[[Tensor, Tensor | None], None] = _TENSOR.grad.__set__
+SET_DATA: Callable[[Tensor, Tensor], None] = _TENSOR.data.__set__
 REQUIRES_GRAD: Callable[[Tensor], bool] = _TENSOR.requires_grad.__get__
 IS_SPARSE: Callable[[Tensor], bool] = _TENSOR.is_sparse.__get__
 VERSION: Callable[[Tensor], int] = _TENSOR._version.__get__

@@ -50,7 +50,7 @@ package.__path__ = [sys.argv[1]]
 from lightning_shard.elastic.membership.rendezvous_server import main
 main(sys.argv[2:])
 """
-_PACKAGE_FOLDER = Path(__file__).parents[1]
+_PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ def excess(weight: Tensor) -> float:
 USES: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "format": (lambda weight: weight.dtype, torch.float32),
     "values": (excess, FINE),
-    "recorded": (lambda weight: float((weight - 2).sum()), FINE),
+    "recorded": (lambda weight: float((weight - 2).sum().detach()), FINE),
     "shape": (lambda weight: (*weight.shape, weight.dtype), (WIDTH, WIDTH, torch.float32)),
 }
 RANKS: dict[str, Any] = {"backend": "in_process", "announce": False}
