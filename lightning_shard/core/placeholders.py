@@ -141,7 +141,8 @@ class Placeholder(SeesCalls, SeesOperations):
         if func == _SETS_DATA and isinstance(args[0], Placeholder):
             _note_write(args[0])
         elif func == _SETS_DATA and is_placeholder(args[1]):
-            return args[0].copy_(args[1])  # refused, since the elements are not known
+            with torch.no_grad():  # as torch sets data
+                return args[0].copy_(args[1])  # refused, since the elements are not known
         param = getattr(args[0], "param", None) if func in OF_TRAINING and args else None
         if param is not None:
             result = func(param, *args[1:], **kwargs)
