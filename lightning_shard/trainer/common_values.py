@@ -52,11 +52,16 @@ def common_values(trainer: "pl.Trainer", strategy: Any) -> Iterator[None]:
             return values
         numbers = {key: float(one) for key, one in values.items() if _is_number(one)}
         of_all = met(numbers, strategy.data_collectives, "what is monitored")
-        means = {key: torch.tensor(sum(each) / len(each)) for key, each in _by_name(of_all)}
-        return {**values, **means}
+        means = {key: sum(each) / len(each) for key, each in _by_name(of_all)}
+        return {**values, **{key: _like(values.get(key), one) for key, one in means.items()}}
 
     with sharing_values(trainer, at_epoch_end, mean):
         yield
+
+
+def _like(own: Any, mean: float) -> Tensor:
+    """Return a mean in the format of this rank's own value, as callbacks compare and save it."""
+    return torch.tensor(mean, dtype=own.dtype if isinstance(own, Tensor) else None)
 
 
 def _is_number(value: Any) -> bool:

@@ -128,6 +128,26 @@ def test_a_checkpoint_of_steps_has_the_mean_of_all_ranks(tmp_path: Path) -> None
     assert scores[0] == scores[1] == min((one + other) / 2 for one, other in pairs)
 
 
+def test_a_monitored_value_keeps_the_format_that_one_device_gives_it(tmp_path: Path) -> None:
+    """In double precision a mean over ranks was a double: scores of checkpoints were others."""
+    formats: list[torch.dtype] = []
+
+    class Best(ModelCheckpoint):
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            formats.append(self.best_model_score.dtype)  # type: ignore[union-attr]
+
+    for strategy, ranks in (("auto", 1), ("zero2", 2)):
+        best, double = Best(tmp_path / strategy, monitor="val"), {"precision": "64-true"}
+        fit(Double(), strategy, ranks, callbacks=[best], enable_checkpointing=True, **double)
+    assert len(formats) == 3
+    assert len(set(formats)) == 1
+
+
+class Double(Net):
+    def value_of(self, x: Tensor) -> Tensor:
+        return super().value_of(x).double()
+
+
 def test_early_stopping_stops_where_one_device_does() -> None:
     """It stopped where any rank's own share had risen."""
     (alone,) = fit(Net(), "auto", ranks=1, callbacks=[EarlyStopping("val", patience=1)])
