@@ -250,9 +250,10 @@ def test_candidates_are_those_that_the_strategies_own_checks_take(
 
 
 def test_a_module_that_steps_by_hand_is_planned_for_and_trains_as_on_one_device(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan's dry runs ended in an error, since the module was attached to no trainer."""
+    monkeypatch.chdir(tmp_path)  # to which the choice is written
     data = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
     found = []
     for strategy, devices in (("auto", 1), ("shard_auto_in_process", 2)):
