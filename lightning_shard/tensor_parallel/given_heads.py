@@ -62,7 +62,8 @@ class GivenHeads:
         if 1 in self.widths.values() and torch.is_grad_enabled():
             _visit((args, kwargs, result), _note_own, [])
         for container, key, cut, given in self._running.pop():
-            if container[key] is cut:
+            there = dict(enumerate(container)) if isinstance(container, list) else container
+            if there.get(key) is cut:  # else the attention has put something else there, or nothing
                 container[key] = given
 
     def _own_of(self, name: str, value: Any, cuts: list[_Cut]) -> Any:

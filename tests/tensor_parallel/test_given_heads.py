@@ -42,6 +42,13 @@ def grown(past: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return held[names[0]], held[names[1]]
 
 
+def taken(past: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Take what is there out of the container, of which nothing is left."""
+    names = (1, 0) if isinstance(past, list) else ("values", "keys")
+    given = [past.pop(name) for name in names]
+    return beside(given[::-1], keys, values)
+
+
 class Attention(nn.Module):
     def __init__(self, num_key_heads: int, put: Put) -> None:
         super().__init__()
@@ -135,6 +142,17 @@ class Chunked(Prefixed):
         past = self.hold(*self.prefix[0].unsqueeze(1).expand(-1, len(x), -1, -1, -1))
         first, second = x.chunk(2, dim=1)
         return torch.cat([self.attentions[0](one, past) for one in (first, second)], dim=1)
+
+
+@pytest.mark.parametrize("container", ["list", "dict"])
+def test_an_attention_may_take_what_it_is_given_out_of_its_container(container: str) -> None:
+    """What had been given was looked for where it was no more: IndexError and KeyError."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Prefixed(HEADS, taken, CONTAINERS[container][1]).double()
+
+    compare(make, PLAN, loss_of, num_ranks=2)
 
 
 @pytest.mark.parametrize("num_key_heads", [1, 2])
