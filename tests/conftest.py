@@ -30,7 +30,7 @@ from tests.patience import patient
 TESTS = Path(__file__).parent
 SAMPLED = {
     *("checkpoint", "context_parallel", "data_parallel", "elastic", "optim", "pipeline_parallel"),
-    *("planning", "precision", "strategies", "tensor_parallel", "trainer"),
+    *("planning", "precision", "strategies", "tensor_parallel"),
 }
 
 # No property is about time.

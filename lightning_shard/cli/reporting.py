@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from lightning_shard.reporting.page import write_report
+from lightning_shard.core.reporting.page import write_report
 
 
 def run(subcommand: str, given: Namespace) -> int:

@@ -39,8 +39,8 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.core.option_checks import check_fields, checked_options
+from lightning_shard.core.reporting.output import new_figure
 from lightning_shard.errors import ConfigError
-from lightning_shard.reporting.output import new_figure
 
 A = TypeVar("A", bound=str)
 Stages = Sequence[Sequence[Sequence[int]]]  # ranks by stage, replica and place in the tensor group

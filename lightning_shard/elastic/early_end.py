@@ -17,8 +17,8 @@ from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.membership.generation import Generation
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
+from lightning_shard.environments.launchers._lightning import mark_terminated
 from lightning_shard.errors import RankFailedError
-from lightning_shard.launchers._lightning import mark_terminated
 
 _SIGNALS_SECONDS = 1.0  # between the first and the last SIGTERM to the ranks of a job
 _POLL_SECONDS = 0.01

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.layout.boxes import PlacedBox, whole
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.memory.values_at_start import give_memory
 from lightning_shard.data_parallel.model_split import BaseSplit, SharedOut, in_place
 from lightning_shard.expert_parallel.finding import Mixture
-from lightning_shard.meta_start.start import MetaStart
 
 
 class ExpertSplit(BaseSplit):

@@ -33,6 +33,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import BackwardSyncControl, empty_initialisation
 from lightning_shard.fabric.checkpoints import Loading, Saving
@@ -49,7 +50,6 @@ from lightning_shard.fabric.sharded_module import (
     UsedEngines,
     engines_of,
 )
-from lightning_shard.launchers.processes import ProcessLauncher
 from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
 from lightning_shard.optim.host_step import warn_of_cpu_ranks
 from lightning_shard.precision.policy import dtype_policy
@@ -58,9 +58,9 @@ from lightning_shard.strategies.configs import DataParallelConfig, RanksConfig
 from lightning_shard.strategies.flat_options import OptionNames, part, takes
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
 from lightning_shard.strategies.names import check_interactive, strategy_name
-from lightning_shard.trainer.gathered_tensors import gathered, reduce_op_name, reduced
-from lightning_shard.trainer.logs.experiments import shared_loggers
-from lightning_shard.trainer.same_settings import check_same_settings, common_seed
+from lightning_shard.strategies.trainer.gathered_tensors import gathered, reduce_op_name, reduced
+from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
+from lightning_shard.strategies.trainer.same_settings import check_same_settings, common_seed
 
 T = TypeVar("T")
 _KNOWN = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)

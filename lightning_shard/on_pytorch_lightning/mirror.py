@@ -28,8 +28,6 @@ BUILT_ON_LIGHTNING = (
     "elastic",
     "environments",
     "fabric",
-    "launchers",
-    "parallel_dimensions",
     "precision.plugins",
     "planning",
     "profiling",
@@ -38,7 +36,6 @@ BUILT_ON_LIGHTNING = (
     "strategies",
     "tools.doctor.measuring",
     "tools.proving",
-    "trainer",
 )
 """The mirrored modules and packages: those that import Lightning, or one of these."""
 

@@ -18,8 +18,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_shard.core.reporting.output import new_figure
 from lightning_shard.pipeline_parallel.schedules import Action, Kind
-from lightning_shard.reporting.output import new_figure
 
 _LIVE_CHANGE = {"F": 1, "B": -1, "W": -1}
 _COMPUTATIONS: tuple[Kind, ...] = ("F", "B", "I", "W")

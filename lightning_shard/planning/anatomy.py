@@ -19,6 +19,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_shard.core._lightning import runners_of
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList, find_blocks
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
@@ -29,7 +30,6 @@ from lightning_shard.planning.report import RankFigures
 from lightning_shard.planning.simulated_model import copied_with
 from lightning_shard.planning.simulated_step import StepTrace
 from lightning_shard.tensor_parallel.automatic import automatic_plan
-from lightning_shard.trainer._lightning import runners_of
 
 _SHORT = (2, 3)  # blocks of the two unpipelined steps
 _STAGES = [1, 2, 3]  # first blocks of the later stages of the pipelined step

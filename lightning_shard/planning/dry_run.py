@@ -28,6 +28,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_shard.core._lightning import own_trainer, runners_of
 from lightning_shard.core.mesh import NodePlacement
 from lightning_shard.environments import InProcessEnvironment
 from lightning_shard.pipeline_parallel.batch_reading import BatchReader
@@ -48,7 +49,6 @@ from lightning_shard.planning.simulated_step import (
     trace_step,
 )
 from lightning_shard.precision.policy import TRUE_DTYPES
-from lightning_shard.trainer._lightning import own_trainer, runners_of
 
 
 class Describable(Protocol):

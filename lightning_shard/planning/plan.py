@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_shard.core.reporting.output import new_figure, plain_text
 from lightning_shard.planning.estimate import Estimate
 from lightning_shard.planning.machine import MachineProfile
 from lightning_shard.planning.report import cell
-from lightning_shard.reporting.output import new_figure, plain_text
 
 _KINDS = {
     "parameters": ("parameters", "gathered"),

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_shard.core.mesh import Axis, NodePlacement, ParallelMesh
+from lightning_shard.core.reporting.output import format_bytes, plain_text
 from lightning_shard.data_parallel.offload.activations import HostActivations
-from lightning_shard.reporting.output import format_bytes, plain_text
 
 
 @dataclass(frozen=True, kw_only=True)

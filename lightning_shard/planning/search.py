@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import LBFGS
 
+from lightning_shard.core._lightning import asked_layer_sync, runners_of
 from lightning_shard.core.mesh import Axis
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
@@ -30,7 +31,6 @@ from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.report import DryRun, RankFigures
 from lightning_shard.planning.simulated_model import NoElements
 from lightning_shard.tensor_parallel.compared_calls import explained
-from lightning_shard.trainer._lightning import asked_layer_sync, runners_of
 
 _ALIKE = 1.02  # times of estimates that say nothing about which is faster
 _TP_SIZES = (1, 2, 4, 8)

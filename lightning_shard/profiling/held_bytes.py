@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.reporting.output import format_bytes, plain_text
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.profiling.run_monitor import RunMonitor, check_distance, own_strategy
-from lightning_shard.reporting.output import format_bytes, plain_text
-from lightning_shard.trainer.hook_advice import OnlyLooks
+from lightning_shard.strategies.trainer.hook_advice import OnlyLooks
 
 _UNIT_OF_PEAK = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, as its manuals say
 

@@ -35,12 +35,12 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.reporting.output import plain_text
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule
 from lightning_shard.pipeline_parallel.simulation import replay, theoretical_idle_share
 from lightning_shard.pipeline_parallel.timeline import Event, Timeline, save_chrome_trace, save_png
 from lightning_shard.profiling.run_monitor import check_distance
-from lightning_shard.reporting.output import plain_text
 from lightning_shard.strategies.model_parallel import (
     HybridParallelStrategy,
     PipelineParallelStrategy,

@@ -12,13 +12,13 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.reporting.figures_of_run import chosen_of
+from lightning_shard.core.reporting.output import plain_text
+from lightning_shard.core.reporting.plan_deviation import Deviation, deviations, why_of_another_run
+from lightning_shard.core.reporting.records import PLAN, read_run
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.plan import Plan
 from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
-from lightning_shard.reporting.figures_of_run import chosen_of
-from lightning_shard.reporting.output import plain_text
-from lightning_shard.reporting.plan_deviation import Deviation, deviations, why_of_another_run
-from lightning_shard.reporting.records import PLAN, read_run
 from lightning_shard.strategies.elastic import ElasticStrategy
 
 DEVIATION = "plan_deviation.json"

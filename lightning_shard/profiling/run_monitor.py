@@ -14,12 +14,12 @@ import torch
 from lightning.pytorch import Callback
 from typing_extensions import override
 
+from lightning_shard.core.reporting.records import RankFile
 from lightning_shard.errors import ConfigError
-from lightning_shard.reporting.records import RankFile
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.elastic import ElasticStrategy
 from lightning_shard.strategies.names import strategy_name
-from lightning_shard.trainer.hook_advice import OnlyLooks
+from lightning_shard.strategies.trainer.hook_advice import OnlyLooks
 
 
 class RunMonitor(OnlyLooks, Callback):

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.traffic import OperationTraffic, Traffic
 from lightning_shard.checkpoint.random_state import load_random_state, random_state
+from lightning_shard.core._lightning import runners_of
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.core.option_checks import checked_options
 from lightning_shard.planning.dry_run import flops_of_batch
@@ -22,7 +23,6 @@ from lightning_shard.profiling.run_monitor import RunMonitor, check_distance, ow
 from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.local_updates import LocalUpdates
-from lightning_shard.trainer._lightning import runners_of
 
 # What a run is expected to take, found on a copy of its module without elements.
 #

@@ -43,9 +43,9 @@ from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.replay.rank_record import RankRecord, own_error, state_digest
 from lightning_shard.replay.tape import WITHOUT_RESULT, CallTape, set_buffers, set_full, set_place
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.trainer._lightning import without_sigterm_broadcast
+from lightning_shard.strategies.trainer.hook_advice import OnlyLooks
 from lightning_shard.tools.proving.strategies import batches_seen
-from lightning_shard.trainer._lightning import without_sigterm_broadcast
-from lightning_shard.trainer.hook_advice import OnlyLooks
 
 # What brings the ranks of a replay to the recorded step, and notes what comes of it there.
 #

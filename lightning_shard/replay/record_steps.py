@@ -34,9 +34,9 @@ from lightning_shard.replay.rank_record import Given, RankRecord, own_error, sta
 from lightning_shard.replay.tape import ResultRecorder, full_copies, take_buffers, take_place
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.names import strategy_name
+from lightning_shard.strategies.trainer._lightning import around_sigterm_broadcast, layer_sync
+from lightning_shard.strategies.trainer.hook_advice import OnlyLooks
 from lightning_shard.tools.proving.strategies import batches_seen
-from lightning_shard.trainer._lightning import around_sigterm_broadcast, layer_sync
-from lightning_shard.trainer.hook_advice import OnlyLooks
 
 
 class RecordSteps(OnlyLooks, Callback):

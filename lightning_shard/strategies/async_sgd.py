@@ -39,7 +39,7 @@ from lightning_shard.strategies.configs import AsyncSGDConfig, RunConfig, UnitCo
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import AsyncSGDOptions, SharedOptions
-from lightning_shard.trainer._lightning import layer_sync
+from lightning_shard.strategies.trainer._lightning import layer_sync
 
 
 class AsyncSGDStrategy(LocalUpdates):

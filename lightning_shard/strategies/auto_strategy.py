@@ -20,13 +20,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_shard.backends.free_memory import free_bytes
+from lightning_shard.core.reporting.records import PLAN
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.planning.candidates import strategy_class
 from lightning_shard.planning.machine import MachineProfile, machine_profile, published
 from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.search import plan
-from lightning_shard.reporting.records import PLAN
 from lightning_shard.strategies.configs import AutoConfig, FitEndConfig, RunConfig
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.flat_options import part, takes
@@ -37,7 +37,7 @@ from lightning_shard.strategies.options import (
     LightningOptions,
     RunOptions,
 )
-from lightning_shard.trainer.measured_stages import first_batch
+from lightning_shard.strategies.trainer.measured_stages import first_batch
 
 _USABLE = 0.9  # of the free memory: kernels' workspace, fragments and NCCL's buffers take the rest
 _ADVICE = (

@@ -20,33 +20,37 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.termination import RanksTermination
 from lightning_shard.core import settings
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.deferred_init.recorder import recording
+from lightning_shard.data_parallel.deferred_init.start import move_to, staying_on_meta
+from lightning_shard.environments.launchers.in_process import InProcessLauncher
+from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.errors import ConfigError
-from lightning_shard.launchers.in_process import InProcessLauncher
-from lightning_shard.launchers.processes import ProcessLauncher
-from lightning_shard.meta_start.recorder import recording
-from lightning_shard.meta_start.start import move_to, staying_on_meta
-from lightning_shard.parallel_dimensions.run_view import RunGroups
 from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.precision.policy import TRUE_DTYPES, AskedFormats
 from lightning_shard.strategies.configs import RunConfig
+from lightning_shard.strategies.dimensions.run_view import RunGroups
 from lightning_shard.strategies.flat_options import OptionNames, part, takes
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import LightningOptions, RunOptions
-from lightning_shard.trainer import termination
-from lightning_shard.trainer._lightning import (
+from lightning_shard.strategies.trainer import termination
+from lightning_shard.strategies.trainer._lightning import (
     accept_compiled_modules,
     before_batches,
     before_training_ends,
     layer_sync,
     without_sigterm_broadcast,
 )
-from lightning_shard.trainer.batch_samplers import assigns_batch_samplers
-from lightning_shard.trainer.common_values import common_values
-from lightning_shard.trainer.gathered_tensors import gathered, reduce_op_name, reduced
-from lightning_shard.trainer.layer_sync import layer_sync_over
-from lightning_shard.trainer.predictions import merged
-from lightning_shard.trainer.same_settings import SettingsOfSteps, check_same_settings, common_seed
+from lightning_shard.strategies.trainer.batch_samplers import assigns_batch_samplers
+from lightning_shard.strategies.trainer.common_values import common_values
+from lightning_shard.strategies.trainer.gathered_tensors import gathered, reduce_op_name, reduced
+from lightning_shard.strategies.trainer.layer_sync import layer_sync_over
+from lightning_shard.strategies.trainer.predictions import merged
+from lightning_shard.strategies.trainer.same_settings import (
+    SettingsOfSteps,
+    check_same_settings,
+    common_seed,
+)
 
 T = TypeVar("T")
 _GROUPS = (Collectives, DataGroups, RunGroups, dist.ProcessGroup)

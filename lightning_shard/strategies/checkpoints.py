@@ -61,24 +61,24 @@ from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.core.mesh import ParallelMesh
+from lightning_shard.data_parallel.deferred_init.recorder import noting_changes
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import CheckpointError, ConfigError
-from lightning_shard.meta_start.recorder import noting_changes
-from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles
+from lightning_shard.strategies.dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.options import RunOptions
 from lightning_shard.strategies.salvage import salvaging
-from lightning_shard.trainer._lightning import knowing_saves_in_flight
-from lightning_shard.trainer.hook_advice import (
+from lightning_shard.strategies.trainer._lightning import knowing_saves_in_flight
+from lightning_shard.strategies.trainer.hook_advice import (
     explaining_weights_elsewhere,
     may_see_checkpoints,
     may_see_loaded,
 )
-from lightning_shard.trainer.place_in_data import KeptState
+from lightning_shard.strategies.trainer.place_in_data import KeptState
 
 
 class CheckpointingStrategy(ShardStrategy):

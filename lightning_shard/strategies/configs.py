@@ -20,13 +20,13 @@ from lightning_shard.data_parallel.options import STAGES, EngineOptions, Offload
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.elastic.membership.membership_table import Bounds
 from lightning_shard.errors import ConfigError
-from lightning_shard.parallel_dimensions.pipeline import PipelineDimension
-from lightning_shard.parallel_dimensions.stage_options import StageOptions
-from lightning_shard.parallel_dimensions.tensor import TensorDimension
 from lightning_shard.pipeline_parallel.batch_reading import BatchLists
 from lightning_shard.pipeline_parallel.partition import Split
 from lightning_shard.pipeline_parallel.schedules import check_name
 from lightning_shard.precision.policy import dtype_policy
+from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
+from lightning_shard.strategies.dimensions.stage_options import StageOptions
+from lightning_shard.strategies.dimensions.tensor import TensorDimension
 from lightning_shard.strategies.flat_options import OptionGroup
 from lightning_shard.strategies.hybrid_sharding import DataParallelSize, checked_size
 from lightning_shard.strategies.options import (

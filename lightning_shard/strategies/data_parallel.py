@@ -37,6 +37,7 @@ from lightning_shard.data_parallel.agreement import (
 from lightning_shard.data_parallel.bucket_choice import BucketChoice, Links, choose
 from lightning_shard.data_parallel.compression import Compressor, Tally
 from lightning_shard.data_parallel.compression.compressor import StepBytes, total_bytes
+from lightning_shard.data_parallel.deferred_init.start import MetaStart, values_at_start
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
 from lightning_shard.data_parallel.kept_activations import KeptActivations
@@ -47,46 +48,49 @@ from lightning_shard.data_parallel.recompute.checkpointed_blocks import (
     checkpointed_blocks,
 )
 from lightning_shard.errors import ConfigError
-from lightning_shard.meta_start.start import MetaStart, values_at_start
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.host_step import refuse_offload, warn_of_cpu_ranks
 from lightning_shard.optim.owned_parameters import parameters_to_own
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.parallel_dimensions.combined_split import combined
-from lightning_shard.parallel_dimensions.run_view import RunView
-from lightning_shard.parallel_dimensions.step_runner import (
-    ModuleStep,
-    PlainRunner,
-    StepKind,
-    StepRunner,
-)
 from lightning_shard.planning.description import Description, Measure
 from lightning_shard.planning.dry_run import dry_run
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
 from lightning_shard.precision.scaler import device_scale
 from lightning_shard.strategies.configs import DataParallelConfig, FitEndConfig, RunConfig
+from lightning_shard.strategies.dimensions.combined_split import combined
+from lightning_shard.strategies.dimensions.run_view import RunView
+from lightning_shard.strategies.dimensions.step_runner import (
+    ModuleStep,
+    PlainRunner,
+    StepKind,
+    StepRunner,
+)
 from lightning_shard.strategies.fit_check import check_fit
 from lightning_shard.strategies.fit_ends import EndingStrategy
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.memory_notes import MemoryNotes, memory_kinds
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.options import DataParallelOptions, RunOptions
-from lightning_shard.trainer._lightning import layer_sync
-from lightning_shard.trainer.announcement import announce, count_parameters
-from lightning_shard.trainer.batch_counts import agree_on_batches, lengths_on_ranks
-from lightning_shard.trainer.callbacks import check_callbacks, prepare_callbacks
-from lightning_shard.trainer.full_counts import counted_full, draw_graphs
-from lightning_shard.trainer.hook_advice import (
+from lightning_shard.strategies.trainer._lightning import layer_sync
+from lightning_shard.strategies.trainer.announcement import announce, count_parameters
+from lightning_shard.strategies.trainer.batch_counts import agree_on_batches, lengths_on_ranks
+from lightning_shard.strategies.trainer.callbacks import check_callbacks, prepare_callbacks
+from lightning_shard.strategies.trainer.full_counts import counted_full, draw_graphs
+from lightning_shard.strategies.trainer.hook_advice import (
     hooks_inside,
     may_change_groups,
     may_edit_gradients,
     usual_clipping,
 )
-from lightning_shard.trainer.logs.experiments import shared_loggers
-from lightning_shard.trainer.predictions import PredictedBatches
-from lightning_shard.trainer.same_settings import schedules
-from lightning_shard.trainer.weight_averaging import AverageOfShards, Averaging, averaging_callbacks
+from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
+from lightning_shard.strategies.trainer.predictions import PredictedBatches
+from lightning_shard.strategies.trainer.same_settings import schedules
+from lightning_shard.strategies.trainer.weight_averaging import (
+    AverageOfShards,
+    Averaging,
+    averaging_callbacks,
+)
 
 
 class Buckets:

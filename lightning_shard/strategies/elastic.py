@@ -56,8 +56,8 @@ from lightning_shard.elastic.progress import flags_of, set_flags
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.run import ElasticRun
 from lightning_shard.environments import elastic_environment
+from lightning_shard.environments.launchers.in_process import InProcessLauncher
 from lightning_shard.errors import ConfigError
-from lightning_shard.launchers.in_process import InProcessLauncher
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.strategies.configs import ElasticConfig, GradientConfig, RunConfig
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
@@ -65,11 +65,11 @@ from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.joining import leave_groups
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
-from lightning_shard.trainer._lightning import handle_requeue, handle_sigterm
-from lightning_shard.trainer.predictions import merged
-from lightning_shard.trainer.same_settings import started_with
-from lightning_shard.trainer.termination import TerminationHandler
-from lightning_shard.trainer.weight_averaging import averaging_callbacks
+from lightning_shard.strategies.trainer._lightning import handle_requeue, handle_sigterm
+from lightning_shard.strategies.trainer.predictions import merged
+from lightning_shard.strategies.trainer.same_settings import started_with
+from lightning_shard.strategies.trainer.termination import TerminationHandler
+from lightning_shard.strategies.trainer.weight_averaging import averaging_callbacks
 
 
 class ElasticStrategy(DataParallelStrategy):

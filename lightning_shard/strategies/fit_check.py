@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.model_split import BaseSplit, Unsplit
 from lightning_shard.optim.sharded_optimizer import check_optimizer
-from lightning_shard.parallel_dimensions.combined_split import combined
 from lightning_shard.planning.dry_run import SimulatedEnvironment
 from lightning_shard.planning.simulated_model import SimulatedCollectives
-from lightning_shard.trainer._lightning import connect
+from lightning_shard.strategies.dimensions.combined_split import combined
+from lightning_shard.strategies.trainer._lightning import connect
 
 
 class _SplitOfNobody(BaseSplit):

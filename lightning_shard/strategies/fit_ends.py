@@ -52,6 +52,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.free_memory import free_bytes, free_host_bytes
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.core.layout.flat import FlatLayout
+from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import replicated
 from lightning_shard.data_parallel.scripted import hookable
@@ -60,16 +61,15 @@ from lightning_shard.data_parallel.units.presenting import of_all_ranks
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.parameter_shard import ShardView
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
+from lightning_shard.environments.launchers.replicas import find_owners
 from lightning_shard.errors import ConfigError
-from lightning_shard.launchers.replicas import find_owners
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.parallel_dimensions.dimension import ParallelDimension
 from lightning_shard.pipeline_parallel.containers import with_values
-from lightning_shard.reporting.output import format_bytes
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
+from lightning_shard.strategies.dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.options import AfterFit
+from lightning_shard.strategies.trainer.weight_averaging import AverageOfShards
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
-from lightning_shard.trainer.weight_averaging import AverageOfShards
 
 _Exchange = Callable[[str, Tensor], Tensor]
 _OTHERS = (nn.Module, pl.Trainer, pl.Callback, pl.LightningDataModule, Optimizer, Dataset)

@@ -46,8 +46,8 @@ from lightning_shard.strategies.configs import GradientConfig, LocalSGDConfig, R
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import LocalSGDOptions, SharedOptions
-from lightning_shard.trainer._lightning import layer_sync
-from lightning_shard.trainer.hook_advice import may_set_weights
+from lightning_shard.strategies.trainer._lightning import layer_sync
+from lightning_shard.strategies.trainer.hook_advice import may_set_weights
 
 
 class LocalSGDStrategy(LocalUpdates):

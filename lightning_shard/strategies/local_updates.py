@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.trainer._lightning import (
+from lightning_shard.strategies.trainer._lightning import (
     after_optimizer_steps,
     after_training_epochs,
     around_validation,

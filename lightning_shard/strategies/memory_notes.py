@@ -26,6 +26,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.core._lightning import runners_of
+from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.core.schemes import BY_STAGE
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, storage_bytes
@@ -36,11 +38,9 @@ from lightning_shard.data_parallel.torch_private import hooks_of
 from lightning_shard.planning.dry_run import dry_run
 from lightning_shard.planning.simulated_model import NoElements
 from lightning_shard.planning.simulated_rank import largest_units
-from lightning_shard.reporting.output import format_bytes
 from lightning_shard.strategies.flat_options import option_names
 from lightning_shard.strategies.names import strategy_name
-from lightning_shard.trainer._lightning import runners_of
-from lightning_shard.trainer.announcement import what_is_held
+from lightning_shard.strategies.trainer.announcement import what_is_held
 
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = 4096

@@ -28,15 +28,10 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.mesh import Axis, NodePlacement, ParallelMesh
 from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.deferred_init.start import MetaStart, noted_alike
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.load import ExpertLoad
-from lightning_shard.meta_start.start import MetaStart, noted_alike
-from lightning_shard.parallel_dimensions.context import ContextDimension
-from lightning_shard.parallel_dimensions.dimension import ParallelDimension
-from lightning_shard.parallel_dimensions.experts import ExpertDimension
-from lightning_shard.parallel_dimensions.run_view import RunGroups, RunView
-from lightning_shard.parallel_dimensions.step_runner import WrappedRunner
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.strategies.configs import (
@@ -51,6 +46,11 @@ from lightning_shard.strategies.configs import (
     TensorParallelConfig,
 )
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.dimensions.context import ContextDimension
+from lightning_shard.strategies.dimensions.dimension import ParallelDimension
+from lightning_shard.strategies.dimensions.experts import ExpertDimension
+from lightning_shard.strategies.dimensions.run_view import RunGroups, RunView
+from lightning_shard.strategies.dimensions.step_runner import WrappedRunner
 from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.hybrid_sharding import (
     replicate_ranks,
@@ -65,18 +65,18 @@ from lightning_shard.strategies.options import (
     SplitOptions,
     TensorParallelOptions,
 )
-from lightning_shard.tensor_parallel.randomness import drawn_apart
-from lightning_shard.trainer._lightning import seed_workers
-from lightning_shard.trainer.batch_counts import (
+from lightning_shard.strategies.trainer._lightning import seed_workers
+from lightning_shard.strategies.trainer.batch_counts import (
     SameBatches,
     agree_on_batches,
     check_same_lengths,
     lengths_on_ranks,
 )
-from lightning_shard.trainer.default_group import MetricGroups, default_group_is
-from lightning_shard.trainer.hook_advice import hooks_inside
-from lightning_shard.trainer.weight_averaging import averaging_callbacks
-from lightning_shard.trainer.weights_in_hooks import WeightsInHooks
+from lightning_shard.strategies.trainer.default_group import MetricGroups, default_group_is
+from lightning_shard.strategies.trainer.hook_advice import hooks_inside
+from lightning_shard.strategies.trainer.weight_averaging import averaging_callbacks
+from lightning_shard.strategies.trainer.weights_in_hooks import WeightsInHooks
+from lightning_shard.tensor_parallel.randomness import drawn_apart
 
 _OF_FAILURES = ("on_exception",)  # hooks in which the other ranks may be elsewhere
 

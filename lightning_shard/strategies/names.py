@@ -4,8 +4,8 @@ from typing import Any
 
 from lightning_shard.core.schemes import OFFLOADED, SCHEMES
 from lightning_shard.data_parallel.compression import COMPRESSORS
+from lightning_shard.environments.launchers._lightning import Launcher, is_interactive
 from lightning_shard.errors import ConfigError
-from lightning_shard.launchers._lightning import Launcher, is_interactive
 
 
 def strategy_name(strategy: Any) -> str:

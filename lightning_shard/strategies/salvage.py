@@ -35,9 +35,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_shard.checkpoint.files.places import local_path
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.environments.launchers.failures import noted
 from lightning_shard.errors import CheckpointError
-from lightning_shard.launchers.failures import noted
-from lightning_shard.trainer._lightning import requeue, requeue_path
+from lightning_shard.strategies.trainer._lightning import requeue, requeue_path
 
 
 def salvaging(

@@ -51,8 +51,8 @@ from rich.table import Table
 
 from lightning_shard import AsyncSGDStrategy, DDPStrategy, LocalSGDStrategy
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.reporting.output import new_figure
 from lightning_shard.data_parallel.compression import OneBit, PowerSGD, TopK
-from lightning_shard.reporting.output import new_figure
 from tests.benchmarks.convergence_tasks import TASKS
 from tests.data_parallel.async_sgd.programs import let_others_run
 

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from examples.train_gpt import GPT
 from lightning_shard import ZeRO3Strategy
-from lightning_shard.reporting.output import format_bytes
+from lightning_shard.core.reporting.output import format_bytes
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 CONTEXT = 8

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_shard.reporting.output import new_figure
+from lightning_shard.core.reporting.output import new_figure
 from tests.benchmarks.entries import CONTENDERS
 from tests.benchmarks.memory import Footprint
 from tests.benchmarks.profiling import PHASES, Profile

@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from lightning_shard.reporting.output import new_figure
+from lightning_shard.core.reporting.output import new_figure
 from tests.strategies.hybrid_parallel.test_checkpoints import MESHES, STEPS, curve_over
 
 

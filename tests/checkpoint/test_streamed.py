@@ -15,7 +15,7 @@ from lightning_shard.checkpoint.streamed import StreamedFile
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.strategies import checkpoint_files
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
-from lightning_shard.trainer.hook_advice import explaining_weights_elsewhere
+from lightning_shard.strategies.trainer.hook_advice import explaining_weights_elsewhere
 from tests.checkpoint.files.archives import same
 from tests.strategies.parity import UPSTREAM_WARNINGS
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from lightning_shard.cli import main
+from tests.core.reporting.runs import whole_run, write
 from tests.examples.commands import set_arguments
 from tests.processes import run_alone
-from tests.reporting.runs import whole_run, write
 
 
 def test_the_page_is_made_and_its_path_printed(

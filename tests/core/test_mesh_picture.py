@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_shard.core.mesh import AXES, ParallelMesh, abbreviated
+from lightning_shard.core.reporting import output
 from lightning_shard.errors import ConfigError
-from lightning_shard.reporting import output
 
 
 def drawing(mesh: ParallelMesh) -> str:

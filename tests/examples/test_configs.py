@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.reporting.page import write_report
+from lightning_shard.core.reporting.page import write_report
 from tests.examples.commands import (
     REPOSITORY,
     ignore_upstream_warnings,

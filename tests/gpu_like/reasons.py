@@ -94,7 +94,7 @@ REASONS = (
         "Stages agree which parameters have gradients: where `.grad` is None, it is on all.",
     ),
     Reason(
-        "lightning_shard/trainer/shared_values.py _receive",
+        "lightning_shard/strategies/trainer/shared_values.py _receive",
         "",
         "tolist",
         1,

@@ -17,10 +17,10 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.optim import owned_parameters
 from lightning_shard.optim.owned_parameters import parameters_to_own
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.strategies.trainer.announcement import what_is_held
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
-from lightning_shard.trainer.announcement import what_is_held
 from tests.optim.test_owned_parameters import Careless, Fails
 from tests.optim.test_sharded_optimizer import train
 from tests.strategies.matrix_optimizers import Muon

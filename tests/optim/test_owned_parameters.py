@@ -16,8 +16,8 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.optim.elementwise import needs_full_parameters, why_not_elementwise
 from lightning_shard.optim.owned_parameters import parameters_to_own
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.strategies.trainer.announcement import what_is_held
 from lightning_shard.testing import run_ranks
-from lightning_shard.trainer.announcement import what_is_held
 from tests.optim.test_sharded_optimizer import train
 from tests.strategies.matrix_optimizers import (
     Muon,

@@ -23,9 +23,9 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from lightning_shard.data_parallel.held_bytes import HeldBytes
-from lightning_shard.parallel_dimensions.pipeline import PipelineDimension
 from lightning_shard.pipeline_parallel.costs import SavedBytes
 from lightning_shard.pipeline_parallel.schedules import Action
+from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
 from tests.planning.test_dry_run import text
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import (

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.core.reporting.records import path_of
 from lightning_shard.profiling import MemoryMonitor, StepMonitor, TrafficMonitor
 from lightning_shard.profiling.run_monitor import RunMonitor
-from lightning_shard.reporting.records import path_of
 from tests.strategies.parity import Curve, Run, build, train
 
 

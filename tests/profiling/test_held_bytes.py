@@ -6,12 +6,12 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_shard  # noqa: F401  the import registers the names of the strategies
+from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.errors import ConfigError
 from lightning_shard.profiling import HeldBytesTable
 from lightning_shard.profiling.held_bytes import render_held_bytes
-from lightning_shard.reporting.output import format_bytes
-from lightning_shard.trainer.hook_advice import may_edit_gradients
+from lightning_shard.strategies.trainer.hook_advice import may_edit_gradients
 from tests.examples.commands import ignore_upstream_warnings, largest_shares
 
 pytestmark = ignore_upstream_warnings

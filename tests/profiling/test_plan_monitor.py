@@ -10,10 +10,10 @@ from torch.utils.data import default_collate
 
 import lightning_shard
 from lightning_shard import AutoStrategy, ConfigError
+from lightning_shard.core.reporting.page import page_of
+from lightning_shard.core.reporting.records import read_run
 from lightning_shard.planning.search import plan
 from lightning_shard.profiling import MemoryMonitor, PlanMonitor
-from lightning_shard.reporting.page import page_of
-from lightning_shard.reporting.records import read_run
 from tests.elastic.runs import fit as fit_elastic
 from tests.profiling.monitored import fit, monitors
 from tests.strategies.parity import GLOBAL_BATCH, UPSTREAM_WARNINGS, build

@@ -11,9 +11,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 import lightning_shard
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.reporting.records import path_of, read_run
 from lightning_shard.errors import ConfigError
 from lightning_shard.profiling import MemoryMonitor, StepMonitor, TrafficMonitor
-from lightning_shard.reporting.records import path_of, read_run
 from lightning_shard.testing import Fault
 from tests.elastic.runs import Classifier, Journal
 from tests.elastic.runs import fit as fit_elastic

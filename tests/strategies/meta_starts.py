@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import ZeRO3Strategy
-from lightning_shard.meta_start.recorder import recording
-from lightning_shard.meta_start.tape import recipe_of
+from lightning_shard.data_parallel.deferred_init.recorder import recording
+from lightning_shard.data_parallel.deferred_init.tape import recipe_of
 from tests.strategies.parity import ignore_upstream_warnings, quiet_trainer
 
 WIDTH, NUM_BLOCKS = 2048, 8  # 16 MiB each

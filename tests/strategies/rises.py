@@ -4,7 +4,7 @@ import lightning as L  # noqa: N812
 import pytest
 
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from tests.meta_start.counting import AliveBytes
+from tests.data_parallel.deferred_init.counting import AliveBytes
 
 
 def watched_starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

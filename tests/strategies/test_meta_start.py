@@ -14,9 +14,9 @@ from tests.benchmarks.memory import EXACT_ALLOCATION
 from tests.checkpoint.kept_runs import RUNS, Regressor
 from tests.checkpoint.sharded.runs import LAYOUTS, quiet_trainer
 from tests.checkpoint.sharded.runs import Model as Regression
+from tests.data_parallel.deferred_init.counting import AliveBytes
+from tests.data_parallel.deferred_init.test_recorder import build
 from tests.examples.commands import ignore_upstream_warnings
-from tests.meta_start.counting import AliveBytes
-from tests.meta_start.test_recorder import build
 from tests.processes import run_processes
 from tests.strategies.meta_starts import rise_at_start
 

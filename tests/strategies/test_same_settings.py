@@ -15,7 +15,7 @@ import lightning_shard
 from lightning_shard import AutoStrategy
 from lightning_shard.backends.in_process import current_rank
 from lightning_shard.errors import ConfigError
-from lightning_shard.trainer import same_settings
+from lightning_shard.strategies.trainer import same_settings
 from tests.processes import run_processes
 from tests.strategies.parity import ignore_upstream_warnings, quiet_trainer
 

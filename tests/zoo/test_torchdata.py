@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.interrupted import SCHEMES, SaveAt, fit
-from tests.trainer.test_place_in_data import BATCH, Seeing, samples
+from tests.strategies.trainer.test_place_in_data import BATCH, Seeing, samples
 
 pytestmark = [
     pytest.mark.slow,

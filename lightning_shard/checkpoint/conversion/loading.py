@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.checkpoint.misfits import dtype_misfits, misfit_error, shape_misfits
 from lightning_shard.checkpoint.unread import Unread, is_unread
+from lightning_shard.data_parallel.deferred_init.recorder import read_at_start
 from lightning_shard.data_parallel.torch_private import without_function_modes
 from lightning_shard.errors import CheckpointError, some_of
-from lightning_shard.meta_start.recorder import read_at_start
 
 _BASE = ("transformers.modeling_utils", "PreTrainedModel")
 _MOVED = ("rotary_emb.inv_freq", "position_ids")  # buffers that files of older versions have

@@ -10,7 +10,7 @@ the class is changed, a call comes from the engine or Lightning unless `UserCode
 or step of the user's runs; the engine's own functions see parameters `as_they_are` even then.
 
 Parameters of split layers are shown full by a mode for torch functions instead, while a hook runs
-(`trainer/weights_in_hooks.py`).
+(`strategies/trainer/weights_in_hooks.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

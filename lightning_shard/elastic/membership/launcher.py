@@ -26,7 +26,7 @@ from lightning_shard.backends.objects import broadcast_object
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.environments import check_adopted
-from lightning_shard.launchers.processes import ProcessLauncher
+from lightning_shard.environments.launchers.processes import ProcessLauncher
 
 _LOOPBACK = "127.0.0.1"
 

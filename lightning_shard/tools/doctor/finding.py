@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from lightning_shard.reporting.output import format_bytes
+from lightning_shard.core.reporting.output import format_bytes
 
 State = Literal["ok", "absent", "warning", "failure"]
 size = partial(format_bytes, digits=".4g")

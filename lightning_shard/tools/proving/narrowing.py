@@ -20,8 +20,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_shard.environments.launchers._copy import copy_with_functions
 from lightning_shard.errors import ConfigError
-from lightning_shard.launchers._copy import copy_with_functions
 
 _WIDTHS = (
     "hidden_size",

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_shard.data_parallel.torch_private import in_backward
+from lightning_shard.environments.launchers._copy import copy_with_functions
 from lightning_shard.errors import ConfigError, ShardError
-from lightning_shard.launchers._copy import copy_with_functions
 from lightning_shard.tools.proving.batches import Join, join_batches
 from lightning_shard.tools.proving.changes import Change, share_storages
 from lightning_shard.tools.proving.records import (

@@ -19,8 +19,8 @@ from lightning_shard.elastic.membership import launcher as launcher_module
 from lightning_shard.elastic.membership.launcher import ElasticLauncher
 from lightning_shard.elastic.membership.rendezvous_server import JobRules
 from lightning_shard.environments import ElasticEnvironment
+from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.errors import ConfigError
-from lightning_shard.launchers.processes import ProcessLauncher
 from tests.elastic.rendezvous_servers import wait_until
 from tests.patience import patient
 from tests.processes import REPOSITORY

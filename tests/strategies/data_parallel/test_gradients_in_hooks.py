@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_shard import CollectiveMismatchError, ConfigError, DDPStrategy
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches
-from tests.trainer.test_weight_averaging import SCHEMES as AVERAGED
-from tests.trainer.test_weight_averaging import SINGLE, Scheme, hybrid
+from tests.strategies.trainer.test_weight_averaging import SCHEMES as AVERAGED
+from tests.strategies.trainer.test_weight_averaging import SINGLE, Scheme, hybrid
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),

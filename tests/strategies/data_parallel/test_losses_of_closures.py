@@ -13,7 +13,7 @@ from lightning_shard import ConfigError
 from tests.strategies.models import Layers
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches
 from tests.strategies.test_parity_evaluation import EvaluatedGPT
-from tests.trainer.test_weight_averaging import SCHEMES, SINGLE, Scheme
+from tests.strategies.trainer.test_weight_averaging import SCHEMES, SINGLE, Scheme
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),

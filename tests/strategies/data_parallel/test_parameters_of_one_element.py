@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.strategies.data_parallel.test_gradients_in_hooks import EDITS, GPT, SCHEMES
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches
-from tests.trainer.test_weight_averaging import SINGLE, Scheme
+from tests.strategies.trainer.test_weight_averaging import SINGLE, Scheme
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),

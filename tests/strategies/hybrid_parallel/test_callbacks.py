@@ -32,7 +32,7 @@ from torchmetrics import MeanMetric
 from lightning_shard import ConfigError
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.test_parity_evaluation import EvaluatedGPT, EvaluationBatches, seeded
-from tests.trainer.test_weight_averaging import SCHEMES, SINGLE, Scheme
+from tests.strategies.trainer.test_weight_averaging import SCHEMES, SINGLE, Scheme
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),

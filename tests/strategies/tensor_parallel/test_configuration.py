@@ -18,7 +18,7 @@ from lightning_shard import (
     ParallelMesh,
     TensorParallelStrategy,
 )
-from lightning_shard.parallel_dimensions import tensor
+from lightning_shard.strategies.dimensions import tensor
 from tests.examples.commands import set_arguments
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, build, quiet_trainer
 from tests.strategies.stacks import WIDTH, Stack, fit

@@ -1,0 +1,109 @@
+"""Tells callbacks that a rank's function has raised, while the ranks' groups still stand.
+
+    the function raises ─> ranks meet: have all raised alike? ─> on_exception of callbacks ─> the
+    caller, through Lightning, which would have called these hooks only now
+
+Whatever a callback raises meanwhile (it could not save, say) becomes a note on the error, and is
+logged: the caller gets the error that has ended the run.
+"""
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+
+from lightning_shard.environments.launchers._lightning import mark_interrupted
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """The circumstances in which a rank's function has raised.
+
+    Attributes:
+        heard: The error that callbacks are told.
+        is_common: Whether all ranks have raised at the same place, so that their groups work still.
+        gone: Ranks that have died.
+    """
+
+    heard: BaseException
+    is_common: bool = False
+    gone: Sequence[int] = ()
+
+
+@runtime_checkable
+class Salvages(Protocol):
+    """A strategy that knows what can be saved of a run that has failed."""
+
+    def salvaging(
+        self, error: BaseException, *, is_common: bool, gone: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        """Make the context in which callbacks hear of an exception and may save checkpoints.
+
+        Args:
+            error: The exception that callbacks hear of.
+            is_common: Whether all ranks have raised at the same place.
+            gone: Ranks that have died.
+        """
+
+    def end_in_common(self) -> None:
+        """Tear the run down after an exception that all ranks have raised at the same place."""
+
+    @property
+    def has_shut_down_together(self) -> bool:
+        """Whether all ranks have stopped at the same place of the run, by agreement."""
+
+
+def tell(trainer: "pl.Trainer", found: Circumstances) -> None:
+    """Tell callbacks and data module of an error, so that they can save.
+
+    Args:
+        trainer: The trainer of this rank.
+        found: The error and its circumstances; where `is_common`, each rank must call.
+    """
+    error = found.heard
+    mark_interrupted(trainer)
+    if isinstance(error, KeyboardInterrupt) and _is_main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning, which puts it back
+    strategy = trainer.strategy
+    with noted(error, "saving what there is"):
+        if not isinstance(strategy, Salvages):  # Lightning's own
+            _tell_each(trainer, error)
+            return
+        with strategy.salvaging(error, is_common=found.is_common, gone=found.gone):
+            _tell_each(trainer, error)
+        if found.is_common:
+            strategy.end_in_common()
+
+
+def _tell_each(trainer: "pl.Trainer", error: BaseException) -> None:
+    owner: Any = trainer
+    for callback in owner.callbacks:
+        with noted(error, f"{type(callback).__name__}.on_exception"):
+            callback.on_exception(trainer, trainer.lightning_module, error)
+    if owner.datamodule is not None:
+        with noted(error, f"{type(owner.datamodule).__name__}.on_exception"):
+            owner.datamodule.on_exception(error)
+
+
+@contextmanager
+def noted(error: BaseException, doing: str) -> Iterator[None]:
+    """Turn an error that is raised inside into a note on `error`, which came before it."""
+    try:
+        yield
+    except Exception as another:
+        text = f"{type(another).__name__}: {another}"
+        if any(text in note for note in getattr(error, "__notes__", ())):
+            return  # the next callback that cannot save for the same reason
+        error.add_note(f"In {doing}, after this error: {text}")
+        _log.warning("After %s, in %s: %s", type(error).__name__, doing, text)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,249 @@
+"""Copies of trainer, model and arguments for the ranks that do not run on the originals.
+
+One deep copy with one memo, so that what was one object stays one. Some things are not copied:
+map-style datasets, loggers (they hold files, and act on rank 0 only) and the standard streams are
+shared; a profiler is rank 0's alone. Functions that hold something of the model belong to the copy,
+and graphs, locks and files stop none: see `_copy`; what does is named: see `failed_copies`.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_shard.backends.in_process.faults import RankDropped
+from lightning_shard.environments.launchers._copy import (
+    copy_with_functions,
+    exchange_iterator,
+    name_of,
+    way_of,
+)
+from lightning_shard.environments.launchers._lightning import (
+    TunerExit,
+    call_and_handle_interrupt,
+    forget_identities,
+    forget_launcher,
+    take_down,
+)
+from lightning_shard.environments.launchers.failures import Circumstances, noted, tell
+from lightning_shard.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The copies on which one rank other than 0 runs.
+
+    Attributes:
+        function: The launched function.
+        trainer: The copy of the trainer; None without one.
+        args: Copies of the function's positional arguments.
+        kwargs: Copies of the function's keyword arguments.
+    """
+
+    function: Callable[..., Any]
+    trainer: "pl.Trainer | None"
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def copy_of(
+        cls,
+        function: Callable[..., Any],
+        trainer: "pl.Trainer | None",
+        args: list[Any],
+        kwargs: dict[str, Any],
+    ) -> "Replica":
+        """Copy function, trainer and arguments together; see `copy_for_rank`.
+
+        Raises:
+            ConfigError: An object in them cannot be copied; the message names the attribute.
+        """
+        owners = find_owners(trainer, args, kwargs)
+        named = {**_arguments(function, args, kwargs), **owners, "trainer": trainer}
+        copied = copy_for_rank(
+            (function, trainer, args, kwargs),
+            memo_of(trainer, owners, (args, kwargs)),
+            modules_of(owners),
+            _others(trainer, owners),
+            {id(value): name for name, value in named.items()},
+            "setup(), or the loader in train_dataloader(), which each rank calls for itself",
+        )
+        replica = cls(*copied)
+        if replica.trainer is not None:
+            forget_launcher(replica.trainer)
+        for owner in find_owners(replica.trainer, replica.args, replica.kwargs).values():
+            if isinstance(owner, pl.LightningModule):
+                forget_identities(owner)
+        return replica
+
+    def run(self, meet: Callable[[BaseException], Circumstances]) -> Any:
+        """Run the function, with Lightning's handling of exceptions if there is a trainer.
+
+        No callback and no strategy hears of a rank that a fault drops, as of a killed process.
+
+        Args:
+            meet: Called with the function's error; lets the other ranks raise, too.
+        """
+        if self.trainer is None:
+            return self.function(*self.args, **self.kwargs)
+        ended: list[BaseException] = []
+        result = call_and_handle_interrupt(self.trainer, self._call, meet, ended)
+        if ended:
+            raise ended[0]
+        return result
+
+    def _call(
+        self, meet: Callable[[BaseException], Circumstances], ended: list[BaseException]
+    ) -> Any:
+        """Run the function; Lightning handles only the exceptions that every rank leaves by."""
+        trainer = self.trainer
+        assert trainer is not None
+        try:
+            return self.function(*self.args, **self.kwargs)
+        except TunerExit:
+            raise
+        except RankDropped as end:
+            ended.append(end)
+        except BaseException as error:
+            ended.append(error)
+            tell(trainer, meet(error))
+            with noted(error, "the teardown"):
+                take_down(trainer, error)
+        return None
+
+
+def _arguments(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a call's arguments by the names that the function has for them."""
+    try:
+        return inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return dict(kwargs)
+
+
+def copy_for_rank(
+    call: Any,
+    memo: Mapping[int, Any],
+    modules: list[nn.Module],
+    others: list[Any],
+    names: Mapping[int, str],
+    place: str,
+) -> Any:
+    """Return a copy of a call for a rank other than 0; iterators become ones that can be copied.
+
+    Args:
+        call: Function and arguments; its lists, dictionaries and objects may get other iterators.
+        memo: What is not copied, by `id`.
+        modules: Modules in the call.
+        others: Further objects in it that functions may hold.
+        names: Names of objects by `id`, for messages.
+        place: Where to make what cannot be copied.
+
+    Raises:
+        ConfigError: An object cannot be copied; the message names where it is held.
+    """
+    exchanged = list[Any]()
+    while True:
+        try:
+            return copy_with_functions(call, dict(memo), modules, others)
+        except Exception as error:
+            way = way_of(error)
+            name = name_of(way, names, "what is launched")
+            iterator = exchange_iterator(way)
+            if iterator is None or any(one is iterator for one in exchanged):
+                raise ConfigError(
+                    f"in_process: {name} cannot be copied for the ranks other than 0 "
+                    f"({type(error).__name__}: {error}). Make it in {place}, or give its class a "
+                    f"__deepcopy__."
+                ) from error
+        exchanged.append(iterator)
+        rank_zero_warn(
+            f"in_process: {name} gives every rank all of its items, as it cannot be copied. "
+            f"Make it in {place}, if ranks are to have items of their own."
+        )
+
+
+def find_owners(
+    trainer: "pl.Trainer | None", args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return by name the user's objects whose attributes need care."""
+    owners: dict[str, Any] = {}
+    if trainer is not None:
+        if trainer.lightning_module is not None:
+            owners["model"] = trainer.lightning_module
+        for callback in getattr(trainer, "callbacks", []):
+            name = f"callback {type(callback).__name__}"
+            same = sum(one == name or one.startswith(f"{name} ") for one in owners)
+            owners[f"{name} {same + 1}" if same else name] = callback
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (nn.Module, pl.LightningDataModule)):
+            kind = "model" if isinstance(value, nn.Module) else "datamodule"
+            owners.setdefault(kind, value)
+    return owners
+
+
+def modules_of(owners: Mapping[str, Any]) -> list[nn.Module]:
+    """Return those that are modules."""
+    return [owner for owner in owners.values() if isinstance(owner, nn.Module)]
+
+
+def _others(trainer: "pl.Trainer | None", owners: Mapping[str, Any]) -> list[Any]:
+    """Return the objects besides modules that are copied, and that functions may hold."""
+    others = [owner for owner in owners.values() if not isinstance(owner, nn.Module)]
+    return others if trainer is None else [*others, trainer, trainer.strategy]
+
+
+def memo_of(
+    trainer: "pl.Trainer | None", owners: Mapping[str, Any], arguments: Any
+) -> dict[int, Any]:
+    """Return a deep copy's memo that already has the objects that are not copied.
+
+    Args:
+        trainer: The Trainer whose loggers the copies share; None shares none.
+        owners: The user's objects by name; see `find_owners`.
+        arguments: The arguments of the launched function.
+    """
+    memo: dict[int, Any] = {id(stream): stream for stream in _standard_streams()}
+    for dataset in _find_datasets([arguments, *(vars(owner) for owner in owners.values())]):
+        memo[id(dataset)] = dataset
+    if trainer is not None:
+        memo.update({id(logger): logger for logger in trainer.loggers})
+        profiler = vars(trainer).get("profiler")
+        if profiler is not None and not isinstance(profiler, PassThroughProfiler):
+            memo[id(profiler)] = PassThroughProfiler()
+    return memo
+
+
+def _standard_streams() -> list[Any]:
+    return [sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__]
+
+
+def _find_datasets(value: Any) -> Iterator[Dataset[Any]]:
+    """Yield the map-style datasets in nested containers, loaders and data modules."""
+    if isinstance(value, Dataset):
+        if not isinstance(value, IterableDataset):
+            yield value
+    elif isinstance(value, DataLoader):
+        yield from _find_datasets(value.dataset)
+    elif isinstance(value, CombinedLoader):
+        yield from _find_datasets(value.flattened)
+    elif isinstance(value, pl.LightningDataModule):
+        yield from _find_datasets(vars(value))
+    else:
+        for entry in _entries(value):
+            yield from _find_datasets(entry)
+
+
+def _entries(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple, set)) else ()

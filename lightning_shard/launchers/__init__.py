@@ -1,5 +1,0 @@
-"""Lightning launchers: start the ranks and run the trainer's function on each."""
-
-from lightning_shard.launchers.in_process import InProcessLauncher
-
-__all__ = ["InProcessLauncher"]

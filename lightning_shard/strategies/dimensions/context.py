@@ -1,0 +1,112 @@
+"""Context parallel as a dimension: sequences in parts over the ranks of an axis."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.context_parallel.crossings import total
+from lightning_shard.context_parallel.cut_blocks import CutBlocks
+from lightning_shard.data_parallel.differentiation import Gradients, Run, asking
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.expert_parallel.own_tokens import OwnTokens
+from lightning_shard.strategies.dimensions.dimension import ParallelDimension
+from lightning_shard.strategies.dimensions.run_view import RunView
+from lightning_shard.strategies.dimensions.step_runner import StepRunner, WrappedRunner
+from lightning_shard.strategies.trainer.same_results import SameResults
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DifferentiatedParts, full_tensor
+from lightning_shard.tensor_parallel.randomness import share_random_state
+
+
+class ContextDimension(ParallelDimension):
+    """Each rank has a part of every sequence between the blocks, and all parameters.
+
+    Args:
+        size: Ranks that share each sequence; None for all.
+    """
+
+    axis = "cp"
+    averages_gradients = True
+
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__(size)
+        self._blocks: CutBlocks | None = None
+        self._experts: OwnTokens | None = None
+
+    @override
+    def split(self, run: RunView) -> ModelSplit | None:
+        group = run.groups[self.axis]
+        if group.size == 1:
+            return None
+        share_random_state(group, run.device)
+        self._run = run
+        self._same_results = SameResults(group, run.mesh.peers(self.axis, run.rank), run.device)
+        return None
+
+    @override
+    def attach(self, engine: DataParallelEngine) -> None:
+        if self._same_results is not None:
+            run = self._run
+            engine.reducer.usage.may_differ_in_backward = True
+            self._blocks = CutBlocks(run.model, run.groups[self.axis], joins_each=run.mesh.pp > 1)
+            if run.mesh.size("ep") == 1:  # else they are given their tokens by the exchange
+                self._experts = OwnTokens(run.model)
+
+    @override
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        if self._same_results is None:
+            return runner
+        mean = MeanGradients(self._run.groups[self.axis])
+        return WrappedRunner(runner, partial(asking, mean), full_tensor)
+
+    @override
+    def completed(self, result: Any) -> Any:
+        return full_tensor(result)
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        if self._blocks is not None:
+            self._blocks.check_cut(self._run.model)
+        super().before_backward(loss)
+
+    @override
+    def before_update(self, optimizer: Optimizer, number: int) -> None:
+        if self._blocks is not None:
+            self._blocks.step_done()
+
+    @override
+    def restore(self, *, full: bool) -> None:
+        if self._blocks is not None:
+            self._blocks.restore()
+        if self._experts is not None:
+            self._experts.restore()
+        self._blocks = self._same_results = self._experts = None
+
+
+class MeanGradients(DifferentiatedParts):
+    """Averages the gradients of full tensors over the ranks that share each sequence.
+
+    Source: the convention of `crossings`: the mean over the ranks is the gradient everywhere.
+
+    Args:
+        group: Group of the W ranks, each of which must differentiate.
+    """
+
+    def __init__(self, group: Collectives) -> None:
+        self._group = group
+
+    def differentiate(self, inputs: Sequence[Any], run: Run, *, accumulates: bool) -> Gradients:
+        """Return the gradients of inputs; see `Differentiator`."""
+        found = super().differentiate(inputs, run, accumulates=accumulates)
+        if accumulates:  # the engine averages them
+            return found
+        are_full = [isinstance(one, Tensor) for one in inputs]  # an edge stands for a part
+        return tuple(
+            total(grad / self._group.size, self._group) if is_full and grad is not None else grad
+            for is_full, grad in zip(are_full, found, strict=True)
+        )

@@ -1,0 +1,144 @@
+"""Expert parallel as a dimension: whole experts on each rank, ranks with samples of their own."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
+from lightning_shard.data_parallel.memory.quantised import refuse_quantised_parts
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.expert_parallel.finding import Mixture, check_mixtures, find_mixtures
+from lightning_shard.expert_parallel.load import ExpertLoad
+from lightning_shard.expert_parallel.shared_experts import SharedExperts
+from lightning_shard.expert_parallel.split import ExpertSplit
+from lightning_shard.planning.description import Description, Measure
+from lightning_shard.strategies.dimensions.dimension import ParallelDimension
+from lightning_shard.strategies.dimensions.run_view import RunView
+from lightning_shard.strategies.dimensions.step_runner import StepRunner, WrappedRunner
+from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
+from lightning_shard.tensor_parallel.full_view import KeptViews
+
+Around = Callable[[], AbstractContextManager[None]]
+
+
+class ExpertDimension(ParallelDimension):
+    """Each rank has some of every mixture's experts, and all other parameters.
+
+    Args:
+        size: Ranks that share the experts.
+    """
+
+    axis = "ep"
+    averages_gradients = True
+    has_own_samples = True
+
+    def __init__(self, size: int | None = 1) -> None:
+        super().__init__(size)
+        self._run: RunView | None = None
+        self._mixtures: list[Mixture] = []
+        self._split: ExpertSplit | None = None
+        self._shared: SharedExperts | None = None
+        self._kept: KeptViews | None = None
+        self._last_load: Mapping[str, ExpertLoad] = {}
+
+    @override
+    def check(self, run: RunView) -> None:
+        num_ranks = run.mesh.size(self.axis)
+        if num_ranks == 1:
+            return
+        check_mixtures(find_mixtures(run.model), run.model, num_ranks)
+
+    @override
+    def split(self, run: RunView) -> ModelSplit | None:
+        group = run.groups[self.axis]
+        if group.size == 1:
+            return None
+        refuse_leftover_shards(run.model)
+        refuse_quantised_parts(run.model, run.rank, "expert parallel")
+        check_same_model(run.model, group)
+        assert run.of_parts is not None
+        self._run, self._mixtures = run, find_mixtures(run.model)
+        self._split = ExpertSplit(run.model, self._mixtures, group, *run.of_parts, run.start)
+        return self._split
+
+    @override
+    def attach(self, engine: DataParallelEngine) -> None:
+        if self._split is not None:
+            assert self._run is not None
+            self._kept = KeptViews(self._run.model)
+            self._shared = SharedExperts(
+                self._mixtures,
+                self._split,
+                self._run.with_shards,
+                in_pipeline=self._run.mesh.pp > 1,
+                counts=self._run.mesh.size("cp") == 1 or self._run.groups["cp"].rank == 0,
+            )
+
+            engine.around_backward = self._nested(engine.around_backward)
+
+    def _nested(self, around: Around) -> Around:
+        """Return what is around a backward or a step, with weights that look full inside."""
+
+        @contextmanager
+        def nested() -> Iterator[None]:
+            with around(), self._in_step():
+                yield
+
+        return nested
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Inside, weights of experts look full to all code but the experts' own."""
+        if self._shared is None or self._kept is None:
+            yield
+            return
+        with self._shared.weights.step(), self._kept.shown():
+            yield
+
+    @override
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        return WrappedRunner(runner, self._in_step, full_tensor)
+
+    @override
+    def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        return None if self._shared is None else partial(self._shared.weights.step, in_hook=True)
+
+    @override
+    def completed(self, result: Any) -> Any:
+        return full_tensor(result)
+
+    @property
+    @override
+    def held_besides(self) -> Sequence[str]:
+        return () if self.size == 1 else ("tokens beyond an even share of the experts",)
+
+    @override
+    def described(
+        self, found: Description, module: "pl.LightningModule", measure: Measure
+    ) -> Description:
+        if self.size != 1:
+            check_mixtures(find_mixtures(module), module, found.mesh.size(self.axis))
+        return found
+
+    def load(self) -> Mapping[str, ExpertLoad]:
+        """Return by name how the tokens of each mixture were shared out; each rank must call."""
+        if self._shared is None or self._run is None or self._run.of_parts is None:
+            return self._last_load
+        others = [self._run.of_parts[0].dp, *filter(None, [self._run.groups.get("pp")])]
+        return self._shared.load([one for one in others if one.size > 1])
+
+    @override
+    def restore(self, *, full: bool) -> None:
+        if self._shared is not None:
+            self._last_load = self.load() if full else {}
+            self._shared.restore()
+        if self._split is not None:
+            self._split.restore(full=full)
+        self._split = self._shared = self._run = None
+        self._mixtures = []

@@ -1,0 +1,306 @@
+"""Pipeline parallel as a dimension: consecutive layers on each rank, microbatches in flight."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.data_parallel.agreement import check_same_model, refuse_embeddings_of_batches
+from lightning_shard.data_parallel.differentiation import asking
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.gradients.edit_marks import EditMarks
+from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
+from lightning_shard.data_parallel.memory.quantised import refuse_quantised_parts
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.scripted import refuse_scripted_parts
+from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
+from lightning_shard.pipeline_parallel.gradients import AfterSchedule
+from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
+from lightning_shard.pipeline_parallel.pipeline import Pipeline
+from lightning_shard.pipeline_parallel.split import PipelineSplit
+from lightning_shard.pipeline_parallel.staged_model import StagedModel
+from lightning_shard.planning.description import Description, Measure
+from lightning_shard.strategies.dimensions.dimension import ParallelDimension
+from lightning_shard.strategies.dimensions.microbatched_steps import MicrobatchedSteps
+from lightning_shard.strategies.dimensions.run_view import RunView
+from lightning_shard.strategies.dimensions.stage_options import StageOptions
+from lightning_shard.strategies.dimensions.step_runner import PlainRunner, StepRunner
+from lightning_shard.strategies.trainer.layer_sync import batch_norms
+from lightning_shard.strategies.trainer.logs.step_logs import StepLogs
+from lightning_shard.strategies.trainer.measured_stages import measured_costs
+
+
+class PipelineDimension(ParallelDimension):
+    """Each rank has some of the model's stages, and runs the whole step up to their end.
+
+    Args:
+        size: Ranks of one pipeline; None for all.
+        options: What the stages are, and what runs when.
+    """
+
+    axis = "pp"
+
+    def __init__(self, size: int | None, options: StageOptions) -> None:
+        super().__init__(size)
+        self.options = options
+        self._run: RunView | None = None
+        self._staged: StagedModel | None = None
+        self._split: PipelineSplit | None = None
+        self._pipeline: Pipeline | None = None
+        self._logs: StepLogs | None = None
+        self._steps: MicrobatchedSteps | None = None
+        self._warned_of_bubble = False
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline; there from the set-up of a run to its end.
+
+        Raises:
+            ConfigError: At other times, and where one rank has all stages.
+        """
+        if self._pipeline is None:
+            raise ConfigError("There is no pipeline before the strategy's setup or after teardown.")
+        return self._pipeline
+
+    @override
+    def check(self, run: RunView) -> None:
+        num_ranks = run.mesh.size(self.axis)
+        if num_ranks > 1:
+            _check_steps(run.module)
+            refuse_scripted_parts(run.model, "a pipeline")
+            refuse_quantised_parts(run.model, run.rank, "a pipeline")
+            check_calls(run.model, find_blocks(run.model, self.options.blocks))
+        num_parts = self.options.num_parts(num_ranks)
+        is_in_parts = run.is_fitting and num_ranks > 1 and num_parts > 1
+        if is_in_parts:
+            refuse_embeddings_of_batches(run.model, f"a pipeline has {num_parts} parts of it")
+        if is_in_parts and run.layer_sync is not None and batch_norms(run.model):
+            raise ConfigError(
+                f"sync_batchnorm=True asks for statistics of the whole batch, but a pipeline runs "
+                f"its {num_parts} microbatches one after the other; expected a batch "
+                f"in one part. Set num_microbatches=1, leave sync_batchnorm out (each microbatch "
+                f"then has its own statistics), or use strategy='zero3'."
+            )
+
+    @override
+    def brings_model(self, run: RunView) -> bool:
+        return run.mesh.size(self.axis) > 1  # so that no device holds other stages' layers
+
+    @override
+    def split(self, run: RunView) -> ModelSplit | None:
+        num_ranks = run.mesh.size(self.axis)
+        if num_ranks == 1:
+            return None
+        model, group = run.model, run.groups[self.axis]
+        refuse_leftover_shards(model)
+        check_same_model(model, group)
+        self._run = run
+        partition = self._stages(run, num_ranks)
+        ranks = self.options.stage_ranks(num_ranks)
+        schedules = partial(self.options.table, num_ranks)
+        schedules(self.options.num_parts(num_ranks))  # refused here, where nothing is changed
+        self._split = PipelineSplit(model, partition, ranks, group, run.device)
+        own = [stage for stage, rank in enumerate(ranks) if rank == group.rank]
+        self._staged = StagedModel(
+            model, partition, self._split.param_stages, self._split.shapes, own
+        )
+        self._staged.forget = run.forget_activations
+        params = {stage: self._split.stage_params(stage) for stage in own}
+        with run.drawn_for_own_data():
+            self._pipeline = Pipeline(
+                self._staged, group, params, schedules, ranks, run.device, early=run.matches_tags
+            )
+        self._logs = StepLogs(
+            run.module, group, self._pipeline.last_rank, lambda: _optimizers(run.module)
+        )
+        return self._split
+
+    def _stages(self, run: RunView, num_ranks: int) -> Partition:
+        blocks = find_blocks(run.model, self.options.blocks)
+        measured: BlockCosts | None = None
+        if self.options.measured is not None:
+            group = run.groups[self.axis]
+            measured = measured_costs(run.module, blocks, self.options.measured, group)
+        return self.options.cut(run.model, blocks, measured, num_ranks)
+
+    @override
+    def attach(self, engine: DataParallelEngine) -> None:
+        if self._pipeline is None:
+            return
+        self._pipeline.at_hand, self._pipeline.reformats = engine.at_hand, engine.reformats
+        self._pipeline.lent = partial(engine.at_hand, unrounded=True)
+        engine.around_backward = partial(_after_schedule, engine.around_backward)
+        assert self._run is not None
+        assert self._split is not None
+        assert self._logs is not None
+        if self._run.is_fitting:
+            accumulates = self._run.module.trainer.accumulate_grad_batches > 1
+            shards = engine.shards if accumulates else None
+            self._pipeline.edits.marks = EditMarks(engine.flats, shards)
+        self.num_parts = self.options.num_parts(self._run.mesh.size(self.axis))
+        self._steps = MicrobatchedSteps(
+            self._run,
+            engine,
+            self._pipeline,
+            self._split,
+            self._logs,
+            num_parts=self.num_parts,
+            lists=self.options.batch_lists,
+            on_training=self._warn_of_bubble,
+        )
+
+    @override
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        if self._steps is None:
+            return runner
+        assert isinstance(runner, PlainRunner), "the pipeline has to be the last dimension"
+        return self._steps
+
+    @override
+    def check_gather(self, tensor: Tensor, *, sync_grads: bool) -> None:
+        if self._steps is not None:
+            self._steps.check_gather(tensor, sync_grads=sync_grads)
+
+    @override
+    def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        if self._run is None or self._split is None:
+            return None
+        absent = self._split.full_shapes
+        params = self._run.module.named_parameters()
+        return partial(explaining_absent, [name for name, param in params if param in absent])
+
+    @override
+    def follow(self) -> Mapping[Tensor, Callable[[], Tensor]]:
+        return {} if self._split is None else self._split.follow()
+
+    @override
+    def finish_copies(self) -> None:
+        if self._staged is not None:
+            self._staged.restore_copies()
+
+    @override
+    def share_state(self) -> None:
+        if self._split is not None and self._logs is not None:
+            self._split.share_buffers()
+            self._logs.share_persistent_metrics()
+
+    @property
+    @override
+    def random_state(self) -> Any:
+        return None if self._pipeline is None else self._pipeline.randomness.state
+
+    @random_state.setter
+    def random_state(self, state: Any) -> None:
+        if self._pipeline is not None and state is not None:
+            self._pipeline.randomness.state = state
+
+    @override
+    def restore(self, *, full: bool) -> None:
+        if self._logs is not None:
+            self._logs.restore()
+        if self._staged is not None:
+            self._staged.restore()
+        if self._split is not None:
+            self._split.restore(full=full)
+        self._logs = self._staged = self._split = self._pipeline = None
+        self._run = self._steps = None
+
+    @override
+    def described(
+        self, found: Description, module: "pl.LightningModule", measure: Measure
+    ) -> Description:
+        options, num_ranks = self.options, found.mesh.size(self.axis)
+        if num_ranks == 1:
+            return found
+        measured: BlockCosts | None = None
+        if options.measured is not None:
+            measured = measure(find_blocks(module, options.blocks), options.measured)
+
+        def cut(model: nn.Module) -> Partition:
+            return options.cut(model, find_blocks(model, options.blocks), measured, num_ranks)
+
+        return replace(
+            found,
+            cut=cut,
+            stage_ranks=options.stage_ranks(num_ranks),
+            schedule=partial(options.table, num_ranks),
+            num_microbatches=options.num_parts(num_ranks),
+        )
+
+    def _warn_of_bubble(self, num_microbatches: int) -> None:
+        pipeline = self.pipeline
+        if num_microbatches < pipeline.num_stages and not self._warned_of_bubble:
+            self._warned_of_bubble = True
+            assert self._run is not None
+            ranks = self._run.mesh.size(self.axis)
+            idle = (ranks - 1) / (num_microbatches + ranks - 1)
+            rank_zero_warn(
+                f"{num_microbatches} microbatches are fewer than the {pipeline.num_stages} stages: "
+                f"expect each rank to be idle for about {idle:.0%} of a step. Set num_microbatches "
+                f"to {4 * ranks} or more, with a batch of as many samples."
+            )
+
+
+@contextmanager
+def _after_schedule(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    with around(), asking(AfterSchedule()):
+        yield
+
+
+def _optimizers(module: "pl.LightningModule") -> Sequence[Optimizer]:
+    return module.trainer.optimizers
+
+
+def _check_steps(module: "pl.LightningModule") -> None:
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{type(module).__name__} optimizes by hand, but a pipeline runs training_step "
+            f"once for each microbatch and stage, and would step the optimizer each time; "
+            f"expected automatic optimization. Use strategy='zero3' for manual optimization."
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ConfigError(
+            f"{type(module).__name__}.training_step takes the loader's iterator, expected the "
+            f"batch, which a pipeline splits into microbatches."
+        )
+
+
+_OF_NOTHING = re.compile(r"\(0\)|\[0\]|\bsize 0\b|numel\(\) == 0|no identity")
+
+
+@contextmanager
+def explaining_absent(names: Sequence[str]) -> Iterator[None]:
+    """Say which parameters other ranks have when user code inside fails on an empty tensor.
+
+    Between the steps of a pipeline a parameter of another stage has no elements here. User code
+    that computes with it and with a full tensor, like an average that is kept by hand, fails on its
+    size.
+
+    Args:
+        names: Names of the parameters that other ranks of the pipeline have.
+
+    Raises:
+        ConfigError: User code failed on a tensor without elements; in place of torch's error.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        if isinstance(error, ShardError) or not names or not _OF_NOTHING.search(str(error)):
+            raise
+        raise ConfigError(
+            f"Between the steps of a pipeline each rank has the parameters of its own stages only: "
+            f"{len(names)} of other stages, such as {names[0]!r}, have no elements here. A hook "
+            f"met a tensor without elements ({error}), expected each rank to compute with what it "
+            f"has. For an average of the weights use Lightning's EMAWeightAveraging or "
+            f"WeightAveraging in place of a copy that is kept by hand, or use strategy='zero2'."
+        ) from error

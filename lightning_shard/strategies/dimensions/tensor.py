@@ -1,0 +1,204 @@
+"""Tensor parallel as a dimension: wide layers in parts over the ranks of an axis."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.scripted import refuse_scripted_parts
+from lightning_shard.errors import ConfigError
+from lightning_shard.planning.description import Description, Measure
+from lightning_shard.strategies.dimensions.dimension import ParallelDimension
+from lightning_shard.strategies.dimensions.run_view import RunView
+from lightning_shard.strategies.dimensions.step_runner import StepRunner, WrappedRunner
+from lightning_shard.strategies.trainer.same_results import SameResults
+from lightning_shard.tensor_parallel.automatic import automatic_plan, check_layouts
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
+from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
+from lightning_shard.tensor_parallel.probe import with_tried_wrappers
+from lightning_shard.tensor_parallel.randomness import share_random_state
+from lightning_shard.tensor_parallel.split import SplitModel
+
+
+class TensorDimension(ParallelDimension):
+    """Each rank has a part of every wide layer, and computes what it has.
+
+    Args:
+        size: Ranks that share each layer; None for all.
+        plan: Maps patterns of module paths to styles; anything else finds a plan.
+        sequence_parallel: Whether activations between the layers' regions are in slices.
+    """
+
+    axis = "tp"
+
+    def __init__(
+        self,
+        size: int | None = None,
+        *,
+        plan: dict[str, Any] | str | None = "auto",
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__(size)
+        self._plan, self._sequence_parallel = plan, sequence_parallel
+        self._layers: SplitModel | None = None
+        self._buffers: Sequence[dict[str, Tensor | None]] = ()
+        self._found: Sequence[PlannedLayer] = ()  # those that are split in the present run
+        self._engine: DataParallelEngine | None = None
+
+    @override
+    def check(self, run: RunView) -> None:
+        if run.mesh.size(self.axis) > 1:
+            refuse_scripted_parts(run.model, "tensor parallel")
+
+    @override
+    def split(self, run: RunView) -> ModelSplit | None:
+        model, group = run.model, run.groups[self.axis]
+        refuse_leftover_shards(model)
+        check_same_model(model, group)
+        if group.size == 1:  # nothing is split, so nothing has to be splittable
+            return None
+        self._found = layers = self._planned_layers(model, group.size)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:  # those are made alike on every rank
+                same = tensor.data.to(run.device).contiguous()
+                group.broadcast(same).wait()
+                tensor.data = same.to(tensor.device)
+        share_random_state(group, run.device)
+        self._layers = SplitModel(
+            model,
+            layers,
+            group,
+            sequence_parallel=self._sequence_parallel,
+            make=None if run.start is None else run.start.make,
+        )
+        _forget_graphs(self._layers.shardings)
+        self._buffers = [one._buffers for one in model.modules() if one._buffers]
+        ranks = run.mesh.peers(self.axis, run.rank)
+        self._same_results = SameResults(group, ranks, run.device)
+        return self._layers
+
+    def _planned_layers(self, model: torch.nn.Module, num_ranks: int) -> list[PlannedLayer]:
+        """Return what the plan splits, given or found."""
+        if isinstance(self._plan, dict):
+            layers = list(with_tried_wrappers(match_plan(model, self._plan), num_ranks))
+            check_layouts(model, layers, num_ranks)
+            return layers
+        return automatic_plan(model, num_ranks).layers
+
+    @override
+    def attach(self, engine: DataParallelEngine) -> None:
+        self._engine = engine
+        engine.around_backward = self._in_step  # not around hooks
+        if self._layers is not None and engine.split is self._layers:
+            self._layers.copy_sharded()
+
+    @override
+    def wrapped(self, runner: StepRunner) -> StepRunner:
+        # What a step returns goes to code that may run on one rank only, so it is made full.
+        return WrappedRunner(runner, self._in_step, self._full)
+
+    def _full(self, result: Any) -> Any:
+        """Make a step's result full, and what it has put into buffers; each rank must call."""
+        for buffers in self._buffers:
+            for name, buffer in buffers.items():
+                if isinstance(buffer, DimShardedTensor):
+                    buffers[name] = full_tensor(buffer)
+        return full_tensor(result)
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        """Inside, weights of split layers look full to all code but the layers' own."""
+        return nullcontext() if self._layers is None else self._layers.step()
+
+    @override
+    def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        return None if self._layers is None else self._layers.hook
+
+    @override
+    def completed(self, result: Any) -> Any:
+        return full_tensor(result)
+
+    @override
+    def before_update(self, optimizer: Optimizer, number: int) -> None:
+        same, split, engine = self._same_results, self._layers, self._engine
+        if same is None or not same.is_due(f"optimizer {number}"):
+            return
+        assert split is not None
+        assert engine is not None
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        full = {
+            param: name
+            for name, param in engine.model.named_parameters()
+            if param in own and engine.split.is_here(param) and not split.groups_of(param)
+        }
+        with engine.optimizer_view():
+            same.check_gradients(list(full.values()), list(full))
+
+    @override
+    def finish_copies(self) -> None:
+        layers, engine = self._layers, self._engine
+        if layers is not None and engine is not None and engine.split is not layers:
+            layers.unsplit_copies()
+
+    @override
+    def forget_activations(self) -> None:
+        if self._layers is not None:
+            self._layers.forget_activations()
+
+    @override
+    def restore(self, *, full: bool) -> None:
+        if self._layers is not None:
+            params = list(self._layers.shardings)
+            self._layers.restore(full=full)
+            _forget_graphs(params)
+        self._layers = self._same_results = self._engine = None
+        self._buffers = ()
+        self._found = ()
+
+    @override
+    def described(
+        self, found: Description, module: "pl.LightningModule", measure: Measure
+    ) -> Description:
+        num_ranks = found.mesh.size(self.axis)
+        return replace(
+            found,
+            layers=() if num_ranks == 1 else self._described_layers(module, num_ranks),
+            sequence_parallel=self._sequence_parallel,
+        )
+
+    def _described_layers(self, module: torch.nn.Module, num_ranks: int) -> Sequence[PlannedLayer]:
+        """Return what a plan splits; a given one is believed, without trying it out."""
+        if isinstance(self._plan, dict):
+            return match_plan(module, self._plan)
+        if self._found:  # in a run: the module is a copy of the one that is split
+            return self._found
+        if any(param.is_meta for param in module.parameters()):
+            raise ConfigError(
+                f"plan='auto' tries layers of {type(module).__name__} out, but its parameters are "
+                f"on meta; expected ones with values, or a plan such as "
+                f"plan={{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}}. The plan that is "
+                f"found for a small model of the same class says the patterns."
+            )
+        return self._planned_layers(module, num_ranks)
+
+
+def _forget_graphs(params: Iterable[torch.nn.Parameter]) -> None:
+    """Let parameters whose shape has changed be used in new graphs while old ones are alive.
+
+    An old graph keeps the node that accumulates the gradient, and with it the old shape; autograd
+    makes another node only when the format changes.
+    """
+    for param in params:
+        value = param.data
+        other = torch.float32 if value.dtype == torch.float64 else torch.float64
+        param.data = value.new_empty(0, dtype=other)
+        param.data = value

@@ -1,0 +1,494 @@
+"""The private names of Lightning that this room and the strategies touch.
+
+Checked with lightning 2.6; `tests/strategies/tensor_parallel/test_batches.py`,
+`tests/strategies/trainer/test_measured_stages.py`,
+`tests/strategies/trainer/test_lightning_loops.py`,
+`tests/strategies/trainer/test_place_in_data.py`, `tests/checkpoint/test_same_bits.py`,
+`tests/checkpoint/async_save/test_model_checkpoint.py` and
+`tests/strategies/data_parallel/test_compile.py` fail when one changes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer import trainer as trainer_module
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.states import RunningStage
+
+request_dataloader = _request_dataloader
+seed_workers = _auto_add_worker_init_fn
+with_indices = _IndexBatchSamplerWrapper
+
+
+def training_data(trainer: "pl.Trainer") -> Any:
+    """Return the loaders of a fit, made anew."""
+    return request_dataloader(trainer.fit_loop._data_source)
+
+
+def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
+    """Return a strategy's synchronization of batch norms; None where the user asks for none."""
+    return strategy._layer_sync
+
+
+def connect(strategy: Any, module: "pl.LightningModule", sync: LayerSync | None) -> None:
+    """Give a strategy that is only asked a module, and what synchronizes its batch norms."""
+    strategy._lightning_module, strategy._layer_sync = module, sync
+
+
+def prepare_dataloader(trainer: "pl.Trainer") -> tuple[Any, str, Callable[..., Any]]:
+    """Return the method that gives a loader its rank's sampler: its owner, name and itself.
+
+    The method takes the loader, whether to shuffle, and the running stage.
+    """
+    connector = trainer._data_connector
+    return connector, "_prepare_dataloader", connector._prepare_dataloader
+
+
+def is_assigned_by_trainer(trainer: "pl.Trainer", dataloader: Any) -> bool:
+    """Whether the trainer would give this loader a sampler of a rank."""
+    needs_sampler: bool = trainer._data_connector._requires_distributed_sampler(dataloader)
+    return needs_sampler
+
+
+def sampler_of_rank(
+    trainer: "pl.Trainer", dataloader: Any, *, shuffle: bool, mode: RunningStage
+) -> Any:
+    """Return the sampler with which the trainer would make this loader anew."""
+    return trainer._data_connector._resolve_sampler(dataloader, shuffle=shuffle, mode=mode)
+
+
+@contextmanager
+def without_samplers_of_ranks(trainer: "pl.Trainer") -> Iterator[None]:
+    """Let the trainer prepare loaders inside as on one device."""
+    connector = trainer._data_connector
+    with patch.object(connector, "_requires_distributed_sampler", lambda _: False):
+        yield
+
+
+def assign_under_indices(
+    tracking: Any, is_assigned: Callable[[Any], bool], assign: Callable[[Any], Any]
+) -> None:
+    """Assign the ranks the batches whose indices Lightning notes.
+
+    Args:
+        tracking: The batch sampler of a loader that was prepared for predictions.
+        is_assigned: Returns whether a batch sampler stays as it is.
+        assign: Returns a rank's batches of a batch sampler.
+    """
+    batches = tracking._batch_sampler
+    if not is_assigned(batches):
+        tracking._batch_sampler = assign(batches)
+
+
+def noted_batches(tracking: Any) -> Any:
+    """Return the batch sampler whose indices Lightning notes, or what is given itself."""
+    return getattr(tracking, "_batch_sampler", tracking)
+
+
+def prediction_loaders(trainer: "pl.Trainer") -> list[Any]:
+    """Return the loaders of a prediction, each by itself."""
+    combined = trainer.predict_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def accept_compiled_modules(strategies: type[Strategy]) -> None:
+    """Let the Trainer take the result of `torch.compile(module)` under these strategies, too.
+
+    Lightning allows that for a fixed list of its own strategies, which cannot be extended.
+    """
+    owner: Any = trainer_module
+    check = owner._verify_strategy_supports_compile
+
+    def check_others(model: "pl.LightningModule", strategy: Strategy) -> None:
+        if not isinstance(strategy, strategies):
+            check(model, strategy)
+
+    owner._verify_strategy_supports_compile = check_others
+
+
+@contextmanager
+def without_sigterm_broadcast(trainer: "pl.Trainer") -> Iterator[None]:
+    """Keep a fit's ranks inside from asking rank 0 before each batch whether it got SIGTERM.
+
+    They would wait for their devices, too, to read its answer.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    with patch.object(loop, "_broadcast_sigterm_tensor", lambda: None):
+        yield
+
+
+@contextmanager
+def around_sigterm_broadcast(
+    trainer: "pl.Trainer", inside: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Let ranks ask rank 0 whether it got SIGTERM within a context, where they ask at all."""
+    loop = trainer.fit_loop.epoch_loop
+    ask = loop._broadcast_sigterm_tensor
+
+    def asked() -> None:
+        with inside():
+            ask()
+
+    with patch.object(loop, "_broadcast_sigterm_tensor", asked):
+        yield
+
+
+@contextmanager
+def around_validation(
+    trainer: "pl.Trainer", inside: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Let each validation of a fit run in a context, with all hooks that belong to it."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    run = loop.run
+
+    def run_inside() -> Any:
+        with inside():
+            return run()
+
+    with patch.object(loop, "run", run_inside):
+        yield
+
+
+@contextmanager
+def _with_calls(
+    owner: Any,
+    name: str,
+    *,
+    first: Callable[[], None] = lambda: None,
+    then: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Let a method that returns nothing come after another call, or before one."""
+    method = getattr(owner, name)
+
+    def called(*args: Any) -> None:
+        first()
+        method(*args)
+        then()
+
+    with patch.object(owner, name, called):
+        yield
+
+
+def after_training_epochs(
+    trainer: "pl.Trainer", then: Callable[[], None]
+) -> AbstractContextManager[None]:
+    """Call `then` after the last batch of each epoch, before the hooks of its end."""
+    return _with_calls(trainer.fit_loop.epoch_loop, "run", then=then)
+
+
+def after_optimizer_steps(
+    trainer: "pl.Trainer", then: Callable[[], None]
+) -> AbstractContextManager[None]:
+    """Call `then` after each step that automatic optimization counts.
+
+    The module's `optimizer_step` may have left it out, on this rank alone even.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    return _with_calls(loop, "_optimizer_step", then=then)
+
+
+@contextmanager
+def before_batches(trainer: "pl.Trainer", first: Callable[[], None]) -> Iterator[None]:
+    """Call `first` before a fit fetches each batch that it trains on."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def first_then(data_fetcher: Any) -> None:
+        first()
+        type(loop).advance(loop, data_fetcher)  # of the class that it has by then
+
+    with patch.object(loop, "advance", first_then):
+        yield
+
+
+def before_training_ends(
+    trainer: "pl.Trainer", first: Callable[[], None]
+) -> AbstractContextManager[None]:
+    """Call `first` before the hooks `on_train_end`."""
+    return _with_calls(trainer.fit_loop, "on_run_end", first=first)
+
+
+def before_making_iterators(
+    trainer: "pl.Trainer", first: Callable[[], None]
+) -> AbstractContextManager[None]:
+    """Call `first` each time before a fit makes iterators of loaders that it has asked for."""
+    return _with_calls(trainer.fit_loop, "_load_combined_loader_states", first=first)
+
+
+def training_loaders(trainer: "pl.Trainer") -> list[Any]:
+    """Return the loaders of a fit, each by itself."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def iterators_of(fetcher: Any) -> Any:
+    """Return what the fetcher's loaders were iterated by last; the combined loader is the same."""
+    return fetcher.combined_loader._iterator
+
+
+def loader_states(trainer: "pl.Trainer") -> list[Any]:
+    """Return the states of this rank's training loaders that have one; Lightning saves rank 0's."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else combined._state_dicts()
+
+
+def load_loader_states(trainer: "pl.Trainer", states: Sequence[Any]) -> None:
+    """Have these states loaded, in the place of a checkpoint's, before iterators are made.
+
+    Where `configure_optimizers` has asked for the data, it is asked for anew.
+    """
+    if states and training_loaders(trainer):
+        trainer.fit_loop._combined_loader = None
+    trainer.fit_loop._combined_loader_states_to_load = list(states)
+
+
+def end_saved_epoch(trainer: "pl.Trainer") -> None:
+    """End the epoch in whose last hooks a checkpoint was saved that a fit is resumed from.
+
+    After `on_train_epoch_end` Lightning 2.6 would take the epoch up again where steps limit the
+    fit, and repeat a batch. After the last batch's `on_train_batch_end` it has counted the epoch as
+    done, but would not begin the next one: without its hooks, and without counting it, so that a
+    second checkpoint of an epoch's last batch would give this epoch's samples again.
+    """
+    loop = trainer.fit_loop
+    within = loop.epoch_loop
+    if loop.restarted_on_epoch_end:
+        loop.epoch_progress.increment_completed()
+    elif (
+        loop.restarted_mid_epoch
+        and within.restarted_on_train_batch_end
+        and within.batch_progress.is_last_batch
+    ):
+        within.batch_progress.increment_completed()
+        within._batches_that_stepped += 1
+    else:
+        return
+    for one in (loop, within, within.val_loop, within.automatic_optimization):
+        one._restarting = False
+        one.reset_restart_stage()
+
+
+def count_batches_anew(trainer: "pl.Trainer", num_batches: int) -> None:
+    """Let a fit that is resumed within an epoch have been given so many batches of it.
+
+    Where these are all of them, the last one was given.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    current: Any = progress.current
+    left = current.ready - current.completed  # the one in whose hook it was saved
+    current.ready = current.started = current.processed = num_batches
+    current.completed = num_batches - left
+    progress.is_last_batch = num_batches >= trainer.num_training_batches
+
+
+def skip_batches(fetcher: Any, num_batches: int) -> None:
+    """Fetch so many batches of a loop's data that has just begun, and drop them.
+
+    The loop itself counts them as fetched, and ends the epoch where there are no more. Where the
+    data has no length, the fetcher is one ahead.
+    """
+    ahead = bool(getattr(fetcher, "batches", ()))
+    with suppress(StopIteration):
+        for _ in range(num_batches):
+            next(fetcher if ahead else fetcher.iterator)
+    fetcher.fetched = len(getattr(fetcher, "batches", ()))
+
+
+@contextmanager
+def knowing_saves_in_flight(
+    callback: ModelCheckpoint,
+    will_exist: Callable[[str, bool], bool],
+    once_complete: Callable[[Callable[[], None]], bool],
+) -> Iterator[None]:
+    """Let a callback choose names, and make links, as if what is in flight were complete.
+
+    Args:
+        callback: The callback; only inside.
+        will_exist: Returns whether a path will be there once no save is in flight; it is also told
+            whether it is there now.
+        once_complete: Has rank 0 do something once the save in flight is complete; returns False
+            if there is none.
+    """
+    exists, link = callback.file_exists, callback._link_checkpoint
+
+    def file_exists(filepath: str, trainer: "pl.Trainer") -> bool:
+        return will_exist(filepath, exists(filepath, trainer))
+
+    def link_checkpoint(trainer: "pl.Trainer", filepath: str, linkpath: str) -> None:
+        alone: Any = SimpleNamespace(
+            is_global_zero=True, strategy=SimpleNamespace(barrier=lambda: None)
+        )
+        if not once_complete(partial(link, alone, filepath, linkpath)):
+            link(trainer, filepath, linkpath)
+
+    with (
+        patch.object(callback, "file_exists", file_exists),
+        patch.object(callback, "_link_checkpoint", link_checkpoint),
+    ):
+        yield
+
+
+def handle_sigterm(trainer: "pl.Trainer", handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have `handler` called on SIGTERM in the run; call before Lightning registers its own."""
+    connector: Any = trainer._signal_connector
+    # As a function, which a copy of the trainer shares: handlers hold threads and groups.
+    connector._sigterm_notifier_fn = lambda signum, frame: handler(signum, frame)
+
+
+def handle_requeue(trainer: "pl.Trainer", handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have `handler` called on SLURM's signal, as `handle_sigterm` has one called on SIGTERM."""
+    connector: Any = trainer._signal_connector
+    connector._slurm_sigusr_handler_fn = lambda signum, frame: handler(signum, frame)
+
+
+def forget_signal_handlers(module: "pl.LightningModule") -> None:
+    """Undo `handle_sigterm` and `handle_requeue`, for the next run."""
+    if module._trainer is not None:
+        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+            vars(module.trainer._signal_connector).pop(name, None)
+
+
+def requeue_signal(trainer: "pl.Trainer") -> int:
+    """Return the number of the signal at which Lightning has SLURM requeue the job; 0 for none."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return 0
+    return int(environment.requeue_signal or 0)
+
+
+def requeue_path(trainer: "pl.Trainer") -> str:
+    """Return a new place for a checkpoint that a job finds when SLURM starts it again."""
+    connector = trainer._checkpoint_connector
+    return str(connector.hpc_save_path(trainer.default_root_dir))
+
+
+def requeue(trainer: "pl.Trainer", save: Callable[[], None]) -> None:
+    """Finish loggers, save, and on rank 0 have SLURM requeue the job; each rank must call.
+
+    Args:
+        trainer: The trainer of a run under SLURM.
+        save: Saves a checkpoint where a job finds it when SLURM starts it again.
+    """
+    connector: Any = trainer._signal_connector
+    places = trainer._checkpoint_connector
+    with (
+        patch.object(places, "hpc_save_path", lambda _: ""),
+        patch.object(trainer, "save_checkpoint", lambda _: save()),
+    ):
+        type(connector)._slurm_sigusr_handler_fn(connector, requeue_signal(trainer), None)
+
+
+def begin_validation_anew(trainer: "pl.Trainer") -> bool:
+    """Let a fit that has ended within a batch of a validation be saved as one that begins it.
+
+    Lightning 2.6 would go on at the batch after the last one that was validated, but with the first
+    batches once more, and with the metrics of those alone.
+
+    Returns:
+        Whether it has ended there.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    if progress.total.started == progress.total.processed:
+        return False
+    for count in ("ready", "started", "processed", "completed"):
+        begun = getattr(progress.total, count) - progress.current.completed
+        setattr(progress.total, count, begun)
+    progress.current.reset()
+    return True
+
+
+class EpochValue(NamedTuple):
+    """What one rank has logged under a name, for an epoch's end.
+
+    Attributes:
+        names: Where `trainer.callback_metrics` has it.
+        reduction: Name of the reduction: "mean", "sum", "max" or "min".
+        total: The value, reduced over the rank's batches; of a mean the sum.
+        weight: What the total of a mean is divided by.
+        in_steps: How often it was reduced over the ranks in a step.
+    """
+
+    names: tuple[str, str]
+    reduction: str
+    total: float
+    weight: float
+    in_steps: int
+
+
+def epoch_values(trainer: "pl.Trainer") -> dict[str, EpochValue]:
+    """Return what this rank has logged in the epoch that ends, but for what is one group's."""
+    results: Any = trainer._results or {}
+    found = {}
+    for key, one in results.items():
+        meta, sync = one.meta, one.meta.sync
+        is_shared = not (one.has_reset or sync.rank_zero_only or sync.group is not None)
+        if one.is_tensor and is_shared and (meta.on_epoch or results.training):
+            is_mean = meta.on_epoch and meta.is_mean_reduction
+            found[key] = EpochValue(
+                names=results._forked_name(one, not meta.on_epoch),
+                reduction=meta.reduce_fx.__name__ if meta.on_epoch else "mean",
+                total=float(one.value),
+                weight=float(one.cumulated_batch_size) if is_mean else 1.0,
+                in_steps=one._update_count if meta.on_step and sync.should else 0,
+            )
+    return found
+
+
+def take_epoch_value(trainer: "pl.Trainer", key: str, names: tuple[str, str], value: float) -> None:
+    """Take a value for what loggers and callbacks get; a rank need not have logged it itself."""
+    results: Any = trainer._results
+    found = torch.tensor(value, dtype=torch.float64)
+    found = found.to(results[key].value if key in results else trainer.strategy.root_device)
+    if key in results:
+        results[key]._computed = found
+    trainer._logger_connector._callback_metrics.update(dict.fromkeys(names, found))
+
+
+def is_within_epoch(trainer: "pl.Trainer") -> bool:
+    """Whether a loop is at one of its batches."""
+    return trainer._logger_connector._first_loop_iter is not None
+
+
+@contextmanager
+def sharing_values(
+    trainer: "pl.Trainer",
+    at_epoch_end: Callable[[], None],
+    mean: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> Iterator[None]:
+    """Share what is logged, and what is monitored.
+
+    Args:
+        trainer: The Trainer of a run.
+        at_epoch_end: Called before an epoch's values are looked at, and after the hooks of its end,
+            which may log more.
+        mean: Returns what a scheduler or a checkpoint acts on, by name; all ranks call it.
+    """
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    monitored = loop._get_monitor_value
+    with ExitStack() as stack:
+        stack.enter_context(_with_calls(connector, "epoch_end_reached", then=at_epoch_end))
+        stack.enter_context(_with_calls(connector, "on_epoch_end", first=at_epoch_end))
+        shared = patch.object(
+            loop, "_get_monitor_value", lambda key: mean({key: monitored(key)})[key]
+        )
+        stack.enter_context(shared)
+        for one in trainer.checkpoint_callbacks:
+            if isinstance(one, ModelCheckpoint):
+                candidates = partial(_of, mean, one._monitor_candidates)
+                stack.enter_context(patch.object(one, "_monitor_candidates", candidates))
+        yield
+
+
+def _of(mean: Callable[[Any], Any], candidates: Callable[[Any], Any], trainer: Any) -> Any:
+    return mean(candidates(trainer))

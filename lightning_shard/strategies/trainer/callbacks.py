@@ -1,0 +1,135 @@
+"""Prepares Lightning's callbacks for a strategy that gives each rank shards of the parameters.
+
+ModelSummary                 counts what it sees: before the model is split
+BaseFinetuning               looks for parameters by identity: see below
+WeightAveraging, stochastic  average shards: see `weight_averaging`
+ModelPruning                 is refused
+
+`BaseFinetuning` compares values with `torch.equal`. Between the steps of ZeRO stage 3 each rank has
+shards of the parameters, and empty shards are all equal: every rank would leave others out of the
+group that is added, and the ranks' optimizers would no longer fit together.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, ModelSummary
+from torch.optim import Optimizer
+
+from lightning_shard.errors import ConfigError
+from lightning_shard.on_pytorch_lightning.mirror import PACKAGE, mirrored, original
+from lightning_shard.strategies.trainer.weight_averaging import (
+    averaging_callbacks,
+    check_elementwise,
+)
+
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+
+
+def prepare_callbacks(
+    callbacks: Sequence[Callback],
+    trainer: "pl.Trainer",
+    module: "pl.LightningModule",
+    *,
+    from_local: bool,
+) -> None:
+    """Run callbacks' work on full parameters before the parameters are sharded.
+
+    Args:
+        callbacks: All callbacks of a fit.
+        trainer: The trainer of that fit.
+        module: The module, whose parameters are still full.
+        from_local: Whether a rank has only shards of the parameters between the steps.
+    """
+    if from_local:
+        compare_by_identity(callbacks)
+        for callback in callbacks:
+            if isinstance(callback, ModelSummary):
+                type(callback).on_fit_start(callback, trainer, module)
+                _skip_once(callback)
+
+
+def check_callbacks(callbacks: Sequence[Callback], *, averages_shards: bool) -> None:
+    """Refuse callbacks that cannot work with a strategy.
+
+    Args:
+        callbacks: All callbacks of a fit.
+        averages_shards: Whether a rank will have shards of weight averages.
+
+    Raises:
+        ConfigError: Names the first such callback.
+    """
+    for callback in callbacks:
+        _check_root(callback)
+        if isinstance(callback, ModelPruning):
+            raise ConfigError(
+                f"{type(callback).__name__} gives parameters new memory, but every strategy of "
+                f"lightning_shard keeps them in flat buffers, which would not change; expected no "
+                f"pruning during the fit. Prune the fitted model, or use strategy='ddp'."
+            )
+    if averages_shards:
+        for average in averaging_callbacks(callbacks, fitting=True):
+            check_elementwise(average)
+
+
+def _check_root(callback: Any) -> None:
+    """Refuse a callback of the root of Lightning that is not the Trainer's."""
+    roots = {_root_of(kind.__module__) for kind in type(callback).__mro__} - {""}
+    if isinstance(callback, Callback) or not roots:
+        return
+    home = original(type(callback).__module__)
+    if home.startswith(PACKAGE):
+        advice = f"import it from {_of_this_root(home.rpartition('.')[0])}"
+    elif _root_of(home):
+        advice = f"import it from {pl.__name__}.callbacks"
+    else:
+        advice = f"derive it from {pl.__name__}.Callback"
+    raise ConfigError(
+        f"The callback {type(callback).__name__} is of {roots.pop()}, but the Trainer is of "
+        f"{pl.__name__}; expected callbacks of the same package: {advice}."
+    )
+
+
+def _of_this_root(module: str) -> str:
+    return module if original(__name__) == __name__ else mirrored(module)
+
+
+def _root_of(module: str) -> str:
+    return next((root for root in _LIGHTNING if module.startswith(f"{root}.")), "")
+
+
+def _skip_once(summary: ModelSummary) -> None:
+    """Keep a summary that has been shown from being shown again when the fit starts."""
+
+    def skip(*_: Any) -> None:
+        del summary.on_fit_start
+
+    summary.on_fit_start = skip  # type: ignore[method-assign, assignment]
+
+
+def compare_by_identity(callbacks: Iterable[Callback]) -> None:
+    """Let the finetuning callbacks among these add parameters by identity.
+
+    The change stays after the run: its result is the same wherever no two parameters are equal.
+    """
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            callback.unfreeze_and_add_param_group = _unfreeze_and_add  # type: ignore[method-assign]
+
+
+def _unfreeze_and_add(
+    modules: Any,
+    optimizer: Optimizer,
+    lr: float | None = None,
+    initial_denom_lr: float = 10.0,
+    train_bn: bool = True,
+) -> None:
+    """Unfreeze modules and add a group, as `unfreeze_and_add_param_group`, but by identity."""
+    BaseFinetuning.make_trainable(modules)
+    known = {param for group in optimizer.param_groups for param in group["params"]}
+    trainable = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+    params = [param for param in trainable if param not in known]
+    rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
+    if params:
+        optimizer.add_param_group({"params": params, "lr": rate})

@@ -1,0 +1,443 @@
+"""Logs the values that the last stage logs per microbatch once per batch, on every rank.
+
+    microbatch     0            1            2
+    last stage     log(loss)    log(loss)    log(loss)   ──> recorded, not logged
+                         └───────── mean by size ──────────┘
+    every rank                  log(loss, batch_size=all)    one broadcast of a few numbers
+
+Lightning's loggers, progress bars and callbacks then see on each rank the values of a single
+device.
+
+torchmetrics compute on every rank of a pipeline from the state of its last stage. A metric is
+updated inside the step, after the network, and so on the last stage only. Before a metric computes
+outside a step, each rank takes over the state of the pipeline's last stage, and then goes on as it
+would have alone: it gathers over its data-parallel ranks, which have done the same.
+
+    inside a step     last stage: counts          other stages: update, forward do nothing
+    outside           last stage: state ──> other stages;  then compute, on every rank
+
+Steps of other stages must not count: a rank may hold the last stage and others, whose results may
+be placeholders.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from numbers import Number
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.placeholders import OtherStageError, Placeholder, is_placeholder
+from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.stage_run import running_stage
+from lightning_shard.strategies.trainer.logs import _torchmetrics
+from lightning_shard.strategies.trainer.shared_values import SharedValues
+from lightning_shard.strategies.trainer.step_attributes import Optimizers, StepAttributes, StepNote
+
+_OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]  # self, name, value
+_REDUCTIONS = {"sum": torch.sum, "min": torch.min, "max": torch.max}  # all others: the mean
+
+
+class _LoggedMetric(NamedTuple):
+    """Stands for a metric, of which each rank has its own object.
+
+    Attributes:
+        attribute: Name of the metric's attribute in the module.
+        step_value: The metric's value on this step; None without one.
+    """
+
+    attribute: str
+    step_value: Tensor | None
+
+
+class Record(NamedTuple):
+    """One call of `log`.
+
+    Attributes:
+        name: Name of the logged value.
+        value: The value, a scalar in float32 or wider, or a metric.
+        batch_size: Number of samples that the value counts for.
+        options: Further arguments of the call.
+    """
+
+    name: str
+    value: Tensor | _LoggedMetric
+    batch_size: float
+    options: dict[str, Any]
+
+
+class StepLogs:
+    """Records the `log` calls of a module's steps and replays them merged.
+
+    Args:
+        module: Module whose metrics are made to compute the same on every rank, until `restore`.
+        pipeline: Group of the ranks of this rank's pipeline.
+        source: Rank in `pipeline` of the last stage.
+        optimizers: Returns the optimizers whose options steps may change.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Collectives,
+        source: int,
+        optimizers: Optimizers = lambda: (),
+    ) -> None:
+        self._module = module
+        self._shared = SharedValues(pipeline, source)
+        self._metrics = MetricSources(module, pipeline, source)
+        self._attributes = StepAttributes(module, optimizers)
+        self._names: dict[int, str] = {}
+        self._microbatches: list[list[Record]] = []
+        self._is_between_batches = True
+
+    @contextmanager
+    def recording(
+        self,
+        size: int,
+        *,
+        counts: bool = True,
+        may_repeat: bool = False,
+        completed: Callable[[Any], Any] = lambda value: value,
+        in_block: Callable[[Record], None] = lambda record: None,
+    ) -> Iterator[StepNote]:
+        """Run the step of one microbatch on one stage inside, where `module.log` only records.
+
+        A step that is left by an exception, as one that is cut short, has logged nothing.
+
+        Args:
+            size: Number of samples of the microbatch.
+            counts: Whether the step is the last stage's; other stages' logs and metric updates
+                are dropped.
+            may_repeat: Whether a step that raises is run again, as `MetricSources.step` says.
+            completed: Turns items that the step adds to the module's lists into ones that other
+                ranks can take.
+            in_block: Given what a step that does not count logs in a block of its stage, by a hook
+                say; the last stage skips that block.
+
+        Yields:
+            The note that the caller writes the step's loss to.
+        """
+        if self._is_between_batches:
+            self._is_between_batches = False
+            self._metrics.find()
+            self._names = {}
+        records: list[Record] = []
+
+        def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            options = dict(zip(_OPTIONS, args, strict=False)) | kwargs
+            run = running_stage()
+            if run is not None and run.stands_in:  # the block's own stage logs
+                return
+            if counts:
+                records.append(self._record(name, value, size, options))
+            elif run is not None and run.is_in_block:
+                in_block(self._record(name, value, size, options))
+
+        with (
+            patch.object(self._module, "log", record),
+            self._metrics.step(counts=counts, may_repeat=may_repeat),
+            self._attributes.step(size, counts=counts, completed=completed) as note,
+        ):
+            yield note
+        if counts:
+            self._microbatches.append(records)
+
+    def replay(self, outputs: Any = None) -> Any:
+        """Log the records since the last call, merged; each rank must call once per batch.
+
+        The steps' additions to the module's lists are made on every rank.
+
+        Means are weighted by the number of samples (`log(batch_size=...)`, or the microbatch's),
+        sums, minima and maxima are those over the microbatches. The value of a metric object on a
+        step is the mean by size of its microbatches' values; over an epoch it is exact.
+
+        Args:
+            outputs: On the source, a further value to send to the other ranks, like the merged
+                outputs of the step. Numbers and small floating-point tensors cost nothing more.
+
+        Returns:
+            On the source `outputs` itself, on other ranks copies of it.
+        """
+        merged = _merged(self._microbatches)
+        self._microbatches = []
+        self._is_between_batches = True
+        own = (outputs, merged, self._attributes.merged())
+        outputs, records, changes = self._shared.share(own, self._module.device)
+        self._attributes.put(changes)
+        for record in records:
+            self._log(record)
+        return outputs
+
+    def log_of_blocks(self, microbatches: Sequence[Sequence[Record]]) -> None:
+        """Log what one stage's blocks have logged in each microbatch; each rank must call."""
+        for record in _merged(microbatches):
+            self._log(record)
+
+    def share_persistent_metrics(self) -> None:
+        """Give every rank's metrics the states that a checkpoint saves; each rank must call."""
+        self._metrics.share_persistent()
+
+    def restore(self) -> None:
+        """Give the module's metrics back as they were."""
+        self._metrics.restore()
+
+    def _record(self, name: str, value: Any, size: int, options: dict[str, Any]) -> Record:
+        if options.get("sync_dist_group") is not None:
+            raise ConfigError(
+                f"log({name!r}, sync_dist_group=...) cannot be used with pipeline parallelism: the "
+                f"value is logged on every stage, expected no group. Leave it out; sync_dist=True "
+                f"reduces over the data-parallel ranks."
+            )
+        batch_size = options.pop("batch_size", None)
+        return Record(
+            name=name,
+            value=self._held(name, value, options),
+            batch_size=float(size if batch_size is None else batch_size),
+            options=options,
+        )
+
+    def _held(self, name: str, value: Any, options: dict[str, Any]) -> Tensor | _LoggedMetric:
+        if isinstance(value, Metric):
+            step_value = _torchmetrics.step_value(value)
+            is_scalar = isinstance(step_value, Tensor) and step_value.numel() == 1
+            return _LoggedMetric(
+                attribute=self._attribute(name, value, options),
+                step_value=_scalar(step_value, self._module.device) if is_scalar else None,
+            )
+        if is_placeholder(value):
+            raise OtherStageError(
+                f"log({name!r}, ...): got a value that is computed from {value.origin!r}, which "
+                f"another stage of the pipeline holds; the last stage logs, expected what it has. "
+                f"Log what is computed from the blocks or the batch alone.",
+                value.origins,
+            )
+        is_tensor = isinstance(value, Tensor) and value.numel() == 1
+        if not is_tensor and not isinstance(value, Number):
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise ConfigError(
+                f"log({name!r}, ...): got {got}, expected a number, a tensor of one element or a "
+                f"torchmetrics.Metric. Log value.mean(), for example."
+            )
+        return _scalar(value, self._module.device)
+
+    def _attribute(self, name: str, metric: Metric, options: dict[str, Any]) -> str:
+        if id(metric) not in self._names:
+            self._names = {
+                id(part): path
+                for path, part in self._module.named_modules()
+                if isinstance(part, Metric)
+            }
+        attribute = self._names.get(id(metric), options.get("metric_attribute"))
+        if attribute is None:
+            raise ConfigError(
+                f"log({name!r}, metric): got a {type(metric).__name__} that is not an attribute of "
+                f"{type(self._module).__name__}, expected one of {sorted(self._names.values())}. "
+                f"Make it an attribute of the module."
+            )
+        return str(attribute)
+
+    def _log(self, record: Record) -> None:
+        value: Any = record.value
+        if isinstance(value, _LoggedMetric):
+            metric = self._module.get_submodule(value.attribute)
+            assert isinstance(metric, Metric)
+            _torchmetrics.set_step_value(metric, value.step_value)
+            value = metric
+        batch_size = int(record.batch_size)
+        self._module.log(record.name, value, batch_size=batch_size, **record.options)
+
+
+def _scalar(value: Any, device: torch.device) -> Tensor:
+    """Return a scalar that Lightning logs unchanged: of the default type or a wider one."""
+    scalar = torch.as_tensor(value).detach().reshape(())
+    dtype = torch.promote_types(scalar.dtype, torch.get_default_dtype())
+    return scalar.to(device, dtype, copy=True)
+
+
+def _merged(microbatches: Sequence[Sequence[Record]]) -> list[Record]:
+    """Merge the records that belong together into one, as of one step.
+
+    Such records are the n-th calls of each microbatch with one name and the same options.
+    """
+    groups: defaultdict[Any, list[Record]] = defaultdict(list)
+    for records in microbatches:
+        calls: defaultdict[Any, int] = defaultdict(int)
+        for record in records:
+            kind = record.value.attribute if isinstance(record.value, _LoggedMetric) else None
+            key = (record.name, kind, repr(record.options))
+            groups[key, calls[key]].append(record)
+            calls[key] += 1
+    return [_merged_record(group) for group in groups.values()]
+
+
+def _merged_record(records: Sequence[Record]) -> Record:
+    first = records[0]
+    sizes = [record.batch_size for record in records]
+    values = [record.value for record in records]
+    value: Tensor | _LoggedMetric
+    if isinstance(first.value, _LoggedMetric):
+        shown = [value.step_value for value in values if isinstance(value, _LoggedMetric)]
+        known = [value for value in shown if value is not None]
+        mean = _mean(known, sizes) if len(known) == len(records) else None
+        value = first.value._replace(step_value=mean)
+    else:
+        value = _reduced([value for value in values if isinstance(value, Tensor)], sizes, first)
+    return first._replace(value=value, batch_size=sum(sizes))
+
+
+def _reduced(values: Sequence[Tensor], sizes: Sequence[float], first: Record) -> Tensor:
+    reduce_fx = first.options.get("reduce_fx", "mean")
+    if isinstance(reduce_fx, str):
+        reduce_fx = _REDUCTIONS.get(reduce_fx.lower(), torch.mean)
+    if reduce_fx is torch.mean:
+        return _mean(values, sizes)
+    return torch.as_tensor(reduce_fx(torch.stack(list(values))))
+
+
+def _mean(values: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:
+    """Return the mean weighted by size, added up in float64; unweighted for sizes of zero."""
+    stacked = torch.stack(list(values))
+    weights = torch.tensor(sizes, dtype=torch.float64, device=stacked.device)
+    if sum(sizes) == 0:
+        weights.fill_(1)
+    return ((stacked * weights).sum() / weights.sum()).to(stacked.dtype)
+
+
+class MetricSources:
+    """Lets the metrics in a module compute from one rank's state until `restore`.
+
+    Args:
+        module: Module with the metrics. Metrics that are not submodules cannot be found.
+        pipeline: Group of the ranks of this rank's pipeline, each of which must compute the same
+            metrics in the same order, as the ranks of any group must.
+        source: Rank in `pipeline` of the last stage.
+    """
+
+    def __init__(self, module: nn.Module, pipeline: Collectives, source: int) -> None:
+        self._module = module
+        self._pipeline = pipeline
+        self._source = source
+        self._in_step = False
+        self._parts: list[Metric | MetricCollection] = []
+        self._computes: list[tuple[Metric, Callable[..., Any]]] = []
+        self.find()
+
+    @contextmanager
+    def step(self, *, counts: bool, may_repeat: bool = False) -> Iterator[None]:
+        """Run the step of one microbatch on one stage inside.
+
+        A metric that computes inside does so over the data-parallel ranks of this stage alone.
+        Earlier results are forgotten, on every rank alike, so that all of them ask the source
+        again when one does.
+
+        Args:
+            counts: Whether the step is the last stage's, which alone changes the metrics.
+            may_repeat: Whether a step that raises is run again: its updates are taken back.
+        """
+        self._in_step = True
+        before = [
+            (one, _torchmetrics.copied_state(one), one.update_count)
+            for one in (self._metrics() if counts and may_repeat else ())
+        ]
+        try:
+            with ExitStack() as stack:
+                if not counts:
+                    self._silence(stack)
+                yield
+        except BaseException:
+            for metric, state, count in before:
+                _torchmetrics.set_state(metric, state, count)
+            raise
+        finally:
+            self._in_step = False
+            for metric in self._metrics():
+                _torchmetrics.forget_computed(metric)
+
+    def share_persistent(self) -> None:
+        """Take over the states that are saved in checkpoints; each rank must call."""
+        for metric in self._metrics():
+            if _torchmetrics.is_persistent(metric):
+                self._take_over(metric)
+
+    def restore(self) -> None:
+        """Give the metrics back as they were."""
+        for metric, compute in self._computes:
+            vars(metric)["compute"] = compute
+        self._parts, self._computes = [], []
+
+    def find(self) -> None:
+        """Find metrics that have been made since the last call."""
+        self._parts = [
+            part for part in self._module.modules() if isinstance(part, Metric | MetricCollection)
+        ]
+        if self._pipeline.size == 1:
+            return
+        known = {id(metric) for metric, _ in self._computes}  # metrics compare by their states
+        for metric in self._metrics():
+            if id(metric) not in known:
+                self._computes.append((metric, metric.compute))
+                vars(metric)["compute"] = self._computing(metric, metric.compute)
+
+    def _metrics(self) -> list[Metric]:
+        return [part for part in self._parts if isinstance(part, Metric)]
+
+    def _computing(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_everywhere(*args: Any, **kwargs: Any) -> Any:
+            if not self._in_step and _torchmetrics.computes_full(metric):
+                self._take_over(metric)
+            return compute(*args, **kwargs)
+
+        return compute_everywhere
+
+    def _take_over(self, metric: Metric) -> None:
+        is_source = self._pipeline.rank == self._source
+        own = (_state_of(metric), metric.update_count) if is_source else None
+        received = self._pipeline.broadcast_object(own, self._source)
+        if not is_source:
+            assert received is not None
+            _torchmetrics.set_state(metric, *received)
+
+    def _silence(self, stack: ExitStack) -> None:
+        for part in self._parts:
+            stack.enter_context(patch.object(part, "update", _nothing))
+            stack.enter_context(patch.object(part, "forward", _no_value(part)))
+            stack.enter_context(patch.object(part, "compute", _no_value(part)))
+
+
+def _state_of(metric: Metric) -> Any:
+    """Return a state on the CPU, to pickle: else another rank would use the source's GPU."""
+
+    def on_cpu(state: Tensor) -> Tensor:
+        if isinstance(state, Placeholder):
+            raise ConfigError(
+                f"{type(metric).__name__} was updated with a value that is computed from "
+                f"{state.origin!r}, which another stage of the pipeline holds, expected what the "
+                f"last stage has. Update it with what is computed from the blocks or the batch."
+            )
+        return state.detach().cpu()
+
+    return apply_to_collection(metric.metric_state, Tensor, on_cpu)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, in place of a metric's update."""
+
+
+def _no_value(part: Metric | MetricCollection) -> Callable[..., Any]:
+    """Return a function that returns NaN, for each metric of a collection."""
+
+    def value(*_: Any, **__: Any) -> Any:
+        if isinstance(part, Metric):
+            return torch.tensor(torch.nan, device=part.device)
+        return {name: metric.compute() for name, metric in part.items(copy_state=False)}
+
+    return value

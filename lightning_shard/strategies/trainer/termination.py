@@ -1,0 +1,130 @@
+"""Stops every rank before the same batch on a signal to any, so that there is time to save.
+
+    rank 1  SIGTERM ─> handler ─> lifeline ─> hub ─> each rank says how many steps it has begun
+    all     step 17   step 18   stop before step 19: SIGTERMException on rank 1,
+                                RankFailedError "rank 1 received SIGTERM" on the others
+
+SLURM's signal before it requeues a job goes the same way, and ends in SIGTERMException on all.
+
+Lightning's own handlers broadcast, or save, inside the signal handler, where the other ranks do not
+answer unless all get the signal at the same point. Here the ranks agree over the lifeline, beside
+the data and at no cost for a step. Ranks that are threads of one process get the signal all at
+once.
+
+A fit stops before a batch is fetched, so that what is saved is that between two batches; and before
+it ends, where no batch follows.
+"""
+
+import os
+import signal
+from types import FrameType
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_shard.backends import liveness
+from lightning_shard.backends.in_process.termination import RanksTermination
+from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.environments.launchers._lightning import mark_terminated
+from lightning_shard.errors import RankFailedError
+from lightning_shard.strategies.trainer._lightning import (
+    forget_signal_handlers,
+    handle_requeue,
+    handle_sigterm,
+    requeue_signal,
+)
+
+
+class TerminationHandler:
+    """Handles SIGTERM: tells the other ranks, and ends the process when the signal comes again.
+
+    Args:
+        lifeline: Tells the other ranks of the signal.
+    """
+
+    def __init__(self, lifeline: liveness.Terminable) -> None:
+        self._lifeline = lifeline
+        self._process = os.getpid()
+        self._sigterms = liveness.RepeatedSignal()
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Handle the signal."""
+        if os.getpid() != self._process:  # a forked child, which is no rank
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        self._sigterms.come(self._lifeline)
+
+
+class RequeueHandler:
+    """Handles SLURM's signal before it requeues the job: tells the other ranks.
+
+    Args:
+        lifeline: Tells the other ranks of the signal.
+    """
+
+    def __init__(self, lifeline: liveness.Requeueable) -> None:
+        self._lifeline = lifeline
+        self._process = os.getpid()
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Handle the signal, which a forked child that is no rank passes over."""
+        if os.getpid() == self._process:
+            self._lifeline.announce_requeue()
+
+
+def watch(trainer: "pl.Trainer") -> liveness.Lifeline | RanksTermination | None:
+    """Handle signals for a run; call before Lightning registers its handlers.
+
+    Earlier handlers stay as Lightning composes them.
+
+    Returns:
+        What says whether ranks stop before a step; None where they have nothing to agree over.
+    """
+    world = current_world()
+    if world is not None:
+        handle_sigterm(trainer, TerminationHandler(world.termination))
+        handle_requeue(trainer, RequeueHandler(world.termination))
+        return world.ranks_termination()
+    lifeline = liveness.current()
+    if lifeline is not None:
+        lifeline.requeue_signal = requeue_signal(trainer)
+        handle_sigterm(trainer, TerminationHandler(lifeline))
+        handle_requeue(trainer, RequeueHandler(lifeline))
+        liveness.watch_signals()
+    return lifeline
+
+
+def begin_step(
+    lifeline: liveness.Lifeline | RanksTermination | None,
+    trainer: "pl.Trainer | None",
+    environment: ClusterEnvironment | None,
+) -> None:
+    """Begin a step; every rank must call before each of its steps.
+
+    Raises:
+        SIGTERMException: This rank was sent SIGTERM, or SLURM requeues the job; all ranks stop
+            here.
+        RankFailedError: Another rank was sent SIGTERM, or has failed.
+    """
+    if lifeline is None or not lifeline.step():
+        return
+    if lifeline.was_terminated or lifeline.requeues:
+        if trainer is not None:
+            mark_terminated(trainer)
+        raise SIGTERMException(liveness.TERMINATED_STATUS)
+    assert environment is not None
+    rank, size = environment.global_rank(), environment.world_size()
+    raise RankFailedError(
+        f"Rank {rank} of {size} stopped because rank {lifeline.terminated_rank} received "
+        f"SIGTERM: somebody ended the job, its scheduler for example. All ranks stopped before "
+        f"the same step. Go on from what is saved there (ckpt_path='last'), or from the last "
+        f"checkpoint."
+    )
+
+
+def end_watching(module: "pl.LightningModule | None") -> None:
+    """Handle no signals any more; Lightning puts back the handlers that were there before."""
+    liveness.unwatch_signals()
+    if module is not None:
+        forget_signal_handlers(module)

@@ -1,0 +1,440 @@
+"""Lets weights that the ranks of one model share look full to the user's hooks.
+
+    hook ──> weight.norm(), nn.init.eye_(weight), weight[0].zero_(), load_state_dict(full) ...
+                │ the full tensor, gathered for this one operation
+                └──> what was written is cut, and each rank keeps its shard
+
+Between the steps of tensor and pipeline parallel a parameter is a shard, or on another rank. A hook
+would compute another number from it on every rank, and writing by rows or by shape (an
+initialisation) would give another weight than a single device's. So operations on such a parameter
+get the full tensor in its place. It stays as long as the hook keeps a view of it, at most until the
+hook ends. Questions about shapes need no gathering. Gathering is collective: each rank must ask.
+
+Code of this package, and the layers' own forwards, see the shards. Under ZeRO stage 3 parameters
+show themselves full by their class (`data_parallel/views/sharded_parameter.py`), mostly without
+gathering; that cannot be here, where layers need their shards while a hook runs their forward.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_shard.backends.call_site import reading
+from lightning_shard.core.tensor_calls import OF_MEMORY, name_of
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.torch_private import (
+    innermost_function_mode,
+    outside_transforms,
+    wraps_tensors,
+)
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
+from lightning_shard.data_parallel.views.unseen_calls import makers_seen
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.dim_sharded_tensor import writes
+
+_PACKAGE = __name__.partition(".")[0]
+_LAYERS = f"{_PACKAGE}.tensor_parallel."
+_LOADING = f"{_PACKAGE}.checkpoint.conversion.loading."  # on behalf of the hook
+# Makes calls that a step has put off.
+_OF_USERS = f"{_PACKAGE}.strategies.trainer.logs.logger_calls."
+_PASSED_THROUGH = (
+    *("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", _LOADING, __name__),
+    f"{_PACKAGE}.strategies.trainer.logs.experiments",
+    f"{_PACKAGE}.data_parallel.views.unseen_calls",
+)
+
+
+@dataclass(eq=False)
+class _Full:
+    """A parameter as a hook sees it.
+
+    Attributes:
+        param: The parameter itself, a shard or without elements.
+        tensor: The full tensor, without a graph.
+        is_assigned: Whether the hook has pointed the parameter at other memory.
+    """
+
+    param: nn.Parameter
+    tensor: Tensor
+    is_assigned: bool = False
+
+
+class WeightsInHooks:
+    """Gives hooks full tensors in place of the parameters of a split model.
+
+    Args:
+        engine: The engine of the model, which is split over other ranks.
+        rank: Global rank of this process, for error messages.
+        finish_copies: Called after each hook, which may have copied modules with full weights.
+        follow: Returns by tensor beside the parameters, such as buffers of other stages, what
+            brings it up to date and returns what stands for it; each rank must call.
+    """
+
+    def __init__(
+        self,
+        engine: DataParallelEngine,
+        rank: int,
+        finish_copies: Callable[[], None] = lambda: None,
+        follow: Callable[[], dict[Tensor, Callable[[], Tensor]]] = dict,
+    ) -> None:
+        self._follow = follow
+        self._behind: dict[Tensor, Callable[[], Tensor]] | None = None  # not yet asked for
+        self._engine, self._rank, self._finish_copies = engine, rank, finish_copies
+        self._cut_for_updates = {
+            param for flat in engine.flats if flat.layout.num_shards > 1 for param in flat.params
+        }
+        self._of_model = set(engine.model.parameters())
+        self._mode = _Substituting(self)
+        self._names: Mapping[nn.Parameter, str] = {}
+        self.is_on = False
+        self._num_entered = 0  # times that the mode is on torch's stack
+        self._kept: dict[nn.Parameter, _Full] = {}
+        self._written: dict[nn.Parameter, Tensor] = {}  # what this has assigned, alive
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Run a hook of the user's inside; each rank must enter."""
+        if self.is_on:
+            yield
+            return
+        with self._turned(on=True), makers_seen():
+            yield
+        self._take_what_was_set()
+        self._settle_all()
+        self._written.clear()
+        self._engine.adopt_assigned()
+        self._finish_copies()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Run code inside that a hook has called and that works with the shards."""
+        if not self.is_on:
+            yield
+            return
+        with self._turned(on=False):
+            self._take_what_was_set()
+            self._settle_all()
+            yield
+
+    @contextmanager
+    def _turned(self, *, on: bool) -> Iterator[None]:
+        """The mode stays on the stack, and does nothing, below one that the hook has entered."""
+        before, self.is_on, self._behind = self.is_on, on, None
+        enters = on and self._num_entered == 0
+        leaves = not on and innermost_function_mode() is self._mode
+        if enters or leaves:
+            self._move(enters=enters)
+        try:
+            yield
+        except BaseException:
+            self._kept.clear()  # the other ranks may be elsewhere
+            raise
+        finally:
+            if enters or leaves:
+                self._move(enters=leaves)
+            self.is_on, self._behind = before, None
+
+    def _move(self, *, enters: bool) -> None:
+        mode: Any = self._mode
+        if enters:
+            mode.__enter__()
+        else:
+            mode.__exit__(None, None, None)
+        self._num_entered += 1 if enters else -1
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Do one operation of a hook, with full tensors in place of shards."""
+        if func == _SET_DATA and isinstance(args[1], _SHARDED):
+            args = (args[0], args[1].full_tensor())
+        if func not in _OF_THE_OBJECT and func not in _OF_THE_SHAPE:
+            args, kwargs = self._up_to_date(args, kwargs)
+        given = tree_leaves((args, kwargs))
+        params = [one for one in given if self._is_spread(one)]
+        if not params:
+            return _with_full_gradients(func, args, kwargs, given)
+        caller = _caller()
+        if func in _OF_THE_OBJECT or caller.startswith(_PACKAGE + "."):
+            if caller.startswith(_LAYERS) and self._engine.split.groups_of_layers:
+                args, kwargs = tree_map_only(nn.Parameter, self._shard, (tuple(args), kwargs))
+            return func(*args, **kwargs)
+        if name_of(func) == "swap_tensors":
+            raise self._swap_refused(params[0])
+        if func == _SET_GRADIENT and self._is_spread(args[0]):
+            return func(args[0], self._local(args[0], args[1]))
+        if func in _OF_THE_SHAPE:
+            return func(_shaped(args[0], self._shape(args[0])), *args[1:], **kwargs)
+        if any(isinstance(one, (AveragedGradient, ShardedTensor)) for one in given):
+            self._settle_all()  # goes element by element, where the elements are
+            return func(*args, **kwargs)
+        return self._on_full(func, args, kwargs, params)
+
+    def _up_to_date(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Bring what other ranks' steps have changed, once for a hook, and what stands for it."""
+        if self._behind is None:
+            self._behind = self._follow()
+        tensors = tree_leaves((args, kwargs)) if self._behind else []
+        late = [one for one in tensors if isinstance(one, Tensor) and one in self._behind]
+        if not late or _caller().startswith(_PACKAGE + "."):
+            return args, kwargs
+        instead = {one: self._behind.pop(one)() for one in dict.fromkeys(late)}
+        return tree_map_only(Tensor, lambda one: instead.get(one, one), (tuple(args), kwargs))  # type: ignore[no-any-return]
+
+    def _is_spread(self, value: Any) -> bool:
+        """Whether a value is a parameter whose elements are on several ranks, or on another one.
+
+        Before an update the data-parallel ranks have shards of all others, too.
+        """
+        if not isinstance(value, nn.Parameter):
+            return False
+        is_cut = self._engine.view.is_lent and value in self._cut_for_updates
+        return is_cut or self._engine.split.is_spread(value)
+
+    def _on_full(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, params: Sequence[nn.Parameter]
+    ) -> Any:
+        fulls = {param: self._full(param) for param in params}
+        own = {id(full.tensor): full for full in fulls.values()}
+
+        def full(value: Tensor) -> Tensor:
+            return fulls[value].tensor if value in fulls else value  # type: ignore[index]
+
+        full_args, full_kwargs = tree_map_only(nn.Parameter, full, (tuple(args), kwargs))
+        result = func(*full_args, **full_kwargs)
+        if func in _SETTERS and args[0] in fulls:
+            fulls[args[0]].is_assigned = True
+        is_written = writes(func) or func in _SETTERS or "out" in kwargs
+        for param, one in fulls.items():
+            if param not in self._kept and is_written:
+                self._settle(one)
+            if _shows(result, one.tensor) or func == _SET_DATA or name_of(func) in OF_MEMORY:
+                self._kept[param] = one
+        return tree_map_only(
+            Tensor, lambda one: own[id(one)].param if id(one) in own else one, result
+        )
+
+    def _full(self, param: nn.Parameter) -> _Full:
+        if param in self._kept:
+            return self._kept[param]
+        with (
+            self._engine.view.suspended(),
+            outside_transforms(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            shard = param.data
+            with reading(self._name(param)):
+                tensor = self._engine.split.full(param, shard)
+            if tensor.data_ptr() == shard.data_ptr():
+                tensor = tensor.clone()
+        return _Full(param, tensor)
+
+    def _shard(self, param: nn.Parameter) -> Tensor:
+        """Return the shard of a layer's parameter, also where another stage has it."""
+        if not self._is_spread(param):
+            return param
+        return self._engine.split.local(param, self._full(param).tensor)
+
+    @torch.no_grad()
+    def _take_what_was_set(self) -> None:
+        """Take over the full tensors of `param.set_(value)`, which torch shows to no mode."""
+        split = self._engine.split
+        spread = dict.fromkeys((*split.full_shapes, *split.copies, *self._kept))
+        found = [(one, self._set_to(one)) for one in spread]
+        values = {param: value for param, value in found if value is not None}
+        with self._engine.view.suspended() if values else nullcontext():
+            for param, value in values.items():
+                self._kept.pop(param, None)
+                self._write(param, value, to_new_memory=True)
+
+    def _set_to(self, param: nn.Parameter) -> Tensor | None:
+        """Return what a parameter has been set to, and let it show this rank's part again."""
+        written = self._written.get(param)
+        if written is not None and written.data_ptr() == param.data_ptr():
+            return None
+        if param not in self._of_model:
+            return self._set_to_copy(param)
+        if self._engine.split.is_here(param):
+            flat, index = self._engine.owner(param)
+            return flat.take_away(index)
+        if param.numel() == 0:
+            return None
+        value, param.data = param.data, param.data.new_empty(0)
+        return value
+
+    def _set_to_copy(self, param: nn.Parameter) -> Tensor | None:
+        """Return the full tensor that a parameter of a copied module has been set to."""
+        shape = self._shape(param)
+        local = self._engine.split.local(param, torch.empty(shape, device="meta")).shape
+        return param.data if param.shape == shape != local else None
+
+    def _settle_all(self) -> None:
+        kept, self._kept = self._kept, {}
+        shown = [*self._shown_beside(kept)]
+        for full in kept.values():
+            self._settle(full)
+        ties = self._engine.adoption.ties
+        ties.note_shown(shown)
+        ties.renew({param for param, full in kept.items() if full.is_assigned})
+
+    def _shown_beside(
+        self, kept: Mapping[nn.Parameter, _Full]
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the full tensors that hooks have kept, and what parameters show that lie in one."""
+        yield from ((param, full.tensor) for param, full in kept.items())
+        for param in self._engine.model.parameters() if kept else ():
+            if not self._is_spread(param):
+                yield param, param.data
+
+    @torch.no_grad()
+    def _settle(self, full: _Full) -> None:
+        """Let each rank keep its shard of the values that a hook has written."""
+        split, expected = self._engine.split, self._shape(full.param)
+        if full.tensor.shape != expected:
+            raise ConfigError(
+                f"Rank {self._rank}: a tensor of shape {tuple(full.tensor.shape)} was assigned to "
+                f"the parameter {self._name(full.param)!r}, expected {tuple(expected)}. Assign "
+                f"tensors of the parameter's shape, or change the model in configure_model, "
+                f"before the fit."
+            )
+        with self._engine.view.suspended():
+            self._write(full.param, full.tensor, to_new_memory=full.is_assigned)
+            if split.is_shared(full.param):  # the ranks that have it may have drawn other values
+                agreed = split.full(full.param, full.param.data)
+                self._write(full.param, agreed, to_new_memory=False)
+
+    def _write(self, param: nn.Parameter, full: Tensor, *, to_new_memory: bool) -> None:
+        """Write this rank's shard of a value; a graph may need what lies in the old memory."""
+        if not self._engine.split.is_here(param):
+            return
+        own = self._engine.split.local(param, full.detach())
+        if to_new_memory:
+            param.data = own.clone()
+            self._written[param] = param.data
+        else:
+            param.data.copy_(own)
+
+    def _local(self, param: nn.Parameter, grad: Any) -> Any:
+        """Return this rank's shard of a gradient that a hook sets."""
+        is_full = isinstance(grad, Tensor) and grad.shape == self._shape(param)
+        if not is_full or isinstance(grad, AveragedGradient):
+            return grad
+        split = self._engine.split
+        if not split.is_here(param):
+            return grad.new_empty(param.shape)
+        own = split.local(param, grad)
+        if param not in self._cut_for_updates:
+            return own
+        flat, index = self._engine.owner(param)
+        return flat.as_shown(index, own)
+
+    def _shape(self, param: nn.Parameter) -> torch.Size:
+        split = self._engine.split
+        known = split if split.is_spread(param) else self._engine
+        return torch.Size(known.full_shape(param))
+
+    def _swap_refused(self, param: nn.Parameter) -> ConfigError:
+        return ConfigError(
+            f"Rank {self._rank}: swap_tensors() was called of the parameter {self._name(param)!r}, "
+            f"of which this rank does not have all elements, expected values that are assigned. "
+            f"Use param.data = value."
+        )
+
+    def _name(self, param: nn.Parameter) -> str:
+        if param not in self._names:
+            self._names = {one: name for name, one in self._engine.model.named_parameters()}
+        return self._names.get(param, "of a copy")
+
+
+class _Substituting(TorchFunctionMode):
+    """Shows every operation to the weights."""
+
+    def __init__(self, weights: WeightsInHooks) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if not self._weights.is_on:
+            return func(*args, **(kwargs or {}))
+        return self._weights.call(func, args, dict(kwargs or {}))
+
+
+def _with_full_gradients(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], given: Sequence[Any]
+) -> Any:
+    """Take the full gradient where a plain tensor is changed by a sharded gradient."""
+    target = args[0] if args and writes(func) else None
+    is_plain = isinstance(target, Tensor) and not isinstance(target, _SHARDED)
+    if is_plain and any(isinstance(one, _SHARDED) for one in given):
+        args, kwargs = tree_map_only(_SHARDED, lambda one: one.full_tensor(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _shows(result: Any, tensor: Tensor) -> bool:
+    """Whether a result may show a tensor's memory."""
+    for one in tree_leaves(result):
+        if isinstance(one, Tensor):
+            if one is not tensor and _share_memory(one, tensor):
+                return True
+        elif not isinstance(one, (type(None), bool, int, float, complex, str)):
+            return True
+    return False
+
+
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.device != other.device:
+        return False
+    if wraps_tensors():  # whose tensors do not tell
+        return True
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _shaped(param: Tensor, shape: torch.Size) -> Tensor:
+    """Return a tensor of a shape, without memory."""
+    return torch.empty(shape, dtype=param.dtype, device="meta")
+
+
+def _caller() -> str:
+    """Return the name of the module whose code calls, also through torch's functions."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = f"{frame.f_globals.get('__name__', '')}."
+        is_mode = frame.f_code.co_name == "__torch_function__"  # which passes calls on
+        if not is_mode and not module.startswith(_PASSED_THROUGH):
+            return "" if module == _OF_USERS else module
+        frame = frame.f_back
+    return ""
+
+
+def _getters(names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names.split()}
+
+
+_SHARDED = (AveragedGradient, ShardedTensor)
+_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SETTERS = (_SET_DATA,)
+_OF_THE_SHAPE = {
+    *_getters("shape ndim nbytes"),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel),
+    *(Tensor.__len__, Tensor.stride, Tensor.is_contiguous),
+}
+_OF_THE_OBJECT = {
+    *_getters("dtype device layout is_cuda is_cpu is_meta itemsize is_sparse grad grad_fn is_leaf"),
+    *_getters("requires_grad retains_grad _version output_nr _backward_hooks"),
+    *(Tensor.requires_grad.__set__, Tensor.requires_grad_),  # type: ignore[attr-defined]
+    *(Tensor.detach_, torch.detach_),  # of a leaf: it is trained no more
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
+    *(Tensor.get_device, Tensor.element_size, Tensor.__hash__),
+}
