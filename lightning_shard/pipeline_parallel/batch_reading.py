@@ -20,7 +20,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.containers import held_tensors, held_values, is_sequence
+from lightning_shard.pipeline_parallel.containers import (
+    held_tensors,
+    held_values,
+    is_sequence,
+    signature,
+)
 
 BatchLists = Literal["auto", "samples", "fields"]
 _Path = tuple[Any, ...]
@@ -47,7 +52,7 @@ class BatchReader:
             ConfigError: No tensor in it has a dimension, there is a packed sequence, the number can
                 be read in two ways, or rows are of samples that an index names.
         """
-        first = next(_tensors(batch)).shape[0]
+        first = next(_tensors(batch)).size(0)
         if self.lists == "fields":
             return first
         sizes, places = _sizes(batch), dict(_places(batch, ()))
@@ -70,7 +75,7 @@ class BatchReader:
             return next(iter(sizes))
         if self._place in places:
             return places[self._place]
-        rows = next(_tensors(batch)).shape[0]
+        rows = next(_tensors(batch)).size(0)
         if isinstance(batch, tuple) and all(isinstance(one, Tensor) for one in batch):
             return rows  # collate functions make lists of samples of lists
         if self.lists == "samples":
@@ -90,7 +95,7 @@ class BatchReader:
         """
         if not is_sequence(values) or len(values) != num_samples:
             return False
-        rows = [len(one) for one in held_tensors(values)]
+        rows = [one.size(0) for one in held_tensors(values)]
         fields = may_be_fields(values, num_samples, is_batch=is_batch)
         if not rows or not (num_samples in rows or fields):
             return True
@@ -105,9 +110,11 @@ class BatchReader:
         return True
 
     def is_ragged(self, batch: Any, num_samples: int, *, is_batch: bool = True) -> bool:
-        """Whether a list of samples in a batch holds tensors of other shapes for some of them."""
-        if self.holds_samples(batch, num_samples, is_batch=is_batch):
-            return len({tuple(one.shape for one in held_tensors(value)) for value in batch}) > 1
+        """Whether a list of samples, or a nested tensor, has other shapes for some of them."""
+        is_nested = isinstance(batch, Tensor) and batch.is_nested
+        if is_nested or self.holds_samples(batch, num_samples, is_batch=is_batch):
+            samples = batch.unbind() if is_nested else batch
+            return len({tuple(shape for shape, _ in signature(one)) for one in samples}) > 1
         held = (held_values(batch) or {}).values()
         return any(self.is_ragged(one, num_samples, is_batch=False) for one in held)
 
@@ -122,11 +129,11 @@ def may_be_fields(values: Any, num_samples: int, *, is_batch: bool = False) -> b
 
 def _may_be_field(value: Any, num_samples: int, *, is_batch: bool) -> bool:
     if isinstance(value, Tensor):
-        return value.ndim > 0 and len(value) == num_samples
+        return value.ndim > 0 and value.size(0) == num_samples
     if is_sequence(value) and len(value):
         is_list = len(value) == num_samples and are_alike(value)
         return is_list or may_be_fields(value, num_samples, is_batch=is_batch)
-    rows = {len(one) for one in held_tensors(value)}
+    rows = {one.size(0) for one in held_tensors(value)}
     return is_batch and rows == {num_samples}
 
 
@@ -143,7 +150,7 @@ def _undecidable(batch: Any, sizes: Iterable[int]) -> ConfigError:
 def _sizes(value: Any) -> frozenset[int]:
     """Return the numbers of samples that a value can have; none where it does not tell."""
     if isinstance(value, Tensor):
-        return frozenset(value.shape[:1])
+        return frozenset([value.size(0)] if value.ndim else [])
     each = [sizes for one in (held_values(value) or {}).values() if (sizes := _sizes(one))]
     if each and is_sequence(value) and are_alike(value):
         return frozenset.intersection(*each) | {len(value)}
@@ -153,7 +160,7 @@ def _sizes(value: Any) -> frozenset[int]:
 def _places(value: Any, path: _Path) -> Iterator[tuple[_Path, int]]:
     """Yield the sizes in a value: of tensors, and of lists of values that are alike."""
     if isinstance(value, Tensor) and value.ndim:
-        yield path, len(value)
+        yield path, value.size(0)
     if is_sequence(value) and len(value) and are_alike(value):
         yield path, len(value)
     for key, one in (held_values(value) or {}).items():
@@ -183,14 +190,14 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
         raise ConfigError(
             "A PackedSequence cannot be split into microbatches: its samples are interleaved, "
             "expected them along a first dimension. Put the padded tensor and the lengths into "
-            "the batch and call pack_padded_sequence in the model."
+            "the batch and call pack_padded_sequence in the model, or set num_microbatches=1."
         )
     if not found:
         raise ConfigError(
             f"A batch of type {type(batch).__name__} cannot be split into microbatches: got no "
             f"tensor with a dimension in it, expected the samples along the first dimension of "
-            f"one. Let the collate function make tensors, in dictionaries, lists, tuples or "
-            f"dataclasses."
+            f"one. Set num_microbatches=1, or let the collate function make tensors, in "
+            f"dictionaries, lists, tuples or dataclasses."
         )
     return iter(found)
 
@@ -207,7 +214,7 @@ def _refuse_indexed(batch: Any, size: int, loader_size: int | None) -> None:
         ConfigError: There is such an index, of more rows than there are samples.
     """
     tensors = list(held_tensors(batch))
-    counts = {len(one) for one in tensors} | {size, loader_size}
+    counts = {one.size(0) for one in tensors} | {size, loader_size}
     for one in tensors:
         is_index = one.ndim == 1 and not (one.is_floating_point() or one.is_complex())
         if not is_index or one.dtype == torch.bool or len(one) < 2 or one[0] != 0:
@@ -224,4 +231,4 @@ def _refuse_indexed(batch: Any, size: int, loader_size: int | None) -> None:
 
 
 def _has_rows(tensors: list[Tensor], index: Tensor) -> bool:
-    return any(len(one) == len(index) for one in tensors if one is not index)
+    return any(one.size(0) == len(index) for one in tensors if one is not index)

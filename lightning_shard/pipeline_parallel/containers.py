@@ -1,16 +1,21 @@
 """What batches and results hold: values of mappings, lists, tuples and dataclasses; digests."""
 
 import copy
+import io
 import operator
+import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from typing_extensions import override
 
 _SAMPLES = 1 << 16  # elements of a tensor that are digested, evenly spaced
 
@@ -31,6 +36,8 @@ def with_values(container: Any, values: dict[Any, Any]) -> Any:
     if isinstance(container, list | tuple):
         is_named = hasattr(container, "_fields")
         return type(container)(*values.values()) if is_named else type(container)(values.values())
+    if isinstance(container, MappingProxyType):
+        return MappingProxyType(values)
     copied = copy.copy(container)
     sizes = getattr(copied, "batch_size", None)
     if isinstance(sizes, torch.Size):  # of a TensorDict: the first sizes of all its values
@@ -60,6 +67,41 @@ def held_tensors(value: Any) -> Iterator[Tensor]:
         yield from held_tensors(one)
 
 
+def opened(batch: Any) -> tuple[Any, list[Tensor]]:
+    """Return a batch beside the tensors in its objects of other classes, such as graphs.
+
+    Pickle finds them, as it would to send the batch from a loader's worker.
+    """
+    found: list[Tensor] = []
+    for one in _others(batch):
+        finder = _TensorFinder(io.BytesIO(), 5, buffer_callback=lambda _: False)
+        with suppress(Exception):  # the object's own: it cannot be sent, and nothing is known of it
+            finder.dump(one)
+            found += finder.found
+    return batch, found
+
+
+class _TensorFinder(pickle.Pickler):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.found: list[Tensor] = []
+
+    @override
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        self.found.append(value)
+        return len(self.found)
+
+
+def _others(value: Any) -> Iterator[Any]:
+    held = held_values(value)
+    if held is None and type(value) not in _PLAIN and not isinstance(value, Tensor | np.ndarray):
+        yield value
+    for one in (held or {}).values():
+        yield from _others(one)
+
+
 def digest(batch: Any) -> int:
     """Return a checksum of the content of a batch, the same in every process."""
     checksum = 0
@@ -70,7 +112,7 @@ def digest(batch: Any) -> int:
             checksum = zlib.crc32(part, checksum)
         return value
 
-    apply_to_collection(batch, (Tensor, np.ndarray, str, bytes, int, float), add)
+    apply_to_collection(opened(batch), (Tensor, np.ndarray, str, bytes, int, float), add)
     return checksum
 
 
@@ -79,7 +121,12 @@ def _bytes_of(value: Any) -> list[bytes]:
         value = torch.from_numpy(np.ascontiguousarray(value))
     if not isinstance(value, Tensor):
         return [repr(value).encode()]
-    shape = repr((tuple(value.shape), value.dtype)).encode()
+    shape = repr((_shape(value), value.dtype)).encode()
+    if value.is_nested:
+        return [shape, *(part for one in value.unbind() for part in _bytes_of(one))]
+    if value.is_sparse or value.is_sparse_csr:
+        held = value.to_sparse().coalesce()
+        return [shape, *_bytes_of(held.indices()), *_bytes_of(held.values())]
     if value.layout != torch.strided:
         return [shape]
     flat = value.detach().reshape(-1)
@@ -108,8 +155,12 @@ def _find(value: Any, found: list[Tensor]) -> None:
     elif kind is dict:
         for one in value.values():
             _find(one, found)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for one in value:
+            _find(one, found)
     elif kind not in _PLAIN:
-        apply_to_collection(value, Tensor, found.append)
+        for one in (held_values(value) or {}).values():
+            _find(one, found)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -142,6 +193,11 @@ def exchange_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def signature(value: Any) -> tuple[tuple[tuple[int, ...], str], ...]:
+def signature(value: Any) -> tuple[tuple[tuple[Any, ...], str], ...]:
     """Return the shapes and formats of a nested value's tensors."""
-    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(value))
+    return tuple((_shape(tensor), str(tensor.dtype)) for tensor in tensors_in(value))
+
+
+def _shape(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a tensor's shape, of a nested one those of its parts."""
+    return tuple(map(_shape, tensor.unbind()) if tensor.is_nested else tensor.shape)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.containers import signature
+from lightning_shard.pipeline_parallel.containers import opened, signature
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.needs import Step
@@ -366,7 +366,7 @@ class StageTraffic:
     def _key(self, batch: RunningBatch, boundary: int, microbatch: int) -> tuple[Any, ...]:
         """Return all that the metadata of the tensors at a boundary depend on."""
         content = batch.microbatches[microbatch].content
-        return boundary, batch.kind, batch.trainable, signature(content)
+        return boundary, batch.kind, batch.trainable, signature(opened(content))
 
     def _tag(self, stage: int, microbatch: int, *, is_grad: bool) -> int:
         return (microbatch * len(self._stage_ranks) + stage) * 2 + is_grad

@@ -56,6 +56,15 @@ def batch_size_of(batch: Any) -> int:
     return BatchReader("fields").num_samples(batch)
 
 
+def whole_batch(batch: Any) -> Microbatch:
+    """Return a batch that is not cut, of any kind; logs count its samples as Lightning does."""
+    try:
+        size = batch_size_of(batch)
+    except ConfigError:  # no tensor is found in it
+        size = 1
+    return Microbatch(index=0, content=batch, size=size, weight=1.0)
+
+
 def split_batch(
     batch: Any, num_microbatches: int, reader: BatchReader | None = None
 ) -> list[Microbatch]:
@@ -146,7 +155,7 @@ def _samples(
 ) -> Any:
     """Return the samples `part` of `value`, or `value` where it does not belong to samples."""
     if isinstance(value, Tensor | np.ndarray):
-        return value[part] if value.ndim and value.shape[0] == batch_size else value
+        return _rows(value, part) if value.ndim and _num_rows(value) == batch_size else value
     if reader.holds_samples(value, batch_size, is_batch=is_batch):
         return type(value)(value[part])
     held = held_values(value)
@@ -154,6 +163,25 @@ def _samples(
         return value
     parts = {key: _samples(one, batch_size, part, reader) for key, one in held.items()}
     return with_values(value, parts)
+
+
+def _num_rows(value: Any) -> int:
+    return value.size(0) if isinstance(value, Tensor) else len(value)
+
+
+def _rows(value: Any, part: slice) -> Any:
+    """Return rows of a tensor or an array, a view where its layout has views."""
+    if not isinstance(value, Tensor) or (value.layout == torch.strided and not value.is_nested):
+        return value[part]
+    if value.is_nested:
+        return torch.nested.as_nested_tensor(list(value.unbind()[part]), layout=value.layout)
+    if not value.is_sparse:
+        raise ConfigError(
+            f"A batch has a tensor of the layout {value.layout}, which torch cannot cut into "
+            f"microbatches; expected a dense, nested or COO tensor (to_sparse_coo()). Set "
+            f"num_microbatches=1, or let the collate function make one."
+        )
+    return value.index_select(0, torch.arange(len(value), device=value.device)[part])
 
 
 def _are_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:

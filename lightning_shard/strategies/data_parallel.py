@@ -632,7 +632,7 @@ class DataParallelStrategy(EndingStrategy):
         self._end_run()
         self._sharded, self._averages, self._failed = [], [], False
         self._runner, self._replaced = None, ()
-        self._may_differ_in_batches = False
+        self._may_differ_in_batches, self._memory = False, MemoryNotes(self)
         super().teardown()
 
     @property

@@ -181,7 +181,9 @@ class MemoryNotes:
     def running(self, kind: str, batch: Any) -> AbstractContextManager[None]:
         """Make the context in which a step of a kind runs on a batch."""
         if kind == "training":
-            self._batch = apply_to_collection(batch, Tensor, _without_elements)
+            self._batch = None
+            with suppress(Exception):  # of a class that looks at what it is made of
+                self._batch = apply_to_collection(batch, Tensor, _without_elements)
         return self.told(f"{kind}_step")
 
     def noting(self, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,12 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.pipeline_parallel.batch_reading import BatchLists, BatchReader
 from lightning_shard.pipeline_parallel.gradients import GradientStash, OfLastStage
-from lightning_shard.pipeline_parallel.microbatches import Microbatch, merge_outputs, split_batch
+from lightning_shard.pipeline_parallel.microbatches import (
+    Microbatch,
+    merge_outputs,
+    split_batch,
+    whole_batch,
+)
 from lightning_shard.pipeline_parallel.needs import Checked, Step
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
@@ -160,6 +165,8 @@ class MicrobatchedSteps(StepRunner):
     def _microbatches(self, kind: StepKind, args: Sequence[Any]) -> list[Microbatch]:
         """Cut a batch, unless a step that pads its samples would pad parts to other lengths."""
         batch, (index, *_) = args[0], (*args[2:], 0)
+        if self._num_parts == 1:  # nothing has to be known of the samples
+            return [whole_batch(batch)]
         key = f"{kind} {index}"
         if key not in self._readers:
             self._readers[key] = _reader(self._run.module, kind, index, self._lists)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_shard import PipelineParallelStrategy
@@ -72,6 +72,57 @@ class Graphs(Lists):
         nodes = torch.cat([own["boxes"] for _, own in samples])
         return {"nodes": nodes, "graph": index, "labels": torch.stack([x for x, _ in samples])}
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch["labels"]
+        sums = torch.zeros_like(labels).index_add(0, batch["graph"], self.net(batch["nodes"]))
+        loss = (sums - labels).square().mean()
+        self.log("loss", loss, on_epoch=True, batch_size=len(labels))
+        return loss
+
+
+class _Own:
+    """A batch of a class of its own, as packages of graphs have."""
+
+    def __init__(self, fields: Any) -> None:
+        self.fields = fields
+
+    def to(self, *_: Any, **__: Any) -> "_Own":
+        return self
+
+
+class OwnClass(Graphs):
+    """Has batches that hold no tensor which could be found."""
+
+    def collated(self, samples: list[Any]) -> Any:
+        return _Own(super().collated(samples))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch.fields, batch_idx)
+
+
+class Packed(Lists):
+    """Has sequences that lie packed."""
+
+    def collated(self, samples: list[Any]) -> Any:
+        return pack_sequence([own["boxes"] for _, own in samples], enforce_sorted=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.net(batch.data).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+class Undecidable(Lists):
+    """Has lists of as many values as rows, which are samples or fields."""
+
+    def collated(self, samples: list[Any]) -> Any:
+        return [torch.stack([x for x, _ in samples]) for _ in samples]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.net(torch.stack(list(batch)).mean(0)).square().mean()
+        self.log("loss", loss)
+        return loss
+
 
 def fitted(kind: type[Lists], strategy: Any = "auto", devices: int = 1) -> Any:
     torch.manual_seed(0)
@@ -81,9 +132,9 @@ def fitted(kind: type[Lists], strategy: Any = "auto", devices: int = 1) -> Any:
     return model
 
 
-def pipeline(**options: Any) -> PipelineParallelStrategy:
+def pipeline(num_microbatches: int = 2, **options: Any) -> PipelineParallelStrategy:
     return PipelineParallelStrategy(
-        backend="in_process", announce=False, num_microbatches=2, **options
+        backend="in_process", announce=False, num_microbatches=num_microbatches, **options
     )
 
 
@@ -112,6 +163,15 @@ def test_lists_of_samples_are_cut_where_an_option_says_so() -> None:
 def test_nodes_with_an_index_were_cut_without_their_graphs() -> None:
     with pytest.raises(ConfigError, match=r"an index of \d+ rows into 8 samples"):
         fitted(Graphs, pipeline(), 2)
+
+
+@pytest.mark.filterwarnings("ignore:1 microbatches are fewer")
+@pytest.mark.parametrize("kind", [Graphs, OwnClass, Packed, Undecidable])
+def test_a_batch_that_is_not_cut_may_be_of_any_kind(kind: type[Lists]) -> None:
+    """One microbatch, which the error of the first of them advised, was refused with it again."""
+    with pytest.raises(ConfigError):
+        fitted(kind, pipeline(), 2)
+    assert_same(fitted(kind, pipeline(num_microbatches=1), 2), fitted(kind))
 
 
 class _Stream(IterableDataset):

@@ -1,7 +1,8 @@
 """What a use of a package is: a function, what it calls, and the strategies that refuse it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tests.features.columns import COLUMNS, Here
@@ -17,10 +18,19 @@ class Use(Feature):
 
     Attributes:
         calls: What of the package is called; the page says so.
+        whole: Strategies that are told not to cut batches, `num_microbatches=1`.
     """
 
     calls: str
     rtol: float = 1e-4
+    whole: tuple[str, ...] = ()
+
+    def here(self, column: str, folder: Path) -> Here:
+        """Return where the use is tried under a strategy."""
+        told = STRATEGY_COLUMNS[column]
+        if column in self.whole:
+            told = replace(told, options=(("num_microbatches", 1),))
+        return Here(told, folder)
 
 
 USES: list[Use] = []

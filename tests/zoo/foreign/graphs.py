@@ -86,17 +86,18 @@ def _trained(here: Here, name: str) -> Report:
 CALLS = "`loader.DataLoader`; fit, predict, `load_from_checkpoint`"
 
 
-GRAPHS = by("tensor_parallel", "found nothing in Graphs to split") | by(
-    "pipeline_parallel", "A batch of type DataBatch cannot be split"
-)
+GRAPHS: Any = {
+    "refused": by("tensor_parallel", "found nothing in Graphs to split"),
+    "whole": ("pipeline_parallel",),  # a DataBatch joins the samples' graphs into one
+}
 
 
-@use("torch-geometric", "GCN", CALLS, refused=GRAPHS)
+@use("torch-geometric", "GCN", CALLS, **GRAPHS)
 def gcn(here: Here) -> Report:
     return _trained(here, "GCN")
 
 
-@use("torch-geometric", "GAT", CALLS, refused=GRAPHS)
+@use("torch-geometric", "GAT", CALLS, **GRAPHS)
 def gat(here: Here) -> Report:
     return _trained(here, "GAT")
 
@@ -105,7 +106,7 @@ def gat(here: Here) -> Report:
     "torch-geometric",
     "GIN in a LightningDataset",
     "`LightningDataset`; fit and validate",
-    refused=GRAPHS,
+    **GRAPHS,
 )
 def lightning_dataset(here: Here) -> Report:
     from torch_geometric.data.lightning import LightningDataset

@@ -32,7 +32,13 @@ strategy object: each Trainer takes a new one of the same options.
 def page() -> str:
     """Return the Markdown page."""
     lines = [HEAD, counts(USES, STRATEGIES, "models"), *tables(USES, STRATEGIES, "model")]
-    return "\n".join([*lines, *_calls()]) + "\n"
+    return "\n".join([*lines, *_whole(), *_calls()]) + "\n"
+
+
+def _whole() -> list[str]:
+    """Return the sentence that says which batches are not cut."""
+    titles = "; ".join(f"{use.group}: {use.title}" for use in USES if use.whole)
+    return [f"These are told `num_microbatches=1` under `pipeline_parallel`: {titles}.", ""]
 
 
 def _calls() -> list[str]:

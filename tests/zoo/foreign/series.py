@@ -189,7 +189,7 @@ def nhits(here: Here) -> Report:
     "neuralforecast",
     "PatchTST",
     NEURALFORECAST_CALLS,
-    refused=by("pipeline_parallel", "sync_batchnorm=True asks for statistics"),
+    whole=("pipeline_parallel",),  # batch norms
 )
 def patchtst(here: Here) -> Report:
     return _neuralforecast(
@@ -214,7 +214,7 @@ def patchtst(here: Here) -> Report:
     "iTransformer, of all series at once",
     NEURALFORECAST_CALLS,
     refused=by("tensor_parallel", "found nothing in iTransformer to split"),
-    broken=by("pipeline_parallel", "No windows available"),  # the package gives stages its own
+    whole=("pipeline_parallel",),  # a batch's series are one sample
 )
 def itransformer(here: Here) -> Report:
     return _neuralforecast(

@@ -9,7 +9,7 @@ import pytest
 from tests.features.columns import ONE_DEVICE, Here
 from tests.features.declared import Feature
 from tests.features.network import Report
-from tests.zoo.foreign.declared import STRATEGIES, STRATEGY_COLUMNS, Use
+from tests.zoo.foreign.declared import STRATEGIES, Use
 from tests.zoo.foreign.page import PAGE, page
 from tests.zoo.foreign.rows import USES
 
@@ -27,7 +27,7 @@ def on_one_device(use: Feature) -> Report:
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.group} {use.name}")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_package(use: Use, strategy: str, tmp_path: Path) -> None:
-    use.check(Here(STRATEGY_COLUMNS[strategy], tmp_path), on_one_device)
+    use.check(use.here(strategy, tmp_path), on_one_device)
 
 
 def test_the_page_of_the_documentation_is_current() -> None:
