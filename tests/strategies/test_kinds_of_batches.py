@@ -74,7 +74,7 @@ class Reads(L.LightningModule):
         return self.net(self.rows(batch))
 
     def train_dataloader(self) -> Any:
-        seed = self.trainer.global_rank if self.by_rank else 0
+        seed = self.trainer.strategy.mesh_rank if self.by_rank else 0
         generator = torch.Generator().manual_seed(seed)
         data: Any = [torch.randn(WIDTH, generator=generator) for _ in range(2 * BATCH)]
         return DataLoader(data, batch_size=BATCH, collate_fn=self.collate)
@@ -127,7 +127,6 @@ def test_a_batch_may_be_of_any_kind(kind: str, scheme: str) -> None:
         torch.testing.assert_close(weight, other)
 
 
-@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("kind", ["of a package", "sparse", "nested", "jagged", "packed"])
 def test_batches_of_any_kind_that_differ_between_ranks_are_noticed(kind: str) -> None:
     """Of sparse tensors and of objects of other classes nothing was compared."""
