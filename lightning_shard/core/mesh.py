@@ -34,11 +34,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import nan, prod
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_shard.core.option_checks import check_fields, checked_options
+from lightning_shard.core.options import AtLeastOne, check_fields, checked_options, told_by
 from lightning_shard.core.reporting.output import new_figure
 from lightning_shard.errors import ConfigError
 
@@ -403,27 +403,26 @@ class ParallelMesh:
             state would not be equally large.
     """
 
-    pp: int = 1
-    dp: int = 1
-    tp: int = 1
+    pp: AtLeastOne = 1
+    dp: AtLeastOne = 1
+    tp: AtLeastOne = 1
     axis_order: tuple[Axis, ...] = AXES
-    shard: int | None = None
-    cp: int = 1
-    ep: int = 1
+    shard: AtLeastOne | None = None
+    cp: AtLeastOne = 1
+    ep: AtLeastOne = 1
 
     def __post_init__(self) -> None:
         """Refuse sizes and orders that make no grid."""
-        check_fields(self)
-        object.__setattr__(self, "axis_order", _with_optional(self.axis_order, self.axes))
-        if sorted(self.axis_order) != sorted(self.axes):
-            raise ConfigError(
-                f"axis_order must name each of {', '.join(self.axes)} once, got {self.axis_order}."
-            )
-        for axis in ALL_AXES:
-            if self.size(axis) < 1:
-                raise ConfigError(f"The {axis} axis must have at least 1 rank, got {self!r}.")
-        if self.shard is not None and (self.shard < 1 or self.dp % self.shard):
-            raise ConfigError(f"shard must divide the dp axis, got {self!r}.")
+        with told_by(ParallelMesh):
+            check_fields(self)
+            object.__setattr__(self, "axis_order", _with_optional(self.axis_order, self.axes))
+            if sorted(self.axis_order) != sorted(self.axes):
+                raise ConfigError(
+                    f"axis_order must name each of {', '.join(self.axes)} once, got "
+                    f"{self.axis_order}."
+                )
+            if self.shard is not None and self.dp % self.shard:
+                raise ConfigError(f"shard must divide the dp axis, got {self!r}.")
 
     @classmethod
     @checked_options
@@ -437,7 +436,7 @@ class ParallelMesh:
         cp: int = 1,
         ep: int = 1,
         axis_order: Sequence[Axis] = AXES,
-    ) -> "ParallelMesh":
+    ) -> Self:
         """Make the mesh of all of `world_size` ranks; an axis of -1 takes what the others leave.
 
         Raises:

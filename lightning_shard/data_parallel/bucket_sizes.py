@@ -13,9 +13,12 @@ buckets. torch's DDP and DeepSpeed have one constant for all links (25 MB, 5e8 e
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-BucketMB: TypeAlias = float | Literal["auto"] | None
+from lightning_shard.core.options import Limit
+
+_ABOVE_ZERO = Limit("of MB above 0 (25 is usual)", lambda mb: mb > 0)
+BucketMB: TypeAlias = Annotated[float, _ABOVE_ZERO] | Literal["auto"] | None
 """Size up to which blocks are joined, in MB; "auto" measures the link; None is the default."""
 
 LADDER = (1, 2, 4, 8, 16, 32, 64)

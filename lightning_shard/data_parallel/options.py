@@ -1,19 +1,21 @@
-"""The settings of the engine: its stage, its units, its number formats and compression."""
+"""The options that the engine has, and its settings: stage, units, number formats, compression."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from lightning_shard.core.options import AtLeastZero, ClassNames, Limit, Options
 from lightning_shard.data_parallel.bucket_sizes import BucketMB, default_mb
-from lightning_shard.data_parallel.compression.compressor import Compressor
+from lightning_shard.data_parallel.compression import Compression, Compressor
 from lightning_shard.data_parallel.memory.values_at_start import ValuesAtStart
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
+ZeroStage: TypeAlias = Annotated[int, Limit("from 0 to 3", STAGES.__contains__)]
 Offload = Literal["optimizer", "parameters"]
 
 
@@ -39,47 +41,72 @@ class DTypePolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class UnitOptions(Options):
+    """What the ranks communicate as one, and compute again in backward.
+
+    Attributes:
+        units: Class names of the modules that are communicated as one; found when left out.
+        bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
+            stage 3 12.5. "auto" lets the ranks measure their links when a fit begins, and chooses
+            1 to 64 MB, the same on all of them; the default within one process.
+        activation_checkpointing: What is dropped in forward and computed again in backward:
+            "full", all activations of the model's blocks; "selective", the same but for results of
+            matrix products, convolutions and attention; or all of modules of these class names.
+        activation_offload: Whether what forward keeps for backward lies in host memory until then,
+            copied beside what computes.
+    """
+
+    units: ClassNames | None = None
+    bucket_mb: BucketMB = None
+    activation_checkpointing: ActivationCheckpointing | None = None
+    activation_offload: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions(Options):
+    """How shards and gradients travel, and where they lie.
+
+    Attributes:
+        compression: "fp16", "bf16", "int8", "topk", "powersgd", "onebit", a `Compressor`, or a
+            mapping with `class_path` and `init_args`: what makes gradients smaller before they
+            travel. "none" or None sends them as they are. Stages 0 to 2.
+        offload: What lies in host memory: "optimizer", the shards that the optimizer updates, their
+            gradients and its state, whose step the CPU then makes (stages 1 to 3); "parameters",
+            the parameters' shards as well, which the device has only while a block needs them
+            (stage 3).
+        prefetch: Units that stage 3 gathers ahead of the one that runs; by default 1. With 0
+            memory is least, and nothing computes while parameters travel.
+    """
+
+    compression: Compression = None
+    offload: Offload | None = None
+    prefetch: AtLeastZero | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ShardOptions, UnitOptions):
     """Settings of the data-parallel engine.
 
     Attributes:
         stage: 0 replicates everything; 1 shards optimizer state; 2 also gradients; 3 also
             parameters (ZeRO, arXiv:1910.02054).
-        units: Class names of the modules that are communicated as one; None finds repeated blocks.
-        bucket_mb: Neighbouring small blocks are joined up to this many MB of parameters; None for
-            the default of `bucket_sizes`; "auto" has it, too, until `bucket_choice` has measured.
         dtypes: Number formats of compute, traffic and the optimizer's copy.
         compression: How gradients are compressed before they travel; stages 0 to 2.
         owned: Parameters that lie full on one rank each, from stage 1 on, for optimizers of full
             matrices; see `layout/owned`.
-        activation_checkpointing: Blocks whose activations are computed again in backward: see
-            `checkpointed_blocks`.
-        activation_offload: Whether what autograd saves lies in host memory until backward: see
-            `offload.activations`.
-        offload: What lies in host memory, see `offload`: "optimizer", the optimizer's shards, their
-            gradients and its state, from stage 1 on; "parameters", under stage 3, the parameters'
-            shards as well, which the device then has only while they are unsharded.
-        prefetch: Units that stage 3 unshards ahead of the one that runs; None for 1.
         start: Knows the values of parameters that are on meta; None where there are none.
     """
 
-    stage: int
-    units: Sequence[str] | None = None
-    bucket_mb: BucketMB = None
+    stage: ZeroStage
     dtypes: DTypePolicy = field(default_factory=DTypePolicy)
     compression: Compressor | None = None
     owned: Collection[nn.Parameter] = frozenset()
-    activation_checkpointing: ActivationCheckpointing | None = None
-    activation_offload: bool = False
-    offload: Offload | None = None
-    prefetch: int | None = None
+    start: ValuesAtStart | None = None
 
     @property
     def units_ahead(self) -> int:
         """The number of units that are unsharded ahead."""
         return 1 if self.prefetch is None else self.prefetch
-
-    start: ValuesAtStart | None = None
 
     def full_dtype(self, param: torch.Tensor, *, in_block: bool) -> torch.dtype:
         """Return the format of a full parameter, which autocast rounds by itself.
@@ -106,34 +133,16 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work, before any process starts."""
-        if self.stage not in STAGES:
-            raise ConfigError(f"The ZeRO stage must be one of {STAGES}, got {self.stage!r}.")
-        self._check_bucket()
+        super().__post_init__()
         if self.compression is not None:
             self._check_compression()
-        self._check_checkpointing()
-        self._check_offload()
-        self._check_prefetch()
-        if isinstance(self.units, str) or (self.units is not None and not self.units):
+        if self.offload is not None:
+            self._check_offload()
+        if self.prefetch is not None and self.stage < 3:
             raise ConfigError(
-                f"units must be a list of module class names such as ['Block'], got {self.units!r}."
-            )
-
-    def _check_bucket(self) -> None:
-        is_word = isinstance(self.bucket_mb, str)
-        if self.bucket_mb != "auto" if is_word else not self.unit_mb > 0:
-            raise ConfigError(
-                f"bucket_mb must be a positive number of MB or 'auto', which measures the link, "
-                f"got {self.bucket_mb!r}; 25 is usual."
-            )
-
-    def _check_checkpointing(self) -> None:
-        choice = self.activation_checkpointing
-        is_known = choice in ("full", "selective") if isinstance(choice, str) else choice != []
-        if not is_known:
-            raise ConfigError(
-                f"activation_checkpointing must be 'full', 'selective' or a list of module class "
-                f"names such as ['Block'], got {choice!r}."
+                f"prefetch={self.prefetch} says how many units are unsharded ahead, got ZeRO stage "
+                f"{self.stage}, whose parameters are never sharded. Leave it out, or use "
+                f"strategy='zero3'."
             )
 
     def offload_of(self, *, is_fitting: bool) -> Offload | None:
@@ -141,12 +150,6 @@ class EngineOptions:
         return None if self.offload == "optimizer" and not is_fitting else self.offload
 
     def _check_offload(self) -> None:
-        if self.offload is None:
-            return
-        if self.offload not in get_args(Offload):
-            raise ConfigError(
-                f"offload must be 'optimizer', 'parameters' or None, got {self.offload!r}."
-            )
         if self.stage == 0:
             raise ConfigError(
                 f"offload={self.offload!r} keeps this rank's shard of the optimizer's state in "
@@ -164,21 +167,6 @@ class EngineOptions:
                 f"offload={self.offload!r} copies uncompressed gradients to the host, got the "
                 f"compressor {type(self.compression).__name__}, whose memory of what it has not "
                 f"sent stays on the device. Leave one of them out."
-            )
-
-    def _check_prefetch(self) -> None:
-        if self.prefetch is None:
-            return
-        if self.stage < 3:
-            raise ConfigError(
-                f"prefetch={self.prefetch} says how many units are unsharded ahead, got ZeRO stage "
-                f"{self.stage}, whose parameters are never sharded. Leave it out, or use "
-                f"strategy='zero3'."
-            )
-        if self.prefetch < 0:
-            raise ConfigError(
-                f"prefetch must be at least 0 units, got {self.prefetch}; 1 is usual, and 0 takes "
-                f"the least memory."
             )
 
     def _check_compression(self) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks of a strategy of Fabric start, and which options it takes.
+"""How the ranks of a strategy of Fabric start.
 
 They are processes, or threads of this process:
 
@@ -10,8 +10,6 @@ everything at once, so that what was one object stays one: the Fabric, its callb
 optimizers and what else is passed or in the function's closure. Not copied are map-style datasets,
 loggers and the standard streams. A function's module has its globals once: what is found there is
 every rank's, and set up by one only.
-
-The options are the same groups as a Trainer's strategies take.
 """
 
 import inspect
@@ -20,12 +18,9 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
-from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import TypedDict, override
+from typing_extensions import override
 
 from lightning_shard.backends.in_process import World, current_world
 from lightning_shard.backends.in_process.faults import faults_to_inject
@@ -35,33 +30,8 @@ from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.environments.launchers.replicas import copy_for_rank, memo_of
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import Launcher, fabric_of, has_no_function
-from lightning_shard.strategies.options import GradientOptions, RanksOptions, ShardOptions
 
 Call = tuple[Callable[..., Any], list[Any], dict[str, Any]]
-
-
-class FabricLightningOptions(TypedDict, total=False):
-    """What Fabric's own parallel strategies take.
-
-    Attributes:
-        accelerator: Lightning's; Fabric sets it.
-        parallel_devices: One device per local rank; Fabric sets them.
-        cluster_environment: Lightning's; Fabric finds it when it is left out.
-        checkpoint_io: Lightning's; it writes and reads the files.
-        precision: Lightning's plugin; Fabric makes it of its own `precision`.
-    """
-
-    accelerator: Accelerator | None
-    parallel_devices: list[torch.device] | None
-    cluster_environment: ClusterEnvironment | None
-    checkpoint_io: CheckpointIO | None
-    precision: Precision | None
-
-
-class FabricOptions(
-    FabricLightningOptions, RanksOptions, GradientOptions, ShardOptions, total=False
-):
-    """What replicated data parallel and ZeRO take under Fabric."""
 
 
 class FabricProcessLauncher(Launcher):

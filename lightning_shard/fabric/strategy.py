@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, update_wrapper
-from typing import Any, ClassVar, TypeVar, Unpack
+from typing import Any, ClassVar, TypeVar
 from weakref import ref
 
 import torch
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.bucket_choice import BucketChoice, Links, choose
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -37,12 +38,7 @@ from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import BackwardSyncControl, empty_initialisation
 from lightning_shard.fabric.checkpoints import Loading, Saving
-from lightning_shard.fabric.ranks import (
-    FabricLightningOptions,
-    FabricOptions,
-    FabricProcessLauncher,
-    FabricThreadLauncher,
-)
+from lightning_shard.fabric.ranks import FabricProcessLauncher, FabricThreadLauncher
 from lightning_shard.fabric.sharded_module import (
     Differentiation,
     HeldModule,
@@ -54,10 +50,9 @@ from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
 from lightning_shard.optim.host_step import warn_of_cpu_ranks
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.precision.scaler import ShardedGradScaler, device_scale
-from lightning_shard.strategies.configs import DataParallelConfig, RanksConfig
-from lightning_shard.strategies.flat_options import OptionNames, part, takes
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
 from lightning_shard.strategies.names import check_interactive, strategy_name
+from lightning_shard.strategies.options import FabricLightningOptions, FabricOptions, OptionNames
 from lightning_shard.strategies.trainer.gathered_tensors import gathered, reduce_op_name, reduced
 from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
 from lightning_shard.strategies.trainer.same_settings import check_same_settings, common_seed
@@ -113,16 +108,15 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     stage: ClassVar[int]
     bucket_choice: BucketChoice | None = None
 
-    @takes(RanksConfig, DataParallelConfig, of=ParallelStrategy)
-    def __init__(self, **options: Unpack[FabricOptions]) -> None:
-        data, run = DataParallelConfig.of(options), RanksConfig.of(options)
-        self._reduce_dtype = data.reduce_dtype
-        self._options = data.engine_options(self.stage)
+    @takes(FabricOptions)
+    def __init__(self, options: FabricOptions) -> None:
+        self._reduce_dtype = options.reduce_dtype
+        self._options = options.engine_options(self.stage)
         self._held: list[HeldModule] = []
         self._differentiation, self._in_launch = Differentiation(), ExitStack()
-        self._local_ranks = LocalRanks(run, "Fabric")
-        self.checkpoint_format = run.checkpoint_format
-        super().__init__(**part(FabricLightningOptions, options))
+        self._local_ranks = LocalRanks(options, "Fabric")
+        self.checkpoint_format = options.checkpoint_format
+        super().__init__(**options.part(FabricLightningOptions))
         self._backward_sync_control = BackwardSync()
 
     def __getstate__(self) -> dict[str, Any]:

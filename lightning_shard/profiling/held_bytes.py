@@ -25,10 +25,10 @@ from rich.table import Table
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import AtLeastOne, checked_options
 from lightning_shard.core.reporting.output import format_bytes, plain_text
 from lightning_shard.data_parallel.held_bytes import HeldBytes
-from lightning_shard.profiling.run_monitor import RunMonitor, check_distance, own_strategy
+from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
 from lightning_shard.strategies.trainer.hook_advice import OnlyLooks
 
 _UNIT_OF_PEAK = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, as its manuals say
@@ -129,9 +129,8 @@ class MemoryMonitor(RunMonitor):
     """
 
     @checked_options
-    def __init__(self, folder: str | Path | None = None, every_n_steps: int = 10) -> None:
+    def __init__(self, folder: str | Path | None = None, every_n_steps: AtLeastOne = 10) -> None:
         super().__init__(folder)
-        check_distance(every_n_steps)
         self._every_n_steps = every_n_steps
         self._num_updates = 0
 

@@ -34,13 +34,12 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import AtLeastOne, checked_options
 from lightning_shard.core.reporting.output import plain_text
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule
 from lightning_shard.pipeline_parallel.simulation import replay, theoretical_idle_share
 from lightning_shard.pipeline_parallel.timeline import Event, Timeline, save_chrome_trace, save_png
-from lightning_shard.profiling.run_monitor import check_distance
 from lightning_shard.strategies.model_parallel import (
     HybridParallelStrategy,
     PipelineParallelStrategy,
@@ -173,10 +172,14 @@ class PipelineTimeline(Callback):
     def __init__(
         self,
         folder: str | Path | None = None,
-        every_n_steps: int = 50,
+        every_n_steps: AtLeastOne = 50,
         formats: Sequence[Literal["png", "json"]] = ("png", "json"),
     ) -> None:
-        _check(folder, every_n_steps, formats)
+        if folder is not None and "png" in formats and find_spec("matplotlib") is None:
+            raise ConfigError(
+                "PipelineTimeline draws with matplotlib, which is not installed: pip install "
+                "matplotlib, or pass formats=['json']."
+            )
         self._folder = None if folder is None else Path(folder)
         self._every_n_steps = every_n_steps
         self._formats = tuple(formats)
@@ -262,17 +265,6 @@ def render_idle_shares(batches: Sequence[IdleShares]) -> str:
     means = (fmean(measured), fmean(replayed), median(one.theory for one in batches))
     table.add_row("mean", *(f"{share:.1%}" for share in means))
     return plain_text(table, width=100)
-
-
-def _check(folder: str | Path | None, every_n_steps: int, formats: Sequence[str]) -> None:
-    check_distance(every_n_steps)
-    if unknown := set(formats) - {"png", "json"}:
-        raise ConfigError(f"formats has {sorted(unknown)}, expected 'png' and 'json' only.")
-    if folder is not None and "png" in formats and find_spec("matplotlib") is None:
-        raise ConfigError(
-            "PipelineTimeline draws with matplotlib, which is not installed: pip install "
-            "matplotlib, or pass formats=['json']."
-        )
 
 
 def _pipelined(trainer: Trainer) -> PipelineParallelStrategy | HybridParallelStrategy:

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import checked_options
 from lightning_shard.core.reporting.figures_of_run import chosen_of
 from lightning_shard.core.reporting.output import plain_text
 from lightning_shard.core.reporting.plan_deviation import Deviation, deviations, why_of_another_run

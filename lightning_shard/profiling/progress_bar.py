@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import AtLeastOne, checked_options
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
@@ -66,9 +66,7 @@ class ExpertBalance(Callback):
     """
 
     @checked_options
-    def __init__(self, every_n_steps: int = 50, name: str = "expert_imbalance") -> None:
-        if every_n_steps < 1:
-            raise ConfigError(f"every_n_steps={every_n_steps}, expected 1 or more. Leave it out.")
+    def __init__(self, every_n_steps: AtLeastOne = 50, name: str = "expert_imbalance") -> None:
         self.every_n_steps, self.name = every_n_steps, name
         self._before: Mapping[str, ExpertLoad] = {}
 

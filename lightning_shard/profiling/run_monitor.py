@@ -114,16 +114,6 @@ class RunMonitor(OnlyLooks, Callback):
         self._file, self._has_begun = None, False
 
 
-def check_distance(every_n_steps: int) -> None:
-    """Raise if a callback is to act at no step.
-
-    Raises:
-        ConfigError: A number below 1.
-    """
-    if every_n_steps < 1:
-        raise ConfigError(f"every_n_steps must be at least 1, got {every_n_steps}.")
-
-
 def own_strategy(trainer: "pl.Trainer", monitor: str) -> DataParallelStrategy:
     """Return the Trainer's strategy, if it is one whose counters and engine are known.
 

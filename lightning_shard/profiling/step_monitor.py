@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import checked_options
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.planning.machine import MachineProfile, machine_profile

@@ -15,11 +15,11 @@ from lightning_shard.backends.traffic import OperationTraffic, Traffic
 from lightning_shard.checkpoint.random_state import load_random_state, random_state
 from lightning_shard.core._lightning import runners_of
 from lightning_shard.core.mesh import ParallelMesh
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import AtLeastOne, checked_options
 from lightning_shard.planning.dry_run import flops_of_batch
 from lightning_shard.planning.report import DryRun
 from lightning_shard.planning.simulated_model import NoElements
-from lightning_shard.profiling.run_monitor import RunMonitor, check_distance, own_strategy
+from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
 from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.local_updates import LocalUpdates
@@ -225,10 +225,12 @@ class TrafficMonitor(RunMonitor):
 
     @checked_options
     def __init__(
-        self, folder: str | Path | None = None, every_n_steps: int = 10, dry_run: bool = True
+        self,
+        folder: str | Path | None = None,
+        every_n_steps: AtLeastOne = 10,
+        dry_run: bool = True,
     ) -> None:
         super().__init__(folder)
-        check_distance(every_n_steps)
         self._every_n_steps, self._takes_dry_run = every_n_steps, dry_run
         self._forget()
 

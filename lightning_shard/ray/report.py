@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import AtLeastZero, checked_options
 from lightning_shard.environments import _ray
 from lightning_shard.errors import ConfigError
 
@@ -76,15 +76,17 @@ class RayReportCallback(Checkpoint):
 
     @checked_options
     def __init__(
-        self, *, every_n_epochs: int = 1, every_n_train_steps: int = 0, save: bool = True
+        self,
+        *,
+        every_n_epochs: AtLeastZero = 1,
+        every_n_train_steps: AtLeastZero = 0,
+        save: bool = True,
     ) -> None:
         super().__init__()
-        if min(every_n_epochs, every_n_train_steps) < 0 or not (
-            every_n_epochs or every_n_train_steps
-        ):
+        if not (every_n_epochs or every_n_train_steps):
             raise ConfigError(
-                f"RayReportCallback got every_n_epochs={every_n_epochs} and every_n_train_steps="
-                f"{every_n_train_steps}, expected numbers from 0, and one above it."
+                "RayReportCallback got every_n_epochs=0 and every_n_train_steps=0, expected one "
+                "of them to be above 0."
             )
         self._every_n_epochs = every_n_epochs
         self._every_n_train_steps = every_n_train_steps

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.random_state import random_state
 from lightning_shard.checkpoint.rank_snapshot import take
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import AtLeastOne, AtLeastZero, checked_options
 from lightning_shard.core.schemes import BY_STAGE
 from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.errors import CheckpointError, ConfigError
@@ -69,16 +69,11 @@ class RecordSteps(OnlyLooks, Callback):
     def __init__(
         self,
         folder: str | Path,
-        steps: Sequence[int] = (),
+        steps: Sequence[AtLeastZero] = (),
         failures: bool = True,
-        snapshot_every: int = 1,
+        snapshot_every: AtLeastOne = 1,
         results: bool = False,
     ) -> None:
-        if snapshot_every < 1 or any(step < 0 for step in steps):
-            raise ConfigError(
-                f"RecordSteps got snapshot_every={snapshot_every} and steps={list(steps)}, "
-                f"expected 1 or more, and steps from 0."
-            )
         if not steps and not failures:
             raise ConfigError(
                 "RecordSteps got no steps and failures=False, so that it would record nothing. "

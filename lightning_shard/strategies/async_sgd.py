@@ -12,7 +12,7 @@ Source of the warm-up: warm starts of Downpour SGD, Dean et al., NeurIPS 2012.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.traffic import Traffic
+from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.async_sgd.async_sgd import (
     AsyncCounters,
     AsyncSGD,
@@ -35,8 +36,6 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy
 from lightning_shard.errors import ConfigError
 from lightning_shard.precision.plugins import ShardedMixedPrecision
-from lightning_shard.strategies.configs import AsyncSGDConfig, RunConfig, UnitConfig
-from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import AsyncSGDOptions, SharedOptions
 from lightning_shard.strategies.trainer._lightning import layer_sync
@@ -53,12 +52,11 @@ class AsyncSGDStrategy(LocalUpdates):
     owns_matrices = False
     engine_type: ClassVar[type[DataParallelEngine]] = AsyncEngine
 
-    @takes(RunConfig, UnitConfig, AsyncSGDConfig)
-    def __init__(self, **options: Unpack[AsyncSGDOptions]) -> None:
-        super().__init__(**part(SharedOptions, options))
-        steps = AsyncSGDConfig.of(options)
-        self._bound, self._rule = steps.staleness_bound, steps.staleness_lr
-        self._warmup_steps = steps.warmup_steps
+    @takes(AsyncSGDOptions)
+    def __init__(self, options: AsyncSGDOptions) -> None:
+        super().__init__(**options.part(SharedOptions))
+        self._bound, self._rule = options.staleness_bound, options.staleness_lr
+        self._warmup_steps = options.warmup_steps
         self._mail: Collectives | None = None  # over a group for messages alone
         self._async: AsyncSGD | None = None  # while ranks train by themselves
         self._counters = AsyncCounters()

@@ -11,7 +11,7 @@ trains, saves and is asked for its name is exactly what `Trainer(strategy=...)` 
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Unpack, get_type_hints
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_shard.backends.free_memory import free_bytes
+from lightning_shard.core.options import names_of, takes
 from lightning_shard.core.reporting.records import PLAN
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
@@ -27,9 +28,7 @@ from lightning_shard.planning.candidates import strategy_class
 from lightning_shard.planning.machine import MachineProfile, machine_profile, published
 from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.search import plan
-from lightning_shard.strategies.configs import AutoConfig, FitEndConfig, RunConfig
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.options import (
     AutoOptions,
     DataParallelOptions,
@@ -61,10 +60,10 @@ class AutoStrategy(DataParallelStrategy):
 
     stage = 0
 
-    @takes(RunConfig, AutoConfig, FitEndConfig)
-    def __init__(self, **options: Unpack[AutoOptions]) -> None:
-        self._auto = AutoConfig.of(options)
-        super().__init__(**part(DataParallelOptions, options))
+    @takes(AutoOptions)
+    def __init__(self, options: AutoOptions) -> None:
+        self._auto = options
+        super().__init__(**options.part(DataParallelOptions))
 
     @override
     def _make_groups(self) -> None:
@@ -108,12 +107,9 @@ class AutoStrategy(DataParallelStrategy):
     def _given(self, *groups: Any) -> dict[str, Any]:
         """Return what this was made with of these groups, but for what Lightning sets."""
         _, given = self.given_options  # type: ignore[attr-defined]
-        names = {name for group in groups for name in get_type_hints(group)}
-        return {
-            name: given[name]
-            for name in names - set(get_type_hints(LightningOptions))
-            if name in given
-        }
+        names = {name for group in groups for name in names_of(group)}
+        of_lightning = names_of(LightningOptions)
+        return {name: given[name] for name in names.difference(of_lightning) if name in given}
 
     def _memory_of_device(self) -> int | None:
         """Return the bytes that each rank may take, the least of all; each rank must call."""

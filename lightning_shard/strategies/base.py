@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -19,6 +19,7 @@ from lightning_shard.backends import liveness
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.termination import RanksTermination
 from lightning_shard.core import settings
+from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.recorder import recording
 from lightning_shard.data_parallel.deferred_init.start import move_to, staying_on_meta
@@ -27,12 +28,10 @@ from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.errors import ConfigError
 from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.precision.policy import TRUE_DTYPES, AskedFormats
-from lightning_shard.strategies.configs import RunConfig
 from lightning_shard.strategies.dimensions.run_view import RunGroups
-from lightning_shard.strategies.flat_options import OptionNames, part, takes
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks
 from lightning_shard.strategies.names import check_interactive
-from lightning_shard.strategies.options import LightningOptions, RunOptions
+from lightning_shard.strategies.options import LightningOptions, OptionNames, RunOptions
 from lightning_shard.strategies.trainer import termination
 from lightning_shard.strategies.trainer._lightning import (
     accept_compiled_modules,
@@ -69,15 +68,14 @@ class ShardStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     may_share_memory = True  # whether CPU ranks of one host do, where no backend is named
     _lifeline: liveness.Lifeline | RanksTermination | None = None
 
-    @takes(RunConfig)
-    def __init__(self, **options: Unpack[RunOptions]) -> None:
-        run = RunConfig.of(options)
-        self._local_ranks = LocalRanks(run, "Trainer", may_share_memory=self.may_share_memory)
-        self._announces = run.announce
-        self.checkpoint_format = run.checkpoint_format
-        self.save_trainable_only = run.save_trainable_only
-        self._save_on_sigterm = run.save_on_sigterm
-        self.async_save = run.async_save
+    @takes(RunOptions)
+    def __init__(self, options: RunOptions) -> None:
+        self._local_ranks = LocalRanks(options, "Trainer", may_share_memory=self.may_share_memory)
+        self._announces = options.announce
+        self.checkpoint_format = options.checkpoint_format
+        self.save_trainable_only = options.save_trainable_only
+        self._save_on_sigterm = options.save_on_sigterm
+        self.async_save = options.async_save
         self._reducing: DataGroups | None = None  # for gradients
         self._duplicated: dist.ProcessGroup | None = (
             None  # the default group that it was made beside
@@ -91,7 +89,7 @@ class ShardStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         if not self.is_in_process:
             # Lightning's environment converts these when the Trainer is made, and names none.
             settings.check_numbers(settings.SLURM)
-        super().__init__(**part(LightningOptions, options))
+        super().__init__(**options.part(LightningOptions))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: its groups, and who watches over them."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Self
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -70,7 +70,6 @@ from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles
 from lightning_shard.strategies.dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.names import strategy_name
-from lightning_shard.strategies.options import RunOptions
 from lightning_shard.strategies.salvage import salvaging
 from lightning_shard.strategies.trainer._lightning import knowing_saves_in_flight
 from lightning_shard.strategies.trainer.hook_advice import (
@@ -102,7 +101,7 @@ class CheckpointingStrategy(ShardStrategy):
     _mapped: Mapping[str, Any] | None = None  # weights of the file that was loaded last, if it is
     _lent: LentValues | None = None  # what parameters show of it, until there is an engine
 
-    def __init__(self, **options: Unpack[RunOptions]) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._saves = BackgroundSaves()
         self._folders = RunFolders(self._saves)

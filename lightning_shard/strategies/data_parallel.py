@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import lightning.pytorch as pl
@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.core.mesh import NodePlacement
+from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.agreement import (
     check_same_optimizers,
     check_trainable,
@@ -57,7 +58,6 @@ from lightning_shard.planning.dry_run import dry_run
 from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
 from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
 from lightning_shard.precision.scaler import device_scale
-from lightning_shard.strategies.configs import DataParallelConfig, FitEndConfig, RunConfig
 from lightning_shard.strategies.dimensions.combined_split import combined
 from lightning_shard.strategies.dimensions.run_view import RunView
 from lightning_shard.strategies.dimensions.step_runner import (
@@ -68,7 +68,6 @@ from lightning_shard.strategies.dimensions.step_runner import (
 )
 from lightning_shard.strategies.fit_check import check_fit
 from lightning_shard.strategies.fit_ends import EndingStrategy
-from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.memory_notes import MemoryNotes, memory_kinds
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.options import DataParallelOptions, RunOptions
@@ -153,13 +152,12 @@ class DataParallelStrategy(EndingStrategy):
     dry_run = dry_run
     check_fit = check_fit
 
-    @takes(RunConfig, DataParallelConfig, FitEndConfig)
-    def __init__(self, **options: Unpack[DataParallelOptions]) -> None:
-        super().__init__(**part(RunOptions, options))
-        self._decide_end(FitEndConfig.of(options).full_parameters_after_fit)
-        data = DataParallelConfig.of(options)
-        self._reduce_dtype = data.reduce_dtype
-        self._options = data.engine_options(self.stage)
+    @takes(DataParallelOptions)
+    def __init__(self, options: DataParallelOptions) -> None:
+        super().__init__(**options.part(RunOptions))
+        self._decide_end(options.full_parameters_after_fit)
+        self._reduce_dtype = options.reduce_dtype
+        self._options = options.engine_options(self.stage)
         self._offload_traffic = Traffic()
         self._activations, self._buckets = KeptActivations(), Buckets()
         self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)

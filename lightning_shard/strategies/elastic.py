@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from types import FrameType
-from typing import Any, Unpack
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.checkpoint.by_rank import in_memory, own_entry
 from lightning_shard.checkpoint.random_state import random_state
 from lightning_shard.checkpoint.section import section_of, writable_section
+from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.memory.leftovers import take_leftovers
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.data_assignment import DataAssignment
@@ -59,9 +60,7 @@ from lightning_shard.environments import elastic_environment
 from lightning_shard.environments.launchers.in_process import InProcessLauncher
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.strategies.configs import ElasticConfig, GradientConfig, RunConfig
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.joining import leave_groups
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
@@ -86,15 +85,15 @@ class ElasticStrategy(DataParallelStrategy):
     may_share_memory = False  # not proved with ranks that come and go
     may_leave_shards = False  # the ranks of another generation would not know of them
 
-    @takes(RunConfig, GradientConfig, ElasticConfig)
-    def __init__(self, **options: Unpack[ElasticOptions]) -> None:
-        self._elastic = ElasticConfig.of(options)
-        check_backend(RunConfig.of(options).backend)
-        self.stage = self._elastic.stage
+    @takes(ElasticOptions)
+    def __init__(self, options: ElasticOptions) -> None:
+        self._elastic = options
+        check_backend(options.backend)
+        self.stage = options.stage
         self._ranks = ElasticRanks()
         self._run: ElasticRun | None = None  # the present fit, or the last one
         self._asks_requeue = self._requeues = False  # this rank, and all by agreement
-        super().__init__(**part(SharedOptions, options))
+        super().__init__(**options.part(SharedOptions))
 
     # --- which ranks there are --------------------------------------------------------------------
 

@@ -6,29 +6,24 @@ The shard axis is the faster one, so that the ranks of a copy are neighbours and
 """
 
 from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
 from lightning_shard.core.mesh import ParallelMesh
+from lightning_shard.core.options import Limit
 from lightning_shard.errors import ConfigError
 
-DataParallelSize = int | tuple[int, int]
 _NUM_PROPOSALS = 3
 
 
-def checked_size(size: DataParallelSize) -> DataParallelSize:
-    """Return the option as given, a pair as a tuple.
+def _is_size(size: int | tuple[int, int]) -> bool:
+    sizes = (size,) if isinstance(size, int) else size
+    return all(one >= 1 or one == -1 for one in sizes) and size != (-1, -1)
 
-    Raises:
-        ConfigError: A pair that is none, or of sizes that no world has.
-    """
-    if type(size) is int:
-        return size
-    pair = tuple(size) if isinstance(size, Sequence) and all(type(n) is int for n in size) else ()
-    if len(pair) != 2 or pair == (-1, -1) or any(one < 1 and one != -1 for one in pair):
-        raise ConfigError(
-            f"data_parallel_size must be a number of ranks or (replicate, shard), each at least "
-            f"1, or -1 for what the other leaves, got {size!r}."
-        )
-    return pair
+
+DataParallelSize: TypeAlias = Annotated[
+    int | tuple[int, int],
+    Limit("(replicate and shard), at least 1 or -1 for what the others leave", _is_size),
+]
 
 
 def shard_size(size: DataParallelSize, num_ranks: int) -> int:

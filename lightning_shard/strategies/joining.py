@@ -32,7 +32,7 @@ from lightning_shard.environments import (
 )
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.checkpoint_files import with_files
-from lightning_shard.strategies.configs import RanksConfig
+from lightning_shard.strategies.options import RanksOptions
 
 
 class OnLocalRanks:
@@ -198,7 +198,9 @@ class LocalRanks:
         timeout: Longest wait for a peer.
     """
 
-    def __init__(self, options: RanksConfig, runner: str, *, may_share_memory: bool = True) -> None:
+    def __init__(
+        self, options: RanksOptions, runner: str, *, may_share_memory: bool = True
+    ) -> None:
         is_open = options.backend == "auto"  # until there are devices
         self.named_backend: Backend | None = None if is_open else get_backend(options.backend)
         self.num_ranks, self.runner = options.num_ranks, runner

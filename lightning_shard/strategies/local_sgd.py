@@ -10,7 +10,7 @@ the same ones: one element per step. Nothing else is sent between two exchanges.
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from lightning_shard.checkpoint.by_rank import entries_of_ranks, own_entry
 from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.checkpoint.run_folders import names_of
 from lightning_shard.checkpoint.section import section_of, writable_section
+from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.compression.state import with_means
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -39,11 +40,10 @@ from lightning_shard.data_parallel.local_sgd.optimizer_state import (
 )
 from lightning_shard.data_parallel.local_sgd.outer import outer_factory, plain_average
 from lightning_shard.data_parallel.local_sgd.rules import OuterOptimization, SyncRule
+from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
 from lightning_shard.data_parallel.read_when_asked import mean_of_ranks
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.configs import GradientConfig, LocalSGDConfig, RunConfig
-from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import LocalSGDOptions, SharedOptions
 from lightning_shard.strategies.trainer._lightning import layer_sync
@@ -63,13 +63,12 @@ class LocalSGDStrategy(LocalUpdates):
     saves_shards = False  # ranks agree for a moment only, in which their state is copied
     engine_type: ClassVar[type[DataParallelEngine]] = LocalEngine
 
-    @takes(RunConfig, GradientConfig, LocalSGDConfig)
-    def __init__(self, **options: Unpack[LocalSGDOptions]) -> None:
-        super().__init__(**part(SharedOptions, options))
-        local = LocalSGDConfig.of(options)
-        self._schedule = local.schedule
-        self._outer = outer_factory(local.outer_optimizer)
-        self._compressor = find_compressor(local.compression)
+    @takes(LocalSGDOptions)
+    def __init__(self, options: LocalSGDOptions) -> None:
+        super().__init__(**options.part(SharedOptions))
+        self._schedule = SyncSchedule(**options.part(SyncSchedule))
+        self._outer = outer_factory(options.outer_optimizer)
+        self._compressor = find_compressor(options.compression)
         check_compressor(self._compressor)
         if self._compressor is not None and self._outer is None:
             self._outer = plain_average  # of changes, which can be compressed

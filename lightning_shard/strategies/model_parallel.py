@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any, Unpack
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.mesh import Axis, NodePlacement, ParallelMesh
+from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.start import MetaStart, noted_alike
 from lightning_shard.data_parallel.model_split import Unsplit
@@ -34,24 +35,12 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Schedule
-from lightning_shard.strategies.configs import (
-    ContextParallelConfig,
-    FitEndConfig,
-    GradientConfig,
-    HybridParallelConfig,
-    PipelineParallelConfig,
-    PlanConfig,
-    RunConfig,
-    ScheduleConfig,
-    TensorParallelConfig,
-)
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.dimensions.context import ContextDimension
 from lightning_shard.strategies.dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.dimensions.experts import ExpertDimension
 from lightning_shard.strategies.dimensions.run_view import RunGroups, RunView
 from lightning_shard.strategies.dimensions.step_runner import WrappedRunner
-from lightning_shard.strategies.flat_options import part, takes
 from lightning_shard.strategies.hybrid_sharding import (
     replicate_ranks,
     shard_ranks,
@@ -172,7 +161,7 @@ class ModelParallelStrategy(DataParallelStrategy):
         dimensions: Sequence[ParallelDimension],
         *,
         zero_stage: int = 0,
-        **options: Unpack[SplitOptions],
+        **options: Any,
     ) -> None:
         self.stage = zero_stage
         super().__init__(**options)
@@ -506,13 +495,10 @@ class ContextParallelStrategy(ModelParallelStrategy):
         ConfigError: A size or stage that cannot be.
     """
 
-    @takes(RunConfig, ContextParallelConfig, GradientConfig, FitEndConfig)
-    def __init__(self, **options: Unpack[ContextParallelOptions]) -> None:
-        sequences = ContextParallelConfig.of(options)
-        dimension = ContextDimension(sequences.context_parallel_size)
-        super().__init__(
-            [dimension], zero_stage=sequences.zero_stage, **part(SplitOptions, options)
-        )
+    @takes(ContextParallelOptions)
+    def __init__(self, options: ContextParallelOptions) -> None:
+        dimension = ContextDimension(options.context_parallel_size)
+        super().__init__([dimension], zero_stage=options.zero_stage, **options.part(SplitOptions))
 
 
 class TensorParallelStrategy(ModelParallelStrategy):
@@ -522,13 +508,12 @@ class TensorParallelStrategy(ModelParallelStrategy):
         ConfigError: A size, stage or plan that cannot be.
     """
 
-    @takes(RunConfig, TensorParallelConfig, GradientConfig, FitEndConfig)
-    def __init__(self, **options: Unpack[TensorParallelOptions]) -> None:
-        layers = TensorParallelConfig.of(options)
-        dimension = layers.dimension(
-            layers.tensor_parallel_size, sequence_parallel=layers.sequence_parallel
+    @takes(TensorParallelOptions)
+    def __init__(self, options: TensorParallelOptions) -> None:
+        dimension = options.layers(
+            options.tensor_parallel_size, sequence_parallel=options.sequence_parallel
         )
-        super().__init__([dimension], zero_stage=layers.zero_stage, **part(SplitOptions, options))
+        super().__init__([dimension], zero_stage=options.zero_stage, **options.part(SplitOptions))
 
 
 class PipelineParallelStrategy(ModelParallelStrategy):
@@ -538,14 +523,10 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         ConfigError: A size, schedule or split that cannot be.
     """
 
-    @takes(RunConfig, PipelineParallelConfig, GradientConfig, FitEndConfig)
-    def __init__(self, **options: Unpack[PipelineParallelOptions]) -> None:
-        stages = PipelineParallelConfig.of(options)
-        self._stages = stages.dimension(
-            stages.pipeline_parallel_size,
-            recomputes=options.get("activation_checkpointing") is not None,
-        )
-        super().__init__([self._stages], **part(SplitOptions, options))
+    @takes(PipelineParallelOptions)
+    def __init__(self, options: PipelineParallelOptions) -> None:
+        self._stages = options.stages(options.pipeline_parallel_size)
+        super().__init__([self._stages], **options.part(SplitOptions))
 
     @property
     def pipeline(self) -> Pipeline:
@@ -578,25 +559,19 @@ class HybridParallelStrategy(ModelParallelStrategy):
         ConfigError: Sizes that do not fit the ranks, or what either of the two refuses.
     """
 
-    @takes(
-        RunConfig, HybridParallelConfig, PlanConfig, ScheduleConfig, GradientConfig, FitEndConfig
-    )
-    def __init__(self, **options: Unpack[HybridParallelOptions]) -> None:
-        grid = HybridParallelConfig.of(options)
-        layers = PlanConfig.of(options).dimension(grid.tensor_parallel_size)
-        self._stages = ScheduleConfig.of(options).dimension(
-            grid.pipeline_parallel_size,
-            recomputes=options.get("activation_checkpointing") is not None,
-        )
-        sequences = ContextDimension(grid.context_parallel_size)
-        self._experts = ExpertDimension(grid.expert_parallel_size)
+    @takes(HybridParallelOptions)
+    def __init__(self, options: HybridParallelOptions) -> None:
+        layers = options.layers(options.tensor_parallel_size)
+        self._stages = options.stages(options.pipeline_parallel_size)
+        sequences = ContextDimension(options.context_parallel_size)
+        self._experts = ExpertDimension(options.expert_parallel_size)
         super().__init__(
             [layers, self._experts, sequences, self._stages],
-            zero_stage=grid.zero_stage,
-            **part(SplitOptions, options),
+            zero_stage=options.zero_stage,
+            **options.part(SplitOptions),
         )
-        self._data_parallel_size = grid.data_parallel_size
-        self._axis_order = grid.axis_order
+        self._data_parallel_size = options.data_parallel_size
+        self._axis_order = options.axis_order
 
     @property
     @override

@@ -1,38 +1,78 @@
-"""The options of the strategies: each is declared and explained here, once.
+"""The options of the strategies: each is declared and explained here or in its room, once.
 
-    class TensorParallelOptions(RunOptions, PlanOptions, GradientOptions, total=False): ...
-
-    def __init__(self, **options: Unpack[TensorParallelOptions]) -> None: ...
-
-A scheme takes the groups that make sense for it, and its own. Type checkers and editors read the
-names and types of a constructor here; defaults, and what values cannot be, are in `configs`.
+A scheme takes the groups that make sense for it, and its own; how they become arguments of a
+constructor is told in `core.options`.
 """
 
+import difflib
+import inspect
+from abc import ABCMeta
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from inspect import Parameter
+from typing import Annotated, Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.pytorch.plugins.precision import Precision
-from typing_extensions import TypedDict
 
-from lightning_shard.core.mesh import Axis
+from lightning_shard.backends.base import DEFAULT_TIMEOUT
+from lightning_shard.backends.registry import get_backend
+from lightning_shard.core.mesh import AXES, Axis, ParallelMesh
+from lightning_shard.core.options import AtLeastOne, AtLeastZero, Limit, Options, explained
 from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
-from lightning_shard.data_parallel.bucket_sizes import BucketMB
-from lightning_shard.data_parallel.compression import Compressor
+from lightning_shard.data_parallel.compression import Compression, find_compressor
 from lightning_shard.data_parallel.local_sgd.outer import OuterOptimizer
-from lightning_shard.data_parallel.options import Offload
-from lightning_shard.data_parallel.recompute.checkpointed_blocks import ActivationCheckpointing
-from lightning_shard.pipeline_parallel.batch_reading import BatchLists
+from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
+from lightning_shard.data_parallel.options import (
+    EngineOptions,
+    ShardOptions,
+    UnitOptions,
+    ZeroStage,
+)
+from lightning_shard.elastic.membership.membership_table import Bounds
+from lightning_shard.errors import ConfigError
+from lightning_shard.on_pytorch_lightning.mirror import original
+from lightning_shard.precision.policy import dtype_policy
+from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
+from lightning_shard.strategies.dimensions.stage_options import ScheduleOptions, StageOptions
+from lightning_shard.strategies.dimensions.tensor import TensorDimension
+from lightning_shard.strategies.hybrid_sharding import DataParallelSize
 
 ReduceDType = Literal["float32", "bfloat16", "float16"]
 CheckpointFormat = Literal["full", "sharded"]
 AfterFit = bool | Literal["auto"]
 ElasticScheme = Literal["shard_ddp", "zero1", "zero2", "zero3"]
 
+_LONGEST = timedelta(days=365)  # torch counts milliseconds
+_STAGES: dict[ElasticScheme, int] = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+_OTHERS_HAVE_PARTS = (
+    "(the ranks of other schemes have parts of layers, without which the rest cannot go on)"
+)
+_COLLECTING = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_AxisSize: TypeAlias = Annotated[
+    int,
+    Limit("of at least 1, or -1 for what the others leave", lambda size: size >= 1 or size == -1),
+]
+_Layers: TypeAlias = Annotated[dict[str, Any], Limit("of patterns and their styles", bool)]
 
-class LightningOptions(TypedDict, total=False):
+
+def _wait(timeout: float | timedelta) -> timedelta:
+    try:
+        return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except OverflowError:
+        return timedelta(0)
+
+
+def _is_backend(name: str) -> bool:
+    return name == "auto" or bool(get_backend(name))
+
+
+@dataclass(frozen=True)
+class LightningOptions(Options):
     """What Lightning's own parallel strategies take.
 
     Attributes:
@@ -43,22 +83,24 @@ class LightningOptions(TypedDict, total=False):
         precision_plugin: Lightning's; it is exchanged for a twin that works on shards.
     """
 
-    accelerator: pl.accelerators.Accelerator | None
-    parallel_devices: list[torch.device] | None
-    cluster_environment: ClusterEnvironment | None
-    checkpoint_io: CheckpointIO | None
-    precision_plugin: Precision | None
+    accelerator: "pl.accelerators.Accelerator | None" = None
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: ClusterEnvironment | None = None
+    checkpoint_io: CheckpointIO | None = None
+    precision_plugin: Precision | None = None
 
 
-class RanksOptions(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class RanksOptions(Options):
     """What every strategy takes, for a Trainer and for Fabric.
 
     Attributes:
-        backend: A backend's name, or "auto": NCCL on GPUs; shared memory between CPU ranks of one
-            host, Gloo over several.
+        backend: "nccl", "gloo", "mpi", "shm" or "in_process"; or "auto": NCCL on GPUs; shared
+            memory between CPU ranks of one host, Gloo over several.
         num_ranks: Ranks to run inside this process, with backend "in_process" only; by default the
             number of devices.
-        timeout: Seconds (or a timedelta) after which a silent peer is an error.
+        timeout: Seconds (or a timedelta) after which a silent peer is an error, by default 30
+            minutes.
         debug: Let ranks compare every collective call before they make it, so that a mistake is an
             error that names both call sites. Slow. On as well when LIGHTNING_SHARD_DEBUG is 1, and
             always within one process.
@@ -67,14 +109,36 @@ class RanksOptions(TypedDict, total=False):
             set here.
     """
 
-    backend: str
-    num_ranks: int | None
-    timeout: float | timedelta
-    debug: bool
-    checkpoint_format: CheckpointFormat
+    backend: Annotated[str, Limit("that names a backend", _is_backend)] = "auto"
+    num_ranks: AtLeastOne | None = None
+    timeout: Annotated[
+        float | timedelta,
+        Limit(
+            f"above 0 and of at most {_LONGEST.days} days",
+            lambda timeout: timedelta(0) < _wait(timeout) <= _LONGEST,
+        ),
+    ] = DEFAULT_TIMEOUT
+    debug: bool = False
+    checkpoint_format: CheckpointFormat = "full"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        if self.num_ranks is not None and self.backend != "in_process":
+            raise ConfigError(
+                f"num_ranks={self.num_ranks} sets the ranks of the backend 'in_process', but the "
+                f"backend is {self.backend!r}. Pass Trainer(devices={self.num_ranks}), or a "
+                f"strategy name that ends in '_in_process'."
+            )
+
+    @property
+    def longest_wait(self) -> timedelta:
+        """Return the longest wait for a peer: the timeout."""
+        return _wait(self.timeout)
 
 
-class RunOptions(LightningOptions, RanksOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RanksOptions, LightningOptions):
     """What every strategy of a Trainer takes.
 
     Attributes:
@@ -88,34 +152,24 @@ class RunOptions(LightningOptions, RanksOptions, total=False):
             what it has to host memory, which a thread writes. For the sharded format.
     """
 
-    announce: bool
-    save_trainable_only: bool
-    save_on_sigterm: bool
-    async_save: bool
+    announce: bool = True
+    save_trainable_only: bool = False
+    save_on_sigterm: bool = True
+    async_save: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        if self.async_save and self.checkpoint_format != "sharded":
+            raise ConfigError(
+                f"async_save=True writes what each rank has in the background, but with "
+                f"checkpoint_format={self.checkpoint_format!r} rank 0 gathers all of it first. Set "
+                f"checkpoint_format='sharded' beside it."
+            )
 
 
-class UnitOptions(TypedDict, total=False):
-    """What the ranks communicate as one, and compute again in backward.
-
-    Attributes:
-        units: Class names of the modules that are communicated as one; found when left out.
-        bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
-            stage 3 12.5. "auto" lets the ranks measure their links when a fit begins, and chooses
-            1 to 64 MB, the same on all of them; the default within one process.
-        activation_checkpointing: What is dropped in forward and computed again in backward:
-            "full", all activations of the model's blocks; "selective", the same but for results of
-            matrix products, convolutions and attention; or all of modules of these class names.
-        activation_offload: Whether what forward keeps for backward lies in host memory until then,
-            copied beside what computes.
-    """
-
-    units: list[str] | None
-    bucket_mb: BucketMB
-    activation_checkpointing: ActivationCheckpointing | None
-    activation_offload: bool
-
-
-class GradientOptions(UnitOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class GradientOptions(UnitOptions):
     """How the gradients of data-parallel ranks travel.
 
     Attributes:
@@ -123,14 +177,16 @@ class GradientOptions(UnitOptions, total=False):
             backward when left out.
     """
 
-    reduce_dtype: ReduceDType | None
+    reduce_dtype: ReduceDType | None = None
 
 
-class SharedOptions(RunOptions, GradientOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class SharedOptions(GradientOptions, RunOptions):
     """What all strategies share whose ranks average gradients."""
 
 
-class FitEndOptions(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class FitEndOptions(Options):
     """What a fit leaves on its ranks.
 
     Attributes:
@@ -141,71 +197,76 @@ class FitEndOptions(TypedDict, total=False):
             Ranks of one process end with the fit: True there.
     """
 
-    full_parameters_after_fit: AfterFit
+    full_parameters_after_fit: AfterFit = "auto"
 
 
-class SplitOptions(SharedOptions, FitEndOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class SplitOptions(FitEndOptions, SharedOptions):
     """What all strategies share whose ranks keep shards between the steps of a fit."""
 
 
-class ShardOptions(TypedDict, total=False):
-    """How shards and gradients travel, and where they lie.
+@dataclass(frozen=True, kw_only=True)
+class SentOptions(ShardOptions, GradientOptions):
+    """How the ranks of data parallel and ZeRO share a step, for a Trainer and for Fabric."""
 
-    Attributes:
-        compression: "fp16", "bf16", "int8", "topk", "powersgd", "onebit", a `Compressor`, or a
-            mapping with `class_path` and `init_args`: what makes gradients smaller before they
-            travel. "none" or None sends them as they are. Stages 0 to 2.
-        offload: What lies in host memory: "optimizer", the shards that the optimizer updates, their
-            gradients and its state, whose step the CPU then makes (stages 1 to 3); "parameters",
-            the parameters' shards as well, which the device has only while a block needs them
-            (stage 3).
-        prefetch: Units that stage 3 gathers ahead of the one that runs; by default 1. With 0
-            memory is least, and nothing computes while parameters travel.
-    """
-
-    compression: str | Compressor | dict[str, Any] | None
-    offload: Offload | None
-    prefetch: int | None
+    def engine_options(self, stage: int) -> EngineOptions:
+        """Return what an engine of a stage is told, with dtypes of the precision "32-true"."""
+        given = {
+            **self.part(EngineOptions),
+            "dtypes": dtype_policy("32-true", self.reduce_dtype),
+            "compression": find_compressor(self.compression),
+        }
+        return EngineOptions(stage=stage, **given)
 
 
-class DataParallelOptions(SplitOptions, ShardOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class DataParallelOptions(SentOptions, SplitOptions):
     """What replicated data parallel and ZeRO take."""
 
 
-class PlanOptions(TypedDict, total=False):
+@dataclass(frozen=True)
+class FabricLightningOptions(Options):
+    """What Fabric's own parallel strategies take.
+
+    Attributes:
+        accelerator: Lightning's; Fabric sets it.
+        parallel_devices: One device per local rank; Fabric sets them.
+        cluster_environment: Lightning's; Fabric finds it when it is left out.
+        checkpoint_io: Lightning's; it writes and reads the files.
+        precision: Lightning's plugin; Fabric makes it of its own `precision`.
+    """
+
+    accelerator: Accelerator | None = None
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: ClusterEnvironment | None = None
+    checkpoint_io: CheckpointIO | None = None
+    precision: FabricPrecision | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FabricOptions(SentOptions, RanksOptions, FabricLightningOptions):
+    """What replicated data parallel and ZeRO take under Fabric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Options):
     """How layers are split.
 
     Attributes:
-        plan: Maps patterns of module paths to styles: see `tensor_parallel.styles`. Or "auto",
-            also as None: found by `tensor_parallel.automatic`.
+        plan: Maps patterns of module paths to styles of `tensor_parallel.styles`, such as
+            {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}. Or "auto", also as None: found
+            by trial.
     """
 
-    plan: dict[str, Any] | str | None
+    plan: _Layers | Literal["auto"] | None = "auto"
+
+    def layers(self, size: int | None, *, sequence_parallel: bool = False) -> TensorDimension:
+        """Return what splits the layers over `size` ranks, over all where that is None."""
+        return TensorDimension(size, plan=self.plan, sequence_parallel=sequence_parallel)
 
 
-class ScheduleOptions(TypedDict, total=False):
-    """How a pipeline is cut into stages, and what runs when.
-
-    Attributes:
-        schedule: One of `pipeline_parallel.schedules.SCHEDULES`.
-        num_microbatches: Parts of each batch; by default twice the ranks of the pipeline. A batch
-            of fewer samples has one part for each.
-        blocks: Path of the list of repeated blocks; found where there is one.
-        split: What the stages have alike: "parameters", "flops" or "memory" (measured in the
-            first batch); or the first block of each stage but the first.
-        batch_lists: What lists and tuples in a batch are that can be read in two ways: "samples",
-            one value for each, or "fields", each of all samples. "auto" goes by the loader, refuses
-            what it cannot tell, and leaves batches of samples of different shapes whole.
-    """
-
-    schedule: str
-    num_microbatches: int | None
-    blocks: str | None
-    split: str | list[int]
-    batch_lists: BatchLists
-
-
-class TensorParallelOptions(SplitOptions, PlanOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelOptions(PlanOptions, SplitOptions):
     """What tensor parallelism takes.
 
     Attributes:
@@ -216,12 +277,24 @@ class TensorParallelOptions(SplitOptions, PlanOptions, total=False):
             dropout, residual sums) are in slices of the sequence.
     """
 
-    tensor_parallel_size: int | None
-    zero_stage: int
-    sequence_parallel: bool
+    tensor_parallel_size: AtLeastOne | None = None
+    zero_stage: ZeroStage = 0
+    sequence_parallel: bool = False
 
 
-class PipelineParallelOptions(SplitOptions, ScheduleOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class PipelinedOptions(ScheduleOptions, SplitOptions):
+    """What all strategies share whose ranks have stages."""
+
+    def stages(self, size: int | None) -> PipelineDimension:
+        """Return what cuts a model into the stages of `size` ranks, of all where that is None."""
+        recomputes = self.activation_checkpointing is not None
+        options = StageOptions(**self.part(ScheduleOptions), joins_halves=recomputes)
+        return PipelineDimension(size, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParallelOptions(PipelinedOptions):
     """What pipeline parallelism takes.
 
     Attributes:
@@ -229,10 +302,11 @@ class PipelineParallelOptions(SplitOptions, ScheduleOptions, total=False):
             is data parallel.
     """
 
-    pipeline_parallel_size: int | None
+    pipeline_parallel_size: AtLeastOne | None = None
 
 
-class ContextParallelOptions(SplitOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelOptions(SplitOptions):
     """What context parallelism takes.
 
     Attributes:
@@ -241,19 +315,20 @@ class ContextParallelOptions(SplitOptions, total=False):
         zero_stage: How the ranks keep their state, 0 to 3; those that share a sequence as well.
     """
 
-    context_parallel_size: int | None
-    zero_stage: int
+    context_parallel_size: AtLeastOne | None = None
+    zero_stage: ZeroStage = 0
 
 
-class HybridParallelOptions(SplitOptions, PlanOptions, ScheduleOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class HybridParallelOptions(PlanOptions, PipelinedOptions):
     """What data, tensor and pipeline parallelism together take.
 
     Attributes:
         pipeline_parallel_size: Ranks of one pipeline.
         tensor_parallel_size: Ranks that share each layer of a stage.
-        context_parallel_size: Ranks that share each sequence.
+        context_parallel_size: Ranks that share each sequence, the mesh's axis "cp".
         expert_parallel_size: Ranks that share the experts of every mixture, and train on different
-            batches.
+            batches, the mesh's axis "ep".
         data_parallel_size: Models that train on different batches; -1 takes the remaining ranks. A
             pair (replicate, shard) is so many copies of the state, each in shards on so many
             neighbouring ranks; choose those of a node, and gathers stay inside it. With a
@@ -264,16 +339,28 @@ class HybridParallelOptions(SplitOptions, PlanOptions, ScheduleOptions, total=Fa
             are not named, "ep" comes after "dp" and "cp" before "tp".
     """
 
-    pipeline_parallel_size: int
-    tensor_parallel_size: int
-    context_parallel_size: int
-    expert_parallel_size: int
-    data_parallel_size: int | tuple[int, int]
-    zero_stage: int
-    axis_order: tuple[Axis, ...]
+    pipeline_parallel_size: _AxisSize = 1
+    tensor_parallel_size: _AxisSize = 1
+    context_parallel_size: _AxisSize = 1
+    expert_parallel_size: _AxisSize = 1
+    data_parallel_size: DataParallelSize = -1
+    zero_stage: ZeroStage = 1
+    axis_order: tuple[Axis, ...] = AXES
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        ParallelMesh(axis_order=self.axis_order)
+        if self.expert_parallel_size != 1 and not isinstance(self.data_parallel_size, int):
+            raise ConfigError(
+                f"data_parallel_size={self.data_parallel_size} makes several copies of the state, "
+                f"but with expert_parallel_size={self.expert_parallel_size} experts and other "
+                f"parameters are on different ranks; expected a number. Leave the pair out."
+            )
 
 
-class AutoOptions(RunOptions, FitEndOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions(FitEndOptions, RunOptions):
     """What the strategy takes that plans at the beginning of a fit.
 
     Attributes:
@@ -287,40 +374,30 @@ class AutoOptions(RunOptions, FitEndOptions, total=False):
             writes none. What was predicted is written beside it, as `plan.json`.
     """
 
-    machine: str
-    device_memory: int | None
-    tensor_plan: dict[str, Any] | None
-    choice_file: str | None
+    machine: str = "auto"
+    device_memory: AtLeastOne | None = None
+    tensor_plan: dict[str, Any] | None = None
+    choice_file: str | None = "shard_auto.yaml"
 
 
-class LocalSGDOptions(SharedOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class LocalSGDOptions(SyncSchedule, SharedOptions):
     """What local SGD and DiLoCo take; units, buckets and `reduce_dtype` are those of the warm-up.
 
     Attributes:
-        sync_every: Steps between two exchanges of the same parameters.
-        warmup_steps: Steps at the beginning that average gradients, as "shard_ddp" does: post-local
-            SGD. Of a batch with several steps by hand, all belong to it if one does.
         outer_optimizer: None averages parameters. "nesterov", {"class_path": ..., "init_args":
             ...} or a function of a list of tensors is DiLoCo's outer optimizer, whose gradient is
             the mean of what the ranks have changed.
-        fragments: Parts of the model that are exchanged in turns.
-        overlap_steps: Steps that training goes on while a fragment travels.
-        mixing: The share of its own parameters that a rank keeps when a fragment lands; by default
-            0, with `overlap_steps` 0.5.
         compression: Compression of the changes that ranks send when they meet: "fp16", "bf16",
             "int8", "topk", "powersgd", a compressor, or {"class_path": ..., "init_args": ...}.
     """
 
-    sync_every: int
-    warmup_steps: int
-    outer_optimizer: OuterOptimizer
-    fragments: int
-    overlap_steps: int
-    mixing: float | None
-    compression: str | Compressor | dict[str, Any] | None
+    outer_optimizer: OuterOptimizer = None
+    compression: Compression = None
 
 
-class AsyncSGDOptions(RunOptions, UnitOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class AsyncSGDOptions(UnitOptions, RunOptions):
     """What asynchronous SGD takes; `bucket_mb` is of synchronous steps.
 
     Attributes:
@@ -332,12 +409,13 @@ class AsyncSGDOptions(RunOptions, UnitOptions, total=False):
             gradients, since parameters move fastest and Adam's averages begin.
     """
 
-    staleness_bound: int
-    staleness_lr: StalenessRule | None
-    warmup_steps: int
+    staleness_bound: AtLeastZero = 4
+    staleness_lr: StalenessRule | None = "inverse"
+    warmup_steps: AtLeastZero = 0
 
 
-class ElasticOptions(SharedOptions, total=False):
+@dataclass(frozen=True, kw_only=True)
+class ElasticOptions(SharedOptions):
     """What elastic training takes; a peer that is silent for `timeout` seconds is taken for lost.
 
     Attributes:
@@ -347,19 +425,104 @@ class ElasticOptions(SharedOptions, total=False):
         snapshot_every: Optimizer steps between the boundaries that ranks remember: at most so many
             are done again after a loss. "shard_ddp" loses none but between an update and the end of
             its step.
-        global_batch_size: Samples of an optimizer step, whatever the number of ranks; None keeps
-            what the first ranks have together.
+        global_batch_size: Samples of an optimizer step, whatever the number of ranks, from which
+            accumulation follows; None keeps what `devices` x `num_nodes` ranks have together.
         learning_rate_scaling: "linear" or "sqrt": let the batch of each rank stay as it is, and
-            scale the learning rate by the number of ranks; None holds the global batch instead.
+            scale the learning rate from `devices` x `num_nodes` ranks to those there are; None
+            holds the global batch instead.
         max_failures: A rank that raises errors of its own more often is evicted with the last.
         patience: Seconds to wait below `min_ranks`.
     """
 
-    scheme: ElasticScheme
-    min_ranks: int
-    max_ranks: int | None
-    snapshot_every: int
-    global_batch_size: int | None
-    learning_rate_scaling: Literal["linear", "sqrt"] | None
-    max_failures: int
-    patience: float
+    scheme: Annotated[ElasticScheme, Limit(_OTHERS_HAVE_PARTS)] = "zero2"
+    min_ranks: AtLeastOne = 1
+    max_ranks: AtLeastOne | None = None
+    snapshot_every: AtLeastOne = 10
+    global_batch_size: AtLeastOne | None = None
+    learning_rate_scaling: Literal["linear", "sqrt"] | None = None
+    max_failures: AtLeastZero = 3
+    patience: Annotated[float, Limit("of at least 0 seconds", lambda patience: patience >= 0)] = (
+        60.0
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        if self.max_ranks is not None and self.max_ranks < self.min_ranks:
+            raise ConfigError(
+                f"Expected 1 <= min_ranks <= max_ranks, got min_ranks={self.min_ranks} and "
+                f"max_ranks={self.max_ranks}."
+            )
+        batch, scaling = self.global_batch_size, self.learning_rate_scaling
+        if scaling is not None and batch is not None:
+            raise ConfigError(
+                f"learning_rate_scaling={scaling!r} lets the global batch change with the ranks, "
+                f"but global_batch_size={batch} holds it. Leave one of them out."
+            )
+
+    @property
+    def stage(self) -> int:
+        """The scheme's ZeRO stage."""
+        return _STAGES[self.scheme]
+
+    @property
+    def bounds(self) -> Bounds:
+        """How many ranks may train, how long too few wait, and how often one may fail."""
+        return Bounds(
+            min_ranks=self.min_ranks,
+            max_ranks=self.max_ranks,
+            patience_seconds=self.patience,
+            max_failures=self.max_failures,
+        )
+
+
+def option_names(kind: type) -> list[str]:
+    """Return the names of a class's options; of one that passes others on, its parents', too."""
+    names: dict[str, None] = {}
+    for one in kind.__mro__:
+        if "__init__" not in vars(one):
+            continue
+        parameters = list(inspect.signature(vars(one)["__init__"]).parameters.values())[1:]
+        names |= {each.name: None for each in parameters if each.kind not in _COLLECTING}
+        if all(each.kind is not Parameter.VAR_KEYWORD for each in parameters):
+            break
+    return list(names)
+
+
+class OptionNames(ABCMeta):
+    """Checks keyword arguments against the constructor's signature before calling it.
+
+    An instance keeps what it was made with, as `given_options`. The signature of a class is its
+    constructor's, and its docstring says what the options mean.
+    """
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        """Make a strategy's class."""
+        constructor = namespace.get("__init__")
+        if constructor is not None:
+            doc = explained(namespace.get("__doc__"), constructor)
+            shown = inspect.signature(constructor)
+            shown = shown.replace(parameters=list(shown.parameters.values())[1:])
+            namespace = {**namespace, "__doc__": doc, "__signature__": shown}
+        return super().__new__(cls, name, bases, namespace)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Construct, or raise ConfigError for an option that the class does not have."""
+        known = option_names(cls)
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    f"{cls.__name__} has no option {name!r}; it has {', '.join(known)}.{hint}"
+                )
+        made = super().__call__(*args, **kwargs)
+        made.given_options = args, kwargs
+        return made
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or any(
+            (original(kind.__module__), kind.__qualname__)
+            == (original(cls.__module__), cls.__qualname__)
+            for kind in type(instance).__mro__
+        )

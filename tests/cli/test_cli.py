@@ -84,7 +84,7 @@ def test_debug_shows_the_traceback(command: Command, capsys: pytest.CaptureFixtu
     assert command("fit", *arguments) == 1
     error = capsys.readouterr().err
     assert "Traceback" in error
-    assert "ConfigError: num_ranks=3" in error
+    assert "ConfigError: ZeRO2Strategy: num_ranks=3" in error
 
 
 def test_an_error_while_it_runs_is_one_line_too(

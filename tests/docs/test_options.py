@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import lightning_shard
 from lightning_shard.core.schemes import SCHEMES
 from lightning_shard.data_parallel import compression
 from lightning_shard.data_parallel.compression import COMPRESSORS
 from lightning_shard.tensor_parallel.styles import STYLES
+from tests.docs.option_tables import PAGES, with_tables
 from tests.docs.pages import quotes, tables, text_of
 
 LIGHTNINGS = {
@@ -21,15 +21,6 @@ LIGHTNINGS = {
     "cluster_environment",
     "checkpoint_io",
     "precision_plugin",
-}
-PAGES = {
-    "docs/tensor_parallel.md": lightning_shard.TensorParallelStrategy,
-    "docs/pipeline_parallel.md": lightning_shard.PipelineParallelStrategy,
-    "docs/hybrid_parallel.md": lightning_shard.HybridParallelStrategy,
-    "docs/local_sgd.md": lightning_shard.LocalSGDStrategy,
-    "docs/async_sgd.md": lightning_shard.AsyncSGDStrategy,
-    "docs/elastic.md": lightning_shard.ElasticStrategy,
-    "docs/strategies.md": lightning_shard.ZeRO2Strategy,
 }
 _NO_DEFAULT = object()  # in a table whose text says it
 
@@ -61,6 +52,11 @@ def test_the_options_of_a_page_are_those_of_its_strategy(name: str) -> None:
     assert parameters.keys() <= listed.keys() | options_of("docs/strategies.md").keys()
     for option, default in listed.items():
         assert default is _NO_DEFAULT or default == parameters[option], option
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_tables_of_a_page_say_what_the_options_are_declared_with(name: str) -> None:
+    assert text_of(name) == with_tables(name), "write them: python -m tests.docs.option_tables"
 
 
 def test_the_settings_of_compressors_are_those_of_their_classes() -> None:

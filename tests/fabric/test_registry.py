@@ -47,7 +47,7 @@ def test_names_make_strategies_with_their_options() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'bucket_mb'"):
         ours.ZeRO2Strategy(bucket_md=3)
-    with pytest.raises(ConfigError, match="checkpoint_format must be one of"):
+    with pytest.raises(ConfigError, match="checkpoint_format must be 'full' or 'sharded'"):
         ours.ZeRO2Strategy(checkpoint_format="half")
     strategy = ours.ZeRO2Strategy(backend="in_process", num_ranks=3)
     with pytest.raises(ConfigError, match=r"num_ranks=3 and Fabric\(devices=2\) contradict"):

@@ -231,7 +231,7 @@ def test_data_that_give_each_batch_once_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_device_without_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device_memory must be positive bytes, got 0"):
+    with pytest.raises(ConfigError, match="device_memory must be a whole number of at least 1"):
         AutoStrategy(device_memory=0)
 
 

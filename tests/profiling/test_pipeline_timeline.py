@@ -206,9 +206,9 @@ def test_a_strategy_without_a_pipeline_is_refused(strategy: str | None, devices:
 
 
 def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
+    with pytest.raises(ConfigError, match="every_n_steps must be a whole number of at least 1"):
         PipelineTimeline(every_n_steps=0)
-    with pytest.raises(ConfigError, match=r"formats has \['svg'\]"):
+    with pytest.raises(ConfigError, match=r"each entry 'png' or 'json', .* got \['svg'\]"):
         PipelineTimeline(formats=["svg"])  # type: ignore[list-item]
     monkeypatch.setattr(pipeline_timeline, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):

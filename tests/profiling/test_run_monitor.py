@@ -236,7 +236,7 @@ def test_another_packages_strategy_is_refused(monitor: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("monitor", [TrafficMonitor, MemoryMonitor])
 def test_steps_between_records_are_at_least_one(monitor: Any) -> None:
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
+    with pytest.raises(ConfigError, match="every_n_steps must be a whole number of at least 1"):
         monitor(every_n_steps=0)
 
 

@@ -150,8 +150,8 @@ def test_a_recorded_fit_has_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"snapshot_every": 0}, "snapshot_every=0"),
-        ({"steps": [-1]}, "steps from 0"),
+        ({"snapshot_every": 0}, "snapshot_every must be .* of at least 1"),
+        ({"steps": [-1]}, "steps must be a list, each entry a whole number of at least 0"),
         ({"failures": False}, "would record nothing"),
     ],
 )

@@ -86,18 +86,18 @@ def fit_fails(model: L.LightningModule, strategy: str = "zero2", **options: Any)
         (lambda: DDPStrategy(backend="gloo", num_ranks=2), ["num_ranks=2", "gloo", "devices=2"]),
         (lambda: DDPStrategy(num_ranks=2), ["num_ranks=2", "in_process"]),
         (lambda: DDPStrategy(backend="in_process", num_ranks=0), ["num_ranks", "0"]),
-        (lambda: ZeRO2Strategy(bucket_mb=0), ["bucket_mb", "positive", "0"]),
+        (lambda: ZeRO2Strategy(bucket_mb=0), ["bucket_mb", "above 0", "0"]),
         (lambda: ZeRO2Strategy(bucket_mb=float("nan")), ["bucket_mb", "nan"]),
         (lambda: ZeRO3Strategy(units="Block"), ["units", "'Block'", "['Block']"]),
         (lambda: ZeRO3Strategy(units=[]), ["units", "[]"]),
         (lambda: ZeRO3Strategy(activation_checkpointing="ful"), ["'full'", "'selective'", "'ful'"]),
         (
             lambda: ZeRO3Strategy(activation_checkpointing=True),  # type: ignore[arg-type]
-            ["'selective' or None or a list, each entry a string, got True"],
+            ["'selective' or None or a list, each entry a string such as ['Block'], got True"],
         ),
         (lambda: ZeRO3Strategy(activation_checkpointing=[]), ["activation_check", "['Block']"]),
         (lambda: ZeRO3Strategy(reduce_dtype="float8"), ["reduce_dtype", "float8", "bfloat16"]),
-        (lambda: ZeRO3Strategy(timeout=0), ["timeout", "positive", "0"]),
+        (lambda: ZeRO3Strategy(timeout=0), ["timeout", "above 0", "0"]),
     ],
 )
 def test_options_are_checked_when_they_are_given(make: Callable[[], Any], words: list[str]) -> None:

@@ -18,7 +18,11 @@ from lightning_shard.data_parallel.compression.compressor import (
 from lightning_shard.data_parallel.compression.one_bit import OneBit
 from lightning_shard.data_parallel.compression.power_sgd import PowerSGD
 from lightning_shard.data_parallel.compression.rounding import BF16, FP16, Int8
-from lightning_shard.data_parallel.compression.selection import COMPRESSORS, find_compressor
+from lightning_shard.data_parallel.compression.selection import (
+    COMPRESSORS,
+    Compression,
+    find_compressor,
+)
 from lightning_shard.data_parallel.compression.top_k import TopK
 
 __all__ = [
@@ -26,6 +30,7 @@ __all__ = [
     "COMPRESSORS",
     "FP16",
     "Codec",
+    "Compression",
     "Compressor",
     "Exchange",
     "FlatBuffer",

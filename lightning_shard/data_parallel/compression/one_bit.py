@@ -8,13 +8,14 @@ Source: 1-bit Adam, arXiv:2102.02888.
 
 from collections.abc import Sequence
 from math import inf
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 from typing_extensions import override
 
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import AtLeastZero, Limit, checked_options
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
 from lightning_shard.data_parallel.compression.rounding import in_blocks
@@ -25,6 +26,10 @@ _BITS = 8
 # i; no two products of their bits meet, so nothing is carried.
 _GATHER = sum(1 << (56 - 7 * place) for place in range(_BITS))
 _LEAST_BLOCK = 1024  # 31x smaller with a scale of 4 bytes
+_BLOCK = Limit(
+    f"that is a multiple of {_BITS} and at least {_LEAST_BLOCK}",
+    lambda block: block >= _LEAST_BLOCK and block % _BITS == 0,
+)
 
 
 class OneBit(Codec):
@@ -57,24 +62,15 @@ class OneBit(Codec):
     @checked_options
     def __init__(
         self,
-        warmup_steps: int = 100,
-        block: int = 2048,
+        warmup_steps: AtLeastZero = 100,
+        block: Annotated[int, _BLOCK] = 2048,
         adam: bool = True,
-        update_limit: float | None = 1.0,
+        update_limit: Annotated[float, Limit("above 0", lambda one: one > 0)] | None = 1.0,
     ) -> None:
-        if warmup_steps < 0 or block < _LEAST_BLOCK or block % _BITS:
-            raise ConfigError(
-                f"OneBit needs warmup_steps >= 0 and a block that is a multiple of {_BITS} and at "
-                f"least {_LEAST_BLOCK}, got warmup_steps={warmup_steps!r}, block={block!r}."
-            )
         if adam and not warmup_steps:
             raise ConfigError(
                 "OneBit(adam=True) needs a warm-up, in which Adam learns its second moment, got "
                 "warmup_steps=0. A tenth of all steps is usual; or pass adam=False."
-            )
-        if update_limit is not None and update_limit <= 0:
-            raise ConfigError(
-                f"OneBit needs an update_limit above 0, or None, got update_limit={update_limit!r}."
             )
         self.update_limit = inf if update_limit is None else update_limit
         self.warmup_steps = warmup_steps

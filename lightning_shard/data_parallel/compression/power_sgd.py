@@ -17,7 +17,7 @@ Source: PowerSGD, arXiv:1905.13727.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lightning_shard.backends.pending import Pending
 from lightning_shard.backends.streams import sent_up
 from lightning_shard.backends.traffic import ring_share
 from lightning_shard.core.layout.flat import Slot, build_layout
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import AtLeastOne, AtLeastZero, checked_options
 from lightning_shard.data_parallel.compression.compressor import (
     Compressor,
     Exchange,
@@ -176,18 +176,12 @@ class PowerSGD(Compressor):
     @checked_options
     def __init__(
         self,
-        rank: int = 2,
-        warmup_steps: int = 0,
+        rank: AtLeastOne = 2,
+        warmup_steps: AtLeastZero = 0,
         seed: int = 0,
         factor_dtype: WireDType = "float32",
         adam: bool = False,
     ) -> None:
-        if rank < 1 or warmup_steps < 0 or factor_dtype not in get_args(WireDType):
-            raise ConfigError(
-                f"PowerSGD needs rank >= 1, warmup_steps >= 0 and a factor_dtype of 'float32' or "
-                f"'bfloat16', got rank={rank!r}, warmup_steps={warmup_steps!r}, "
-                f"factor_dtype={factor_dtype!r}."
-            )
         if adam and not warmup_steps:
             raise ConfigError(
                 "PowerSGD(adam=True) needs a warm-up, in which Adam learns its second moment, got "

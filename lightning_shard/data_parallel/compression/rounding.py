@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import AtLeastOne, checked_options
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
-from lightning_shard.errors import ConfigError
 
 _FP16_EXPONENT = 15  # below that of fp16's greatest value, so that rounding cannot overflow
 _LEAST_EXPONENT = -120  # so that one over the scale is a float32, too
@@ -68,15 +67,10 @@ class Int8(Codec):
     @checked_options
     def __init__(
         self,
-        block: int = 256,
+        block: AtLeastOne = 256,
         rounding: Literal["nearest", "stochastic"] = "stochastic",
         seed: int = 0,
     ) -> None:
-        if block < 1 or rounding not in ("nearest", "stochastic"):
-            raise ConfigError(
-                f"Int8 needs a block of at least 1 and rounding 'nearest' or 'stochastic', got "
-                f"block={block!r}, rounding={rounding!r}."
-            )
         self.block = block
         self.rounding = rounding
         self.seed = seed

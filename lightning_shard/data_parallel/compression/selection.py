@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+from lightning_shard.core.options import Limit
 from lightning_shard.data_parallel.compression.compressor import Compressor
 from lightning_shard.data_parallel.compression.one_bit import OneBit
 from lightning_shard.data_parallel.compression.power_sgd import PowerSGD
@@ -19,9 +20,17 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "powersgd": PowerSGD,
     "onebit": OneBit,
 }
+_KNOWN = ("none", *COMPRESSORS)
+Compression: TypeAlias = (
+    Annotated[str, Limit(f"that is one of {', '.join(map(repr, _KNOWN))}", _KNOWN.__contains__)]
+    | Compressor
+    | Annotated[dict[str, Any], Limit("with class_path and perhaps init_args")]
+    | None
+)
+"""The option by which a user chooses what makes gradients smaller."""
 
 
-def find_compressor(choice: str | Compressor | Mapping[str, Any] | None) -> Compressor | None:
+def find_compressor(choice: Compression | Mapping[str, Any]) -> Compressor | None:
     """Return the compressor that the `compression` option names; None for no compression.
 
     Args:

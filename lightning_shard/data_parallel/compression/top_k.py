@@ -11,12 +11,13 @@ Source: Deep Gradient Compression, arXiv:1712.01887.
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_shard.core.option_checks import checked_options
+from lightning_shard.core.options import AtLeastZero, Limit, checked_options
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
 from lightning_shard.errors import ConfigError
@@ -52,16 +53,11 @@ class TopK(Codec):
     @checked_options
     def __init__(
         self,
-        ratio: float = 0.01,
-        momentum: float = 0.0,
-        warmup_steps: int = 0,
+        ratio: Annotated[float, Limit("above 0 and at most 1", lambda one: 0 < one <= 1)] = 0.01,
+        momentum: Annotated[float, Limit("from 0 to below 1", lambda one: 0 <= one < 1)] = 0.0,
+        warmup_steps: AtLeastZero = 0,
         adam: bool = False,
     ) -> None:
-        if not 0 < ratio <= 1 or not 0 <= momentum < 1 or warmup_steps < 0:
-            raise ConfigError(
-                f"TopK needs 0 < ratio <= 1, 0 <= momentum < 1 and warmup_steps >= 0, got "
-                f"ratio={ratio!r}, momentum={momentum!r}, warmup_steps={warmup_steps!r}."
-            )
         if adam and (momentum or not warmup_steps):
             raise ConfigError(
                 f"TopK(adam=True) needs a warm-up, in which Adam learns its second moment, and no "

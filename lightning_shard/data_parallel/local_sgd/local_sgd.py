@@ -433,9 +433,9 @@ class LocalSGD:
             common = self.rule.arrived(self._arrived(flight))
             self._own.settle()
             taken = {name: one for name, one in common.items() if name not in self._edited}
-            self._own.set(taken, keep=self._schedule.mixing)
+            self._own.set(taken, keep=self._schedule.kept_share)
             self._stale.difference_update(taken)
-            if self._schedule.mixing:
+            if self._schedule.kept_share:
                 self._stale.update(flight.landing)
 
     def _proceed(self) -> None:

@@ -2,15 +2,23 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.optim import Optimizer
 
+from lightning_shard.core.options import Limit
 from lightning_shard.data_parallel.local_sgd.rules import OuterFactory
 from lightning_shard.errors import ConfigError
 
-OuterOptimizer = str | dict[str, Any] | Callable[[list[torch.Tensor]], Optimizer] | None
+OuterOptimizer = (
+    Annotated[str, Limit("that is 'nesterov'", lambda name: name == "nesterov")]
+    | Annotated[
+        dict[str, Any], Limit("with class_path and init_args", lambda one: "class_path" in one)
+    ]
+    | Callable[[list[torch.Tensor]], Optimizer]
+    | None
+)
 
 _HOW = (
     "Pass 'nesterov' (SGD with lr=0.7 and Nesterov momentum 0.9), {'class_path': "
@@ -40,15 +48,9 @@ def outer_factory(outer: OuterOptimizer) -> OuterFactory | None:
 
 
 def _factory(outer: OuterOptimizer) -> OuterFactory | None:
-    if outer is None:
-        return None
-    if outer == "nesterov":
+    if isinstance(outer, str):
         return _nesterov
-    if isinstance(outer, dict) and "class_path" in outer:
-        return _of_class(outer)
-    if callable(outer):
-        return outer
-    raise ConfigError(f"outer_optimizer={outer!r} is unknown. {_HOW}")
+    return _of_class(outer) if isinstance(outer, dict) else outer
 
 
 def plain_average(tensors: list[torch.Tensor]) -> Optimizer:

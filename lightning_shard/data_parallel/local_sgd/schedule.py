@@ -14,37 +14,43 @@ SGD, arXiv:1805.09767.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from lightning_shard.core.options import AtLeastOne, AtLeastZero, Limit, Options
 from lightning_shard.errors import ConfigError
+
+_SHARE = Limit(
+    "of at least 0 (take over the common values) and below 1 (keep the own ones)",
+    lambda share: 0.0 <= share < 1.0,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncSchedule:
-    """The schedule of the exchanges.
+class SyncSchedule(Options):
+    """When ranks that train by themselves exchange what.
 
     Attributes:
-        sync_every: Number of steps between two exchanges of one fragment.
-        warmup_steps: Number of steps at the beginning that average gradients instead.
-        fragments: Number of parts of the model, which take turns.
-        overlap_steps: Number of steps that an exchange may take; training goes on meanwhile.
-        mixing: Share that a rank keeps of its own values when a fragment lands, 0 to below 1.
+        sync_every: Steps between two exchanges of the same parameters.
+        warmup_steps: Steps at the beginning that average gradients, as "shard_ddp" does: post-local
+            SGD. Of a batch with several steps by hand, all belong to it if one does.
+        fragments: Parts of the model that are exchanged in turns.
+        overlap_steps: Steps that training goes on while a fragment travels.
+        mixing: The share of its own parameters that a rank keeps when a fragment lands; by default
+            0, with `overlap_steps` 0.5.
 
     Raises:
         ConfigError: The numbers make no schedule.
     """
 
-    sync_every: int
-    warmup_steps: int = 0
-    fragments: int = 1
-    overlap_steps: int = 0
-    mixing: float = 0.0
+    sync_every: AtLeastOne = 10
+    warmup_steps: AtLeastZero = 0
+    fragments: AtLeastOne = 1
+    overlap_steps: AtLeastZero = 0
+    mixing: Annotated[float, _SHARE] | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no schedule, before any process starts."""
-        _check_at_least("sync_every", self.sync_every, 1)
-        _check_at_least("warmup_steps", self.warmup_steps, 0)
-        _check_at_least("fragments", self.fragments, 1)
-        _check_at_least("overlap_steps", self.overlap_steps, 0)
+        super().__post_init__()
         if self.fragments > self.sync_every:
             raise ConfigError(
                 f"fragments={self.fragments} take turns within sync_every={self.sync_every} steps, "
@@ -56,11 +62,12 @@ class SyncSchedule:
                 f"overlap_steps={self.overlap_steps} must be below sync_every={self.sync_every}: "
                 f"a fragment has to land before it is sent again."
             )
-        if not 0.0 <= self.mixing < 1.0:
-            raise ConfigError(
-                f"mixing={self.mixing!r} must be at least 0 (take over the common values) and "
-                f"below 1 (keep the own ones); 0.5 is usual with overlap_steps."
-            )
+
+    @property
+    def kept_share(self) -> float:
+        """The share of its own parameters that a rank keeps when a fragment lands."""
+        usual = 0.5 if self.overlap_steps else 0.0
+        return usual if self.mixing is None else self.mixing
 
     def is_warming_up(self, step: int) -> bool:
         """Whether ranks still average gradients after `step` steps of the run."""
@@ -77,8 +84,3 @@ class SyncSchedule:
     def ends_round(self, step: int) -> bool:
         """Whether every fragment has had its turn after `step` steps of the run."""
         return (step - self.warmup_steps) % self.sync_every == 0
-
-
-def _check_at_least(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}.")

@@ -13,13 +13,14 @@ from typing import Any, Literal
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_shard.core.options import ClassNames
 from lightning_shard.data_parallel.recompute.recomputation import RECOMPUTED, Recomputed, recomputes
 from lightning_shard.data_parallel.recompute.recomputed_state import has_statistics
 from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
 from lightning_shard.data_parallel.units.units import named_blocks
 from lightning_shard.errors import ConfigError
 
-ActivationCheckpointing = Literal["full", "selective"] | list[str]
+ActivationCheckpointing = Literal["full", "selective"] | ClassNames
 
 
 @contextmanager

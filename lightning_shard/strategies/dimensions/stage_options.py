@@ -1,10 +1,11 @@
 """How a pipeline is cut into stages and what runs when: the options, and what follows from them."""
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Annotated, Literal
 
 from torch import nn
 
+from lightning_shard.core.options import AtLeastOne, Limit, Options
 from lightning_shard.pipeline_parallel.batch_reading import BatchLists
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import (
@@ -14,6 +15,7 @@ from lightning_shard.pipeline_parallel.partition import (
     partition_blocks,
 )
 from lightning_shard.pipeline_parallel.schedules import (
+    SCHEDULES,
     Schedule,
     default_stages_per_rank,
     make_schedule,
@@ -21,34 +23,49 @@ from lightning_shard.pipeline_parallel.schedules import (
     with_full_backwards,
 )
 
+_NAME = Limit(f"that is one of {', '.join(SCHEDULES)}", SCHEDULES.__contains__)
+_FIRST_BLOCKS = Limit("(the first block of each stage but the first)")
+
 
 @dataclass(frozen=True, kw_only=True)
-class StageOptions:
-    """A pipeline's options, on any number of ranks.
+class ScheduleOptions(Options):
+    """How a pipeline is cut into stages, and what runs when.
 
     Attributes:
-        schedule: Name of the pipeline's schedule.
-        num_microbatches: Microbatches of a batch; None for twice the ranks.
-        blocks: Path of the list of repeated blocks; None finds it.
-        split: What the stages have alike, or the first block of each stage but the first.
-        batch_lists: What lists in batches are, see `BatchReader`.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble",
+            "zbv" or "dual_pipe_v".
+        num_microbatches: Parts of each batch; by default twice the ranks of the pipeline; they need
+            not be equal. A batch of fewer samples has one part for each.
+        blocks: Path of the list of repeated blocks; found where there is one.
+        split: What the stages have alike: "parameters", "flops" or "memory" (measured in the
+            first batch); or the first block of each stage but the first.
+        batch_lists: What lists and tuples in a batch are that can be read in two ways: "samples",
+            one value for each, or "fields", each of all samples. "auto" goes by the loader, refuses
+            what it cannot tell, and leaves batches of samples of different shapes whole.
+    """
+
+    schedule: Annotated[str, _NAME] = "1f1b"
+    num_microbatches: AtLeastOne | None = None
+    blocks: str | None = None
+    split: Split | Annotated[list[int], _FIRST_BLOCKS] = "parameters"
+    batch_lists: BatchLists = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions(ScheduleOptions):
+    """What follows from a pipeline's options, on any number of ranks.
+
+    Attributes:
         joins_halves: Whether both halves of a backward run at once, since each would compute the
             activations of checkpointed blocks again.
     """
 
-    schedule: str
-    num_microbatches: int | None
-    blocks: str | None
-    split: str | list[int]
-    batch_lists: BatchLists = "auto"
     joins_halves: bool = False
 
     @property
     def measured(self) -> Literal["flops", "memory"] | None:
         """What has to be measured of the blocks before they are cut into stages; None: nothing."""
-        if self.split in ("flops", "memory"):
-            return cast(Literal["flops", "memory"], self.split)
-        return None
+        return self.split if self.split in ("flops", "memory") else None
 
     def num_parts(self, num_ranks: int) -> int:
         """Return the microbatches of a batch that has as many samples."""
@@ -93,6 +110,6 @@ class StageOptions:
             model,
             blocks,
             num_stages=self.num_stages(num_ranks),
-            split=cast(Split | list[int], self.split),
+            split=self.split,
             measured=measured,
         )

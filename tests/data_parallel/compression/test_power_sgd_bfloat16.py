@@ -123,7 +123,7 @@ def test_a_value_above_bfloat16s_greatest_is_an_overflow_to_all() -> None:
 
 
 def test_a_dtype_that_cannot_be_is_told() -> None:
-    with pytest.raises(ConfigError, match="factor_dtype='float16'"):
+    with pytest.raises(ConfigError, match="got 'float16'"):
         PowerSGD(factor_dtype="float16")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs a warm-up"):
         PowerSGD(adam=True)

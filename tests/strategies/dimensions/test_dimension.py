@@ -15,9 +15,10 @@ from lightning_shard import (
     TensorParallelStrategy,
 )
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.strategies.configs import ScheduleConfig
 from lightning_shard.strategies.dimensions.dimension import ParallelDimension
+from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
 from lightning_shard.strategies.dimensions.run_view import RunView
+from lightning_shard.strategies.dimensions.stage_options import StageOptions
 from lightning_shard.strategies.dimensions.step_runner import ModuleStep, StepKind, StepRunner
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from tests.strategies.parity import UPSTREAM_WARNINGS
@@ -87,7 +88,7 @@ def fit_sliced(groups: Groups, others: Sequence[ParallelDimension], **options: A
     ("others", "zero_stage", "expected"),
     [
         pytest.param(
-            [ScheduleConfig(num_microbatches=3).dimension(2)],
+            [PipelineDimension(2, StageOptions(num_microbatches=3))],
             0,
             {"samples": 1, "gradients": 2, "model": (0, 1, 2, 3), "gathered": [0], "mean": 0}
             | {"batches": 2},

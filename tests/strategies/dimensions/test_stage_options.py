@@ -1,13 +1,14 @@
 """What follows from a pipeline's options, on any number of ranks."""
 
+from typing import Any
+
 import pytest
 
-from lightning_shard.strategies.configs import ScheduleConfig
 from lightning_shard.strategies.dimensions.stage_options import StageOptions
 
 
-def options(**given: object) -> StageOptions:
-    return ScheduleConfig.of(given).dimension(None).options
+def options(**given: Any) -> StageOptions:
+    return StageOptions(**given)
 
 
 @pytest.mark.parametrize(

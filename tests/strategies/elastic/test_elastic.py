@@ -300,13 +300,16 @@ def test_a_logger_sees_one_run_when_rank_0_is_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": "tensor_parallel"}, "scheme must be one of"),
+        (
+            {"scheme": "tensor_parallel"},
+            "scheme must be 'shard_ddp' or .*schemes have parts",
+        ),
         ({"backend": "mpi"}, "cannot be elastic"),
         ({"backend": "shm"}, "cannot be elastic"),
-        ({"snapshot_every": 0}, "at least 1 step"),
+        ({"snapshot_every": 0}, "snapshot_every must be .* of at least 1"),
         ({"min_ranks": 3, "max_ranks": 2}, "min_ranks <= max_ranks"),
         ({"global_batch_size": 8, "learning_rate_scaling": "sqrt"}, "Leave one of them out"),
-        ({"learning_rate_scaling": "cubic"}, "'linear', 'sqrt' or None"),
+        ({"learning_rate_scaling": "cubic"}, "'linear' or 'sqrt' or None"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:

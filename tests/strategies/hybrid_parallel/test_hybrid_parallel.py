@@ -148,10 +148,10 @@ def strategy_of(**options: Any) -> HybridParallelStrategy:
         ({"pipeline_parallel_size": 3}, "4 ranks cannot be split .*pp=3"),
         ({"tensor_parallel_size": 8}, "4 ranks cannot be split .*tp=8"),
         ({"data_parallel_size": 3}, "4 ranks cannot be split .*dp=3"),
-        ({"data_parallel_size": 0}, "dp=0, .* expected sizes of at least 1"),
-        ({"pipeline_parallel_size": 0}, "pp=0, .* expected sizes of at least 1"),
+        ({"data_parallel_size": 0}, "data_parallel_size must be .* at least 1 or -1"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be .* at least 1, or -1"),
         ({"axis_order": ("pp", "dp", "dp")}, "axis_order"),
-        ({"zero_stage": 4}, "zero_stage must be one of"),
+        ({"zero_stage": 4}, "zero_stage must be a whole number from 0 to 3"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

@@ -45,7 +45,7 @@ def test_names(suffix: str) -> None:
         (lambda: ZeRO2Strategy(offload="optimizer", compression="int8"), "Int8.*Leave one"),
         (lambda: ZeRO2Strategy(offload="gradients"), "offload"),
         (lambda: ZeRO2Strategy(prefetch=1), "got ZeRO stage 2.*Leave it out"),
-        (lambda: ZeRO3Strategy(prefetch=-1), "at least 0 units, got -1"),
+        (lambda: ZeRO3Strategy(prefetch=-1), "prefetch must be .* of at least 0"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(make: Any, message: str) -> None:

@@ -99,9 +99,9 @@ def test_a_split_that_leaves_a_stage_empty(split: list[int]) -> None:
 
 
 def test_numbers_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="num_microbatches must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="num_microbatches must be a whole number of at least 1"):
         PipelineParallelStrategy(num_microbatches=0)
-    with pytest.raises(ConfigError, match="schedule is '2f2b'; expected one of gpipe, 1f1b"):
+    with pytest.raises(ConfigError, match="schedule must be a string that is one of gpipe, 1f1b"):
         PipelineParallelStrategy(schedule="2f2b")
 
 

@@ -156,7 +156,7 @@ def test_a_sample_with_as_many_rows_as_the_batch_samples_took_the_list(kind: typ
 
 def test_lists_of_samples_are_cut_where_an_option_says_so() -> None:
     assert_same(fitted(Lists, pipeline(batch_lists="samples"), 2), fitted(Lists))
-    with pytest.raises(ConfigError, match="batch_lists must be one of auto, samples, fields"):
+    with pytest.raises(ConfigError, match="batch_lists must be 'auto' or 'samples' or 'fields'"):
         pipeline(batch_lists="lists")
 
 

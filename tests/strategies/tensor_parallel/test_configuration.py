@@ -95,7 +95,7 @@ def test_a_size_that_does_not_divide_the_world_is_refused() -> None:
 
 
 def test_a_stage_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="zero_stage must be one of"):
+    with pytest.raises(ConfigError, match="zero_stage must be a whole number from 0 to 3"):
         TensorParallelStrategy(zero_stage=4)
 
 

@@ -98,12 +98,10 @@ def test_an_overflow_is_left_to_the_scaler() -> None:
 
 
 def test_a_plan_without_an_entry_or_a_size_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="plan is empty"):
+    with pytest.raises(ConfigError, match=r"plan must be .* patterns and .*, got \{\}"):
         TensorParallelStrategy(backend="in_process", plan={})
-    strategy = TensorParallelStrategy(backend="in_process", tensor_parallel_size=0)
-    model = ExampleGPT()
-    with pytest.raises(ConfigError, match="tp=0"):
-        quiet_trainer(strategy=strategy, devices=2).fit(model, datamodule=GlobalBatches(model, 1))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size must be .* of at least 1"):
+        TensorParallelStrategy(backend="in_process", tensor_parallel_size=0)
 
 
 def test_state_that_an_optimizer_makes_before_training_was_full() -> None:

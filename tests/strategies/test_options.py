@@ -2,8 +2,8 @@
 
 import inspect
 import re
-from dataclasses import FrozenInstanceError, fields
-from typing import Any, Unpack, get_type_hints
+from dataclasses import FrozenInstanceError, dataclass, fields
+from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -12,14 +12,17 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 import lightning_shard
 from lightning_shard import HybridParallelStrategy, TensorParallelStrategy, ZeRO3Strategy
+from lightning_shard.core.options import AtLeastOne, Options, names_of, takes
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies import configs
-from lightning_shard.strategies.configs import DataParallelConfig, RunConfig, ScheduleConfig
-from lightning_shard.strategies.flat_options import OptionGroup, part, takes
-from lightning_shard.strategies.options import PlanOptions, RunOptions
+from lightning_shard.fabric import strategy as of_fabric
+from lightning_shard.strategies.dimensions.stage_options import ScheduleOptions
+from lightning_shard.strategies.options import PlanOptions, TensorParallelOptions
 
 STRATEGIES: list[Any] = [
     getattr(lightning_shard, name) for name in lightning_shard.__all__ if name.endswith("Strategy")
+]
+OF_FABRIC: list[Any] = [
+    getattr(of_fabric, name) for name in ("DDPStrategy", "ZeRO1Strategy", "ZeRO2Strategy")
 ]
 
 
@@ -44,24 +47,20 @@ def test_a_docstring_explains_every_option_once(kind: Any) -> None:
     )
 
 
-def test_types_of_groups_are_those_that_callers_see() -> None:
-    hints: dict[str, set[Any]] = {}
-    for kind in STRATEGIES:
-        for name, parameter in inspect.signature(kind).parameters.items():
-            hints.setdefault(name, set()).add(parameter.annotation)
-    groups = [one for one in vars(configs).values() if isinstance(one, type)]
-    for group in groups:
-        if issubclass(group, OptionGroup):
-            own = get_type_hints(group)
-            assert all(own[field.name] in hints[field.name] for field in fields(group)), group
+@pytest.mark.parametrize("kind", [*STRATEGIES, *OF_FABRIC])
+def test_an_option_is_a_field_that_says_what_it_means(kind: Any) -> None:
+    (group, *_) = [one.__init__.group for one in kind.__mro__ if hasattr(one.__init__, "group")]
+    assert names_of(group) == list(inspect.signature(kind).parameters)
+    for one in fields(group):
+        assert one.metadata["doc"], one.name
 
 
 def test_groups_are_frozen_and_take_what_belongs_to_them() -> None:
-    group = ScheduleConfig.of({"split": [1, 2], "units": ["Block"]})
-    assert group == ScheduleConfig(split=[1, 2])
+    group = TensorParallelOptions(plan="auto", tensor_parallel_size=2)
     with pytest.raises(FrozenInstanceError):
-        group.split = "flops"  # type: ignore[misc]
-    assert part(PlanOptions, {"plan": "auto", "backend": "gloo"}) == {"plan": "auto"}
+        group.plan = None  # type: ignore[misc]
+    assert group.part(PlanOptions) == {"plan": "auto"}
+    assert group.part(ScheduleOptions) == {}
 
 
 def test_lightnings_arguments_may_be_positional() -> None:
@@ -84,7 +83,7 @@ def test_a_class_that_passes_options_on_has_its_parents_too() -> None:
     assert (made.extra, made._options.bucket_mb) == (2, 3.0)
     with pytest.raises(ConfigError, match=r"has no option 'bucket_mbs'.* mean 'bucket_mb'"):
         OfUser(bucket_mbs=1)
-    with pytest.raises(ConfigError, match="OfUser: bucket_mb must be a finite number or 'auto'"):
+    with pytest.raises(ConfigError, match="OfUser: bucket_mb must be a finite number of MB abo"):
         OfUser(bucket_mb=[1])
     assert list(inspect.signature(OfUser).parameters) == ["extra", "others"]
 
@@ -110,8 +109,58 @@ def test_what_makes_no_sense_for_a_scheme_is_refused_by_name() -> None:
         TensorParallelStrategy(compression="int8")  # type: ignore[call-arg]
 
 
-def test_a_constructor_takes_what_its_groups_have() -> None:
-    def constructor(self: object, **options: Unpack[RunOptions]) -> None: ...
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions(Options):
+    """One option.
 
-    with pytest.raises(AssertionError, match="RunOptions"):
-        takes(RunConfig, DataParallelConfig)(constructor)
+    Attributes:
+        size: How many there are,
+            and a second line.
+    """
+
+    size: AtLeastOne = 2
+
+
+class Sized:
+    """Takes a group."""
+
+    @takes(SizeOptions)
+    def __init__(self, options: SizeOptions) -> None:
+        self.options = options
+
+
+def test_a_constructor_takes_a_group_of_options_by_their_names() -> None:
+    assert Sized(size=3).options == SizeOptions(size=3)
+    assert str(inspect.signature(Sized)) == "(*, size: int = 2)"
+    (field,) = fields(SizeOptions)
+    assert field.metadata["doc"] == "How many there are,\n        and a second line."
+    with pytest.raises(ConfigError, match=r"^Sized: size must be .* of at least 1, such as 2"):
+        Sized(size=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sise'"):
+        Sized(sise=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        (ZeRO3Strategy, (25,), "25 stands in the place of accelerator, .* or bucket_mb=25"),
+        (of_fabric.ZeRO2Strategy, (25,), "25 stands in the place of accelerator, .* bucket_mb=25"),
+        (TensorParallelStrategy, (2,), "such as tensor_parallel_size=2 or zero_stage=2"),
+        (ZeRO3Strategy, ("gloo",), r"by name, such as backend='gloo'\.$"),
+        (ZeRO3Strategy, (None, 2), "2 stands in the place of parallel_devices, which must be None"),
+        (ZeRO3Strategy, (object(),), r"Options are given by name\.$"),
+    ],
+)
+def test_a_value_in_the_place_of_lightnings_arguments_is_refused(
+    kind: Any, given: tuple[Any, ...], said: str
+) -> None:
+    """An option without its name was taken for an accelerator, and failed in the Trainer."""
+    with pytest.raises(ConfigError, match=f"^{kind.__name__}: .*{said}"):
+        kind(*given)
+
+
+@pytest.mark.parametrize("name", ["accelerator", "cluster_environment", "checkpoint_io"])
+def test_what_is_lightnings_must_be_of_its_class(name: str) -> None:
+    for kind in (ZeRO3Strategy, of_fabric.ZeRO2Strategy):
+        with pytest.raises(ConfigError, match=f"^{kind.__name__}: {name} must be an? .*, got 'a'"):
+            kind(**{name: "a"})
