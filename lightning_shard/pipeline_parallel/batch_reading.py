@@ -196,8 +196,8 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
         raise ConfigError(
             f"A batch of type {type(batch).__name__} cannot be split into microbatches: got no "
             f"tensor with a dimension in it, expected the samples along the first dimension of "
-            f"one. Set num_microbatches=1, or let the collate function make tensors, in "
-            f"dictionaries, lists, tuples or dataclasses."
+            f"one. Let the collate function make tensors, in dictionaries, lists, tuples or "
+            f"dataclasses, or leave batches whole with a pipeline's num_microbatches=1."
         )
     return iter(found)
 

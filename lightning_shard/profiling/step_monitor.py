@@ -242,7 +242,8 @@ class StepMonitor(RunMonitor):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._clock is not None
+        if batch is None or self._clock is None:  # Lightning leaves such a batch out
+            return
         self._clock.end_batch()
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:

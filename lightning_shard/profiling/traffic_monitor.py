@@ -265,7 +265,8 @@ class TrafficMonitor(RunMonitor):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._counters is not None
+        if batch is None or self._counters is None:  # Lightning leaves such a batch out
+            return
         add_to(self._sent, self._counters.since())
         self._num_batches += 1
         steps = self._steps_taken(trainer)

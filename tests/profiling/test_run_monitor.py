@@ -253,3 +253,37 @@ def test_every_line_is_json_of_its_own(tmp_path: Path) -> None:
     run("ZeRO3Strategy", 2, "lstm", monitors(tmp_path))
     for line in path_of(tmp_path, 0).read_text().splitlines():
         assert json.loads(line)["rank"] == 0
+
+
+class GapsInData(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Gives None first, and between batches."""
+
+    def __iter__(self) -> Any:
+        return iter([None, torch.ones(4, 4), None, torch.ones(4, 4)])
+
+
+class OfGaps(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).square().mean()
+        return loss
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(GapsInData(), batch_size=None)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+def test_a_batch_of_none_is_left_out_of_what_is_monitored(tmp_path: Path) -> None:
+    """The first of a fit ended it with a bare AssertionError; Lightning goes on without it."""
+    strategy = lightning_shard.ZeRO3Strategy(backend="in_process")
+    trainer = quiet_trainer(
+        strategy=strategy, devices=2, max_epochs=1, callbacks=monitors(tmp_path, "h100")
+    )
+    trainer.fit(OfGaps())
+    assert len(written(tmp_path, 0, "step")) == 2

@@ -119,7 +119,7 @@ def test_a_batch_may_be_of_any_kind(kind: str, scheme: str) -> None:
     A mapping that cannot be pickled, and a nested tensor, ended the second run of a Trainer.
     """
     if scheme == "pipeline_parallel" and kind in UNCUT:
-        with pytest.raises(ConfigError, match=r"cannot be split .* num_microbatches=1"):
+        with pytest.raises(ConfigError, match="num_microbatches=1"):
             fitted(kind, SCHEMES[scheme](), 2)
         return
     ours, expected = fitted(kind, SCHEMES[scheme](), 2), fitted(kind)
