@@ -131,7 +131,7 @@ def optimizer_misfits(
     return list(dict.fromkeys(found))
 
 
-def _misfits(owner: str, entries: Any, trial: "_Trial", shape: Sequence[int]) -> Iterator[str]:
+def _misfits(owner: str, entries: Any, trial: "_TrialState", shape: Sequence[int]) -> Iterator[str]:
     """Yield the misfits of one parameter's entries; an unused parameter has no entries."""
     yield from trial.lacks_options
     if not isinstance(entries, Mapping):
@@ -146,7 +146,7 @@ def _misfits(owner: str, entries: Any, trial: "_Trial", shape: Sequence[int]) ->
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _TrialState:
     """The state that a trial optimizer makes for a small parameter.
 
     Attributes:
@@ -202,9 +202,9 @@ class _Trials:
         self, optimizer: Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
     ) -> None:
         self._optimizer, self._group, self._saved = optimizer, group, saved
-        self._made: dict[tuple[int, torch.dtype], _Trial] = {}
+        self._made: dict[tuple[int, torch.dtype], _TrialState] = {}
 
-    def of(self, param: nn.Parameter, ndim: int) -> _Trial:
+    def of(self, param: nn.Parameter, ndim: int) -> _TrialState:
         """Return the trial optimizer for parameters of a format and of `ndim` dimensions."""
         kind = ndim, param.dtype
         if kind not in self._made:
@@ -216,11 +216,11 @@ class _Trials:
     def _settings(self) -> dict[str, Any]:
         return {key: value for key, value in self._group.items() if key != "params"}
 
-    def _make(self, ndim: int, like: nn.Parameter) -> _Trial:
+    def _make(self, ndim: int, like: nn.Parameter) -> _TrialState:
         shape = _SIZES[:ndim]
         is_trained = like.is_floating_point() or like.is_complex()
         if len(shape) < ndim or not is_trained:  # integers, which are frozen
-            return _Trial(None, (), {})
+            return _TrialState(None, (), {})
         param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
         try:
             trial = trial_optimizer(self._optimizer, {**self._settings, "params": [param]})
@@ -229,10 +229,10 @@ class _Trials:
         except KeyError as error:
             (key,) = error.args
             lacks = key in self._settings and key not in self._saved
-            return _Trial(None, shape, {}, [self._say_lacking(key)] if lacks else [])
+            return _TrialState(None, shape, {}, [self._say_lacking(key)] if lacks else [])
         except Exception:  # it takes what it does not take from a trial optimizer
-            return _Trial(None, shape, {})
-        return _Trial(trial, shape, dict(trial.state[param]))
+            return _TrialState(None, shape, {})
+        return _TrialState(trial, shape, dict(trial.state[param]))
 
     def _say_lacking(self, key: str) -> str:
         kind = type(self._optimizer).__name__

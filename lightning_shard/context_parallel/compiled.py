@@ -56,7 +56,7 @@ class CompiledModules:
         self, model: nn.Module, blocks: Mapping[str, nn.Module], group: Collectives
     ) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._watched: list[_Watched] = []
+        self._watched: list[_WatchedModule] = []
         self._group, self._blocks = group, list(blocks.values())
         inside = {one for block in blocks.values() for one in block.modules()}
         compiled = [(name, one) for name, one in model.named_modules() if _is_compiled(one)]
@@ -73,7 +73,7 @@ class CompiledModules:
         """Run them as written where they are given parts; after the hooks that cut sequences."""
         for module in self._compiled:
             own = module._modules.get(COMPILED_MODULE) or module
-            self._watched.append(_Watched(own, compiler_of(module), self._group))
+            self._watched.append(_WatchedModule(own, compiler_of(module), self._group))
             self._take(module, own, is_block=module in self._blocks)
 
     def _take(self, module: nn.Module, own: nn.Module, *, is_block: bool) -> None:
@@ -116,7 +116,7 @@ def _by_arguments(as_written: Forward, compiled: Any) -> Forward:
 
 
 @dataclass
-class _Call:
+class _WatchedCall:
     """What was known when a module was called.
 
     Attributes:
@@ -132,22 +132,22 @@ class _Call:
     attributes: list[int] = field(default_factory=list)
 
 
-class _Watched:
+class _WatchedModule:
     """Watches the calls of a compiled module in its first step, and shares it out."""
 
     def __init__(
         self, module: nn.Module, compiler: Callable[[Forward], Forward], group: Collectives
     ) -> None:
         self._module, self._compiler, self._group = module, compiler, group
-        self._calls: dict[nn.Module, _Call] = {}
+        self._calls: dict[nn.Module, _WatchedCall] = {}
         self._alone: dict[nn.Module, bool] = {}  # whether it needs nothing but its rows
         self._rows: list[nn.Module] = []
         self._is_watching = self._was_called = False
         self._handles: list[RemovableHandle] = []
         for one in module.modules():
             self._handles += [
-                one.register_forward_pre_hook(_Hook(self.began), with_kwargs=True),
-                one.register_forward_hook(_Hook(self.ended)),
+                one.register_forward_pre_hook(_WatchingHook(self.began), with_kwargs=True),
+                one.register_forward_hook(_WatchingHook(self.ended)),
             ]
 
     def began(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -158,7 +158,7 @@ class _Watched:
         if not self._is_watching:
             return
         part = part_of(args[0]) if len(args) == 1 and not kwargs else None
-        self._calls[module] = _Call(part, self._num_exchanges(), *_left_behind(module))
+        self._calls[module] = _WatchedCall(part, self._num_exchanges(), *_left_behind(module))
 
     def ended(self, module: nn.Module, args: Any, result: Any) -> None:
         """Decide whether a call needed nothing but its rows."""
@@ -265,7 +265,7 @@ class _OnRows:
         return part.widen(rows.compiled(part.local))
 
 
-class _Hook:
+class _WatchingHook:
     """Hook before or after a forward; copies of the module, made in a run, are not watched."""
 
     def __init__(self, tell: Callable[[nn.Module, Any, Any], None] | None) -> None:
@@ -275,5 +275,5 @@ class _Hook:
         if self._tell is not None:
             self._tell(module, args, given)
 
-    def __deepcopy__(self, memo: Any) -> "_Hook":
-        return _Hook(None)
+    def __deepcopy__(self, memo: Any) -> "_WatchingHook":
+        return _WatchingHook(None)

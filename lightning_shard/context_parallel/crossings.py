@@ -147,7 +147,7 @@ def exchange_together(
     """
     if len({one.dtype for one in tensors}) > 1:
         return tuple(exchange(one, cut, join, group) for one in tensors)
-    result: tuple[Tensor, ...] = _Exchange.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _CutAndJoin.apply(  # type: ignore[no-untyped-call]
         cut, join, group, *tensors
     )
     return result
@@ -168,7 +168,7 @@ def _exchanged(
     return tuple(torch.cat(place.view(own.shape).unbind(), dim=join) for own, place in places)
 
 
-class _Exchange(torch.autograd.Function):
+class _CutAndJoin(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, cut: int, join: int, group: Collectives | RankSubset, *tensors: Tensor

@@ -284,10 +284,10 @@ class CutBlocks:
         last = {name.rpartition(".")[0]: name for name in self.blocks}
         end = next(reversed(last.values()), None)
         for name, block in self.blocks.items():
-            enter = _Hook(partial(self._entered, name, sequence_dim(block)))
+            enter = _BlockHook(partial(self._entered, name, sequence_dim(block)))
             self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             joins = joins_each or name in last.values()
-            leave = _Hook(partial(self._left, joins, name == end and not joins_each))
+            leave = _BlockHook(partial(self._left, joins, name == end and not joins_each))
             self._handles.append(block.register_forward_hook(leave, always_call=True))
         self._compiled.begin()
 
@@ -387,7 +387,7 @@ def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         )
 
 
-class _Hook:
+class _BlockHook:
     """Hook before or after a block's forward; copies of the block, made in a run, have it, too."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -396,7 +396,7 @@ class _Hook:
     def __call__(self, *given: Any) -> Any:
         return self._call(*given)
 
-    def __deepcopy__(self, memo: Any) -> "_Hook":
+    def __deepcopy__(self, memo: Any) -> "_BlockHook":
         return self
 
 

@@ -125,14 +125,14 @@ def _passed(tensor: Tensor, step: int, ring: RankSubset) -> tuple[Tensor, Pendin
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _KeysAndValues:
     """Keys and values in one flat tensor, as they travel."""
 
     flat: Tensor
     shapes: tuple[torch.Size, torch.Size]
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor) -> "_Pair":
+    def of(cls, key: Tensor, value: Tensor) -> "_KeysAndValues":
         return cls(torch.cat([key.reshape(-1), value.reshape(-1)]), (key.shape, value.shape))
 
     def both(self) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class _Pair:
 class _Visits:
     """Each rank's keys and values, one after the other, with the next ones on their way."""
 
-    def __init__(self, own: _Pair, ring: RankSubset) -> None:
+    def __init__(self, own: _KeysAndValues, ring: RankSubset) -> None:
         self._own, self._ring = own, ring
 
     def __iter__(self) -> Any:
@@ -154,7 +154,7 @@ class _Visits:
             if coming is not None:
                 received, started = coming
                 started.wait()
-                here = _Pair(received, here.shapes)
+                here = _KeysAndValues(received, here.shapes)
 
 
 def _grouped(query: Tensor, num_groups: int) -> Tensor:
@@ -179,7 +179,7 @@ class _Ring(torch.autograd.Function):
         ctx.visible, ctx.scale, ctx.places = visible, scale, places
         tiled = _tiled(ctx, query, key)
         state = tiled.start(value.shape[-1])
-        for _, source, keys, values in _Visits(_Pair.of(key, value), ring):
+        for _, source, keys, values in _Visits(_KeysAndValues.of(key, value), ring):
             rows = places.rows(source)
             tiled.see(state, keys.unsqueeze(-3), values.unsqueeze(-3), rows)
         result, lse = tiled.finish(state)
@@ -205,13 +205,13 @@ class _Ring(torch.autograd.Function):
         known = (_grouped(grad, groups), _grouped(product, groups), lse)
         of_query = torch.zeros_like(_grouped(query, groups), dtype=wide)
         of_pair: Tensor | None = None
-        for step, source, keys, values in _Visits(_Pair.of(key, value), places.ring):
+        for step, source, keys, values in _Visits(_KeysAndValues.of(key, value), places.ring):
             rows = places.rows(source)
             found = tiled.gradients(known, keys.unsqueeze(-3), values.unsqueeze(-3), rows, of_query)
-            flat = _Pair.of(*found).flat
+            flat = _KeysAndValues.of(*found).flat
             of_pair = flat if of_pair is None else of_pair.add_(_home(flat, step, key, places.ring))
         assert of_pair is not None
-        of_key, of_value = _Pair(of_pair, (key.shape, value.shape)).both()
+        of_key, of_value = _KeysAndValues(of_pair, (key.shape, value.shape)).both()
         of_all = (of_query.flatten(-4, -3), of_key, of_value)
         return tuple(
             places.left(found.to(one.dtype))

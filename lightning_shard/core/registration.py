@@ -60,7 +60,7 @@ def after_import(name: str, then: Then) -> None:
         sys.meta_path.insert(0, _finder)
 
 
-class _Finder(MetaPathFinder):
+class _AwaitedFinder(MetaPathFinder):
     """Finds the awaited modules as the other finders do, with a loader that calls `then`."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class _TellingLoader(Loader):
             then()
 
 
-_finder = _Finder()
+_finder = _AwaitedFinder()
 
 
 def register_on_import() -> None:

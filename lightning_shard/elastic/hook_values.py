@@ -123,7 +123,7 @@ class _Odd:
     """Stands for what is not plain, or too large."""
 
 
-class _Packed(bytes):
+class _PlainBytes(bytes):
     """Pickled plain data."""
 
 
@@ -165,11 +165,11 @@ def _frozen(value: Any, most: int) -> Any:
         _Packer(file, most).dump(value)
     except Exception:  # an object's own way of being pickled raises what it likes
         return _Odd
-    return _Packed(file.getvalue())
+    return _PlainBytes(file.getvalue())
 
 
 def _thawed(value: Any) -> Any:
-    return pickle.loads(value) if isinstance(value, _Packed) else value
+    return pickle.loads(value) if isinstance(value, _PlainBytes) else value
 
 
 def _owners(trainer: "pl.Trainer") -> Iterator[tuple[str, Any]]:

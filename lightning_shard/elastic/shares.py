@@ -28,7 +28,7 @@ from lightning_shard.errors import LayoutError
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _RunOfShares:
     """Batches of a step that count alike, dealt to a run of shares; sizes differ by one at most.
 
     Attributes:
@@ -132,14 +132,14 @@ class StepShares:
         """The samples before a last batch that counts otherwise."""
         return self.num_samples - self.last_batch if self._is_cut else self.num_samples
 
-    def _run_of(self, share: int) -> _Run:
+    def _run_of(self, share: int) -> _RunOfShares:
         """Return the run of a share: the whole step, or what lies before, or in, its last batch.
 
         The last batch begins with a microbatch where that leaves it shares enough.
         """
         before, total = self._first_samples, self.num_microbatches * self.num_ranks
         if not self._is_cut:
-            return _Run(
+            return _RunOfShares(
                 first_sample=0,
                 num_samples=before,
                 first_share=0,
@@ -151,7 +151,7 @@ class StepShares:
         if begin + num_parts(self.last_batch, self.rank_batch) <= total:
             cut = begin
         is_last = share >= cut
-        return _Run(
+        return _RunOfShares(
             first_sample=before if is_last else 0,
             num_samples=self.last_batch if is_last else before,
             first_share=cut if is_last else 0,

@@ -81,7 +81,7 @@ class Routes:
     def _exchange(
         self, sent: list[int], received: list[int], factor: float, tensors: Sequence[Tensor]
     ) -> list[Tensor]:
-        results = _Exchange.apply(self.group, sent, received, factor, *tensors)  # type: ignore[no-untyped-call]
+        results = _ExchangeRows.apply(self.group, sent, received, factor, *tensors)  # type: ignore[no-untyped-call]
         return list(results)
 
     def sorted_by_expert(self, received: Tensor) -> list[Tensor]:
@@ -106,7 +106,7 @@ class Routes:
         return numbers.repeat_interleave(self.rows.reshape(-1), output_size=self.num_received)
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -121,7 +121,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        back = _Exchange.apply(ctx.group, ctx.received, ctx.sent, 1.0, *grads)  # type: ignore[no-untyped-call]
+        back = _ExchangeRows.apply(ctx.group, ctx.received, ctx.sent, 1.0, *grads)  # type: ignore[no-untyped-call]
         grads = tuple(scaled_crossing(one, ctx.factor, ctx.group) for one in back)
         return None, None, None, None, *grads
 

@@ -34,7 +34,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 Forward = Callable[..., Any]
 
 
-class _Call(NamedTuple):
+class _ExpertCall(NamedTuple):
     """A call of an expert.
 
     Attributes:
@@ -76,8 +76,8 @@ class ListedExperts:
         self.anchor = torch.zeros(0, 1, requires_grad=True)
         self._num_here = mixture.num_experts // group.size
         self._path = mixture.name.rpartition(".")[2]
-        self._noted: list[_Call] | None = None  # while a rehearsal runs
-        self._results: list[tuple[_Call, Tensor]] | None = None  # while a forward runs
+        self._noted: list[_ExpertCall] | None = None  # while a rehearsal runs
+        self._results: list[tuple[_ExpertCall, Tensor]] | None = None  # while a forward runs
         self.is_own = False
         self._widths: dict[tuple[int, torch.dtype, bool], tuple[int, torch.dtype]] = {}
 
@@ -132,7 +132,9 @@ class ListedExperts:
         """Return a result of the right structure, shapes and formats; nothing is exchanged."""
         return self._rehearsed(own, args, kwargs)[1]
 
-    def _rehearsed(self, own: Forward, args: Sequence[Any], kwargs: Any) -> tuple[list[_Call], Any]:
+    def _rehearsed(
+        self, own: Forward, args: Sequence[Any], kwargs: Any
+    ) -> tuple[list[_ExpertCall], Any]:
         """Return the calls of experts, and what a forward makes of zeros as their results."""
         copies = tree_map_only(Tensor, _copied, (tuple(args), kwargs))
         self._noted = []
@@ -143,7 +145,7 @@ class ListedExperts:
             self._noted = None
 
     def _performed(
-        self, own: Forward, args: Any, kwargs: Any, noted: list[_Call], results: list[Tensor]
+        self, own: Forward, args: Any, kwargs: Any, noted: list[_ExpertCall], results: list[Tensor]
     ) -> Any:
         self._results = list(zip(noted, results, strict=True))[::-1]
         try:
@@ -171,7 +173,7 @@ class ListedExperts:
             )
         tokens = self._tokens(number, args, kwargs)
         if self._noted is not None:
-            self._noted.append(_Call(number, tokens))
+            self._noted.append(_ExpertCall(number, tokens))
             return self._blank(tokens)
         return self._result(number, tokens)
 
@@ -247,7 +249,7 @@ class ListedExperts:
         return self._widths[kind]
 
     def _exchanged(
-        self, module: nn.Module, noted: list[_Call], anchors: Sequence[Tensor]
+        self, module: nn.Module, noted: list[_ExpertCall], anchors: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor | None]:
         """Return the result of each call, and a tensor without elements that depends on all.
 
@@ -296,7 +298,7 @@ class ListedExperts:
         ]
         return torch.cat([routes.as_received(results), blank])
 
-    def _counts(self, noted: list[_Call], device: torch.device) -> Tensor:
+    def _counts(self, noted: list[_ExpertCall], device: torch.device) -> Tensor:
         """Return of each expert its rows, whether it was called, and what all tokens are like.
 
         Shape (E, 5); a rank that calls no expert learns from the others what tokens are like.
@@ -317,7 +319,7 @@ class ListedExperts:
             counts[:, 2:] = torch.tensor([width, _DTYPES.index(dtype), int(follows)])
         return counts.to(device)
 
-    def _follows(self, noted: list[_Call]) -> bool:
+    def _follows(self, noted: list[_ExpertCall]) -> bool:
         """Whether gradients go through the exchange: of tokens, or of any expert."""
         experts = self.experts_of(self.mixture.module)
         params = [param for one in experts for param in one.parameters()]

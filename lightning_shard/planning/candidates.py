@@ -28,7 +28,7 @@ def strategy_class(name: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class PlanCandidate:
     """One way to train: sizes of the axes and options.
 
     Attributes:
@@ -157,14 +157,14 @@ class SearchSpace:
     batch_size: int | None = None
     min_microbatch: int = 1
 
-    def candidates(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[PlanCandidate]:
         """Yield every candidate."""
         for pp, dp, tp in self._meshes():
             for cut in self._cuts(pp, dp):
                 if cut["microbatch"] < self.min_microbatch:
                     continue
                 for choice in self.checkpointing:
-                    made = Candidate(
+                    made = PlanCandidate(
                         pp=pp, dp=dp, tp=tp, zero_stage=0, schedule="", checkpointing=choice, **cut
                     )
                     for plain in _on_mesh(made, self.num_blocks):
@@ -198,7 +198,7 @@ class SearchSpace:
                     yield pp, dp, tp
 
 
-def _on_mesh(plain: Candidate, num_blocks: int) -> Iterator[Candidate]:
+def _on_mesh(plain: PlanCandidate, num_blocks: int) -> Iterator[PlanCandidate]:
     for stage in range(4) if plain.dp > 1 else (0,):
         made = replace(plain, zero_stage=stage)
         if made.pp > 1:
@@ -209,7 +209,7 @@ def _on_mesh(plain: Candidate, num_blocks: int) -> Iterator[Candidate]:
             yield replace(made, offload="optimizer" if stage == 2 else "parameters")
 
 
-def _schedules(made: Candidate, num_blocks: int) -> Iterator[Candidate]:
+def _schedules(made: PlanCandidate, num_blocks: int) -> Iterator[PlanCandidate]:
     if made.num_microbatches < made.pp:  # most ranks would wait most of the time
         return
     yield replace(made, schedule="1f1b")

@@ -20,7 +20,7 @@ from lightning_shard.pipeline_parallel.partition import best_bounds
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, make_schedule
 from lightning_shard.pipeline_parallel.simulation import replay
 from lightning_shard.planning.anatomy import Anatomy, Weights
-from lightning_shard.planning.candidates import Candidate
+from lightning_shard.planning.candidates import PlanCandidate
 from lightning_shard.planning.machine import MachineProfile
 from lightning_shard.planning.report import ActivationBytes, RankMemory
 
@@ -48,7 +48,7 @@ class Estimate:
         sent_elements: Elements sent along each axis, where a dry run has counted them.
     """
 
-    candidate: Candidate
+    candidate: PlanCandidate
     rank: int
     memory: RankMemory
     passing: int
@@ -77,7 +77,7 @@ class Estimator:
     def __init__(self, anatomy: Anatomy, machine: MachineProfile, ranks_per_node: int) -> None:
         self.anatomy, self.machine, self.ranks_per_node = anatomy, machine, ranks_per_node
 
-    def estimate(self, one: Candidate) -> Estimate:
+    def estimate(self, one: PlanCandidate) -> Estimate:
         """Return a candidate's figures.
 
         Raises:
@@ -85,7 +85,7 @@ class Estimator:
         """
         return _PipelinedEstimate(self, one).made() if one.pp > 1 else self._unpipelined(one)
 
-    def _unpipelined(self, one: Candidate) -> Estimate:
+    def _unpipelined(self, one: PlanCandidate) -> Estimate:
         parts = self.anatomy.unpipelined(one.tp, one.checkpointing)
         blocks, size = self.anatomy.num_blocks, one.microbatch
         weights = self.weights_of(one.tp, (0, blocks), blocks)
@@ -115,12 +115,12 @@ class Estimator:
             hidden_share=hidden,
         )
 
-    def waits_of_layers(self, one: Candidate, blocks: int) -> float:
+    def waits_of_layers(self, one: PlanCandidate, blocks: int) -> float:
         """Return the seconds of a microbatch until the first bytes of the layers' sums arrive."""
         steps = _SUMS_OF_BLOCK * blocks * 2 * (one.tp - 1)  # of a ring
         return steps * self.machine.message_seconds
 
-    def passing(self, one: Candidate) -> int:
+    def passing(self, one: PlanCandidate) -> int:
         """Return the bytes beside what is saved, scaled from a few samples where they are more."""
         parts, size = self.anatomy.unpipelined(one.tp, one.checkpointing), one.microbatch
         sizes = self.anatomy.sizes
@@ -138,7 +138,7 @@ class Estimator:
             found += parts["after"]
         return found + parts["both"] if is_first or is_last else found
 
-    def flops(self, one: Candidate, bounds: tuple[int, int]) -> float:
+    def flops(self, one: PlanCandidate, bounds: tuple[int, int]) -> float:
         """Return the operations of forward and backward of a microbatch on one rank."""
         costs, blocks = self.anatomy.flops, self.anatomy.num_blocks
         inner = (bounds[1] - bounds[0]) * sum(costs.blocks)
@@ -150,7 +150,7 @@ class Estimator:
 
     def memory(
         self,
-        one: Candidate,
+        one: PlanCandidate,
         weights: Weights,
         saved: ActivationBytes,
         recomputed: int,
@@ -193,7 +193,7 @@ class Estimator:
         return min(weights.used, root + 2 * per_unit * block, root + blocks * block)
 
     def with_data_parallel(
-        self, one: Candidate, weights: Weights, compute: float
+        self, one: PlanCandidate, weights: Weights, compute: float
     ) -> tuple[float, float, float]:
         """Return a step's seconds, the bytes sent on dp, and the share of those that is hidden.
 
@@ -226,19 +226,19 @@ class Estimator:
         hidden = 1 - shown * speed / sent if sent else 1.0
         return seconds, sent, min(1.0, max(0.0, hidden))
 
-    def _units(self, one: Candidate, weights: Weights) -> int:
+    def _units(self, one: PlanCandidate, weights: Weights) -> int:
         """Return how many buffers a rank's parameters are communicated as."""
         largest = _UNIT_BYTES if one.zero_stage == 3 else 2 * _UNIT_BYTES
         block = max(1, self.anatomy.weights(one.tp)["block"].used)
         return max(1, min(weights.used // block, int(weights.used // largest))) if one.dp > 1 else 0
 
-    def _gathers(self, one: Candidate, weights: Weights) -> float:
+    def _gathers(self, one: PlanCandidate, weights: Weights) -> float:
         """Return the bytes that stage 3 gathers: blocks in forward and backward, the rest once."""
         blocks = weights.used - self._root(one, weights)
         times = one.num_microbatches if one.pp > 1 else 1
         return self._root(one, weights) + 2 * blocks * times
 
-    def _root(self, one: Candidate, weights: Weights) -> int:
+    def _root(self, one: PlanCandidate, weights: Weights) -> int:
         """Return the bytes of a rank's parameters outside of blocks."""
         parts = self.anatomy.weights(one.tp)
         if one.pp == 1:
@@ -248,7 +248,7 @@ class Estimator:
         return next((end for end in ends if (weights.used - end) % block == 0), 0)
 
 
-def activations(one: Candidate, saved: int, staying: int = 0) -> ActivationBytes:
+def activations(one: PlanCandidate, saved: int, staying: int = 0) -> ActivationBytes:
     """Return where so many bytes of activations lie, some of which stay on the device anyway."""
     if not one.activation_offload:
         return ActivationBytes(saved)
@@ -261,7 +261,7 @@ def activations(one: Candidate, saved: int, staying: int = 0) -> ActivationBytes
 class _PipelinedEstimate:
     """The figures of one candidate with a pipeline."""
 
-    def __init__(self, estimator: Estimator, one: Candidate) -> None:
+    def __init__(self, estimator: Estimator, one: PlanCandidate) -> None:
         self.of, self.one = estimator, one
         self.anatomy, self.machine = estimator.anatomy, estimator.machine
         stage = self.anatomy.keeps_as(one.checkpointing, one.zero_stage)
@@ -396,7 +396,7 @@ class _PipelinedEstimate:
         return total, 1 - busy / total
 
 
-def _clipped(one: Candidate) -> int:
+def _clipped(one: PlanCandidate) -> int:
     """Return how many microbatches are replayed: beyond a few rounds all rounds are alike."""
     few = 4 * one.pp
     return one.num_microbatches if one.num_microbatches <= few else few

@@ -19,8 +19,8 @@ from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.pipeline_parallel.microbatches import batch_size_of
 from lightning_shard.planning.anatomy import Anatomy
 from lightning_shard.planning.candidates import (
-    Candidate,
     Checkpointing,
+    PlanCandidate,
     SearchSpace,
     strategy_class,
 )
@@ -185,13 +185,13 @@ def _estimated(estimator: Estimator, space: SearchSpace, failed: LeftOut) -> lis
 
 
 @contextmanager
-def _asking(anatomy: Anatomy) -> Iterator[Callable[[Candidate], str]]:
+def _asking(anatomy: Anatomy) -> Iterator[Callable[[PlanCandidate], str]]:
     """Yield what says why a candidate would not train: what its strategy checks for a fit."""
     module = NoElements().module(anatomy.module, left_out=runners_of(anatomy.module)).train()
     trainers = runners_of(anatomy.module)
     known: dict[Any, str] = {}
 
-    def why_not(made: Candidate) -> str:
+    def why_not(made: PlanCandidate) -> str:
         if made.accumulated > 1 and not module.automatic_optimization:
             return "a module that steps by hand accumulates no batches by a Trainer's option"
         if not optimizers and (made.zero_stage or made.pp * made.tp > 1):
@@ -227,7 +227,7 @@ def _has_raised(error: str) -> str:
     return f"looking at it has raised {error}"
 
 
-def _named(made: Candidate) -> str:
+def _named(made: PlanCandidate) -> str:
     stage = f" of ZeRO stage {made.zero_stage}" if made.pp * made.tp > 1 else ""
     return made.strategy + stage + (f" with offload={made.offload!r}" if made.offload else "")
 
@@ -292,7 +292,7 @@ def simulated(anatomy: Anatomy, one: Estimate, ranks_per_node: int = 8) -> Estim
     )
 
 
-def _most(of_ranks: Sequence[Mapping[Axis, int]], made: Candidate) -> dict[Axis, int]:
+def _most(of_ranks: Sequence[Mapping[Axis, int]], made: PlanCandidate) -> dict[Axis, int]:
     """Return the most that a rank sends in a step of several accumulated batches."""
     at_end = ("dp",) if made.zero_stage < 2 else ()
     return {
@@ -316,7 +316,7 @@ def _passing(anatomy: Anatomy, one: Estimate, fullest: RankFigures) -> int:
     return trace.most - trace.saved
 
 
-def dry_run_of_candidate(anatomy: Anatomy, made: Candidate, ranks_per_node: int = 8) -> DryRun:
+def dry_run_of_candidate(anatomy: Anatomy, made: PlanCandidate, ranks_per_node: int = 8) -> DryRun:
     """Return the dry run of a candidate's strategy."""
     run: DryRun = strategy_of(anatomy, made).dry_run(
         anatomy.module,
@@ -328,7 +328,7 @@ def dry_run_of_candidate(anatomy: Anatomy, made: Candidate, ranks_per_node: int 
     return run
 
 
-def strategy_of(anatomy: Anatomy, made: Candidate) -> Any:
+def strategy_of(anatomy: Anatomy, made: PlanCandidate) -> Any:
     """Return a candidate's strategy."""
     return strategy_class(made.class_name)(**made.options(anatomy.plan_of(made.tp)))
 

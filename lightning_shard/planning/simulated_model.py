@@ -281,7 +281,7 @@ class Skips:
 
     def watch(self, run: StepRun, blocks: Sequence[nn.Module]) -> StepRun:
         """Return a run that runs skipped blocks only where their results are not known."""
-        return _Watched(run, blocks, self)
+        return _RememberingRun(run, blocks, self)
 
     def result(self, kind: type[nn.Module], skipped: Skipped, call: BlockCall) -> Any:
         """Return placeholders in the structure of a skipped block's result."""
@@ -296,7 +296,7 @@ class Skips:
         return result
 
 
-class _Watched:
+class _RememberingRun:
     """A run of a stage, or a probe, that remembers the results of skipped blocks."""
 
     def __init__(self, run: StepRun, blocks: Sequence[nn.Module], skips: Skips) -> None:

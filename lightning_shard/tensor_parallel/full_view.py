@@ -118,7 +118,7 @@ def _called(kept: _KeptParameters, call: Any, *args: Any, **kwargs: Any) -> Any:
         _show(kept)
 
 
-class KeptViews:
+class ViewsOfKeptParameters:
     """Lets parameters that user code keeps beside modules be seen as modules' views show them.
 
     Args:

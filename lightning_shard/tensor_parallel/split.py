@@ -38,7 +38,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     from_local,
     full_tensor,
 )
-from lightning_shard.tensor_parallel.full_view import FullView, KeptViews
+from lightning_shard.tensor_parallel.full_view import FullView, ViewsOfKeptParameters
 from lightning_shard.tensor_parallel.given_heads import cut_given_heads
 from lightning_shard.tensor_parallel.head_counts import ALL_HEADS, Attributes, count_heads
 from lightning_shard.tensor_parallel.layers import (
@@ -94,7 +94,7 @@ class SplitModel(BaseSplit):
         self._attributes = Attributes()
         self._hooks: list[RemovableHandle] = []
         self._is_in_step = False
-        self._kept = KeptViews(model)
+        self._kept = ViewsOfKeptParameters(model)
         self._shown: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # parts and what shows them
         around_dropout = layers_around_dropout(model, layers)
         self._crossings = Crossings(group, around_dropout, sequence_parallel=sequence_parallel)

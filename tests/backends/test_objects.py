@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_shard.backends.guarded.token import remember, remembered
-from lightning_shard.backends.liveness.report import Verdict
+from lightning_shard.backends.liveness.report import LivenessVerdict
 from lightning_shard.backends.objects import CODE_BYTES, pack, unpack
 from lightning_shard.core.layout.flat import FlatLayout
 from lightning_shard.errors import RankFailedError
@@ -31,7 +31,7 @@ def token() -> Iterator[None]:
         [1, -2.5, float("inf"), True, "é\ud800"],
         {"a": (1, [2, {3: {4, 5}}]), (6, 7): frozenset({b"\xff"})},
         (torch.bfloat16, torch.Size([2, 3]), torch.device("cuda:1")),
-        Verdict(rank=1, event="died", doing="it was in all_reduce"),
+        LivenessVerdict(rank=1, event="died", doing="it was in all_reduce"),
     ],
 )
 def test_plain_objects_and_our_records_are_no_pickles(obj: Any, token: None) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_shard.planning.anatomy import Anatomy
-from lightning_shard.planning.candidates import Candidate
+from lightning_shard.planning.candidates import PlanCandidate
 from lightning_shard.planning.estimate import Estimate, Estimator
 from lightning_shard.planning.machine import MachineProfile, machine_profile
 
@@ -164,7 +164,7 @@ def _llama(**sizes: int) -> Anatomy:
 
 def llama_8b(gpus: int) -> Estimate:
     """Estimate table 1 (8 GPUs) or 3 (128): FSDP, two samples a GPU, selective checkpointing."""
-    made = Candidate(
+    made = PlanCandidate(
         pp=1,
         dp=gpus,
         tp=1,
@@ -179,7 +179,7 @@ def llama_8b(gpus: int) -> Estimate:
 
 def llama_405b(schedule: str) -> Estimate:
     """Estimate table 5: 512 GPUs, parameters of a stage stay gathered as in its pipelines."""
-    made = Candidate(
+    made = PlanCandidate(
         pp=8,
         dp=8,
         tp=8,
@@ -214,11 +214,11 @@ def megatron(row: WeakScaling) -> Estimate:
     return min(fitting or tried, key=lambda one: one.seconds)
 
 
-def _microbatched(row: WeakScaling) -> Iterator[Candidate]:
+def _microbatched(row: WeakScaling) -> Iterator[PlanCandidate]:
     for microbatch in (1, 2, 4, 8):
         parts, rest = divmod(row.batch // row.dp, microbatch)
         if not rest and (row.pp == 1 or parts % row.pp == 0):
-            yield Candidate(
+            yield PlanCandidate(
                 pp=row.pp,
                 dp=row.dp,
                 tp=row.tp,

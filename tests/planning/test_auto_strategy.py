@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_shard
 from lightning_shard import AutoStrategy, ConfigError, ZeRO2Strategy
-from lightning_shard.planning.candidates import Candidate
+from lightning_shard.planning.candidates import PlanCandidate
 from lightning_shard.planning.estimate import Estimate
 from lightning_shard.planning.machine import machine_profile
 from lightning_shard.planning.plan import Plan
@@ -48,7 +48,7 @@ CHOICES = {
 def as_planned(**values: Any) -> Any:
     """Return a function in the place of `plan`, which recommends the same always."""
     sizes = {"pp": 1, "dp": 1, "tp": 1, "zero_stage": 0, "schedule": ""}
-    made = Candidate(**{**sizes, "microbatch": BATCH, "num_microbatches": 1, **values})
+    made = PlanCandidate(**{**sizes, "microbatch": BATCH, "num_microbatches": 1, **values})
     memory = RankMemory(**dict.fromkeys(RankMemory.__dataclass_fields__, 100))
     estimate = Estimate(
         candidate=made,
@@ -142,11 +142,11 @@ def test_what_is_chosen_trains_to_the_same_bits_as_given_directly(
     assert_same_as_given_directly(tmp_path, weights)
 
 
-def as_candidate(name: str) -> Candidate:
+def as_candidate(name: str) -> PlanCandidate:
     planned = as_planned(**CHOICES[name])(
         None, None, devices=4, nodes=1, global_batch=1, precision=""
     )
-    made: Candidate = planned.recommendation.candidate
+    made: PlanCandidate = planned.recommendation.candidate
     assert made.strategy == name
     return made
 

@@ -14,7 +14,7 @@ import lightning_shard
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning import search
 from lightning_shard.planning.anatomy import Anatomy
-from lightning_shard.planning.candidates import Candidate, SearchSpace
+from lightning_shard.planning.candidates import PlanCandidate, SearchSpace
 from lightning_shard.planning.dry_run import attached
 from lightning_shard.planning.estimate import Estimate
 from lightning_shard.planning.plan import Plan
@@ -216,7 +216,7 @@ class Gan(L.LightningModule):
         return [torch.optim.SGD(one.parameters(), lr=0.1) for one in (self.made, self.judge)]
 
 
-def names(made: Candidate) -> set[str]:
+def names(made: PlanCandidate) -> set[str]:
     return {made.strategy, *(["offload"] if made.offload else [])}
 
 
@@ -365,7 +365,7 @@ def test_an_error_at_one_kind_of_candidate_leaves_out_that_kind(
 ) -> None:
     """Only refusals of pipelines were caught: any other error ended the plan."""
 
-    def failing(made: Candidate) -> str:
+    def failing(made: PlanCandidate) -> str:
         if made.offload:
             raise KeyError("offload")
         if made.zero_stage == 3:

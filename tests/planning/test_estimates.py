@@ -7,7 +7,7 @@ import torch
 
 from lightning_shard.data_parallel.offload import activations
 from lightning_shard.planning.anatomy import Anatomy
-from lightning_shard.planning.candidates import Candidate
+from lightning_shard.planning.candidates import PlanCandidate
 from lightning_shard.planning.estimate import Estimate, Estimator
 from lightning_shard.planning.machine import machine_profile
 from lightning_shard.planning.search import dry_run_of_candidate
@@ -56,7 +56,7 @@ def anatomy_of(name: str, precision: str) -> Anatomy:
 
 
 def both(name: str, precision: str, options: dict[str, Any]) -> tuple[Estimate, Any]:
-    anatomy, made = anatomy_of(name, precision), Candidate(**{**PLAIN, **options})
+    anatomy, made = anatomy_of(name, precision), PlanCandidate(**{**PLAIN, **options})
     told = Estimator(anatomy, machine_profile("a100"), 4).estimate(made)
     return told, dry_run_of_candidate(anatomy, made)
 
@@ -118,7 +118,7 @@ def test_a_candidate_that_keeps_less_is_estimated_to_keep_less() -> None:
     estimator = Estimator(anatomy, machine_profile("h100"), 8)
 
     def peak(**options: Any) -> int:
-        return estimator.estimate(Candidate(**{**PLAIN, **options})).peak_bytes
+        return estimator.estimate(PlanCandidate(**{**PLAIN, **options})).peak_bytes
 
     assert peak() > peak(zero_stage=1) > peak(zero_stage=2)
     assert peak(checkpointing="full", microbatch=8) < peak(microbatch=8)
@@ -126,7 +126,7 @@ def test_a_candidate_that_keeps_less_is_estimated_to_keep_less() -> None:
 
 def test_a_slow_network_makes_a_step_longer_only_across_nodes() -> None:
     anatomy, profile = anatomy_of("gpt", "32-true"), machine_profile("h100")
-    made = Candidate(**{**PLAIN, "zero_stage": 1})
+    made = PlanCandidate(**{**PLAIN, "zero_stage": 1})
     inside = Estimator(anatomy, profile, 4).estimate(made)
     across = Estimator(anatomy, profile, 2).estimate(made)
     assert across.seconds > inside.seconds

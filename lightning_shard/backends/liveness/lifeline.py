@@ -27,8 +27,8 @@ from lightning_shard.backends.guarded.connection import Message
 from lightning_shard.backends.liveness.report import (
     NO_STEP,
     Activity,
+    LivenessVerdict,
     Table,
-    Verdict,
     failure_message,
     late_message,
 )
@@ -136,7 +136,7 @@ class Lifeline:
         self._activity = Activity("meeting anew" if met_anew else "", since=now)
         self._recent: deque[Activity] = deque(maxlen=KEPT)
         self._stacks = ""  # the file in which they stand, from a time-out on
-        self._verdict: Verdict | None = None
+        self._verdict: LivenessVerdict | None = None
         self._table: Table = {}
         self._all_have_come = False
         self._hub_heard = now
@@ -221,7 +221,7 @@ class Lifeline:
             message = late_message(self.rank, self.world_size, operation, self._table)
             return RankFailedError(message + self._where)
 
-    def _message(self, operation: str, verdict: Verdict) -> str:
+    def _message(self, operation: str, verdict: LivenessVerdict) -> str:
         return failure_message(self.rank, self.world_size, operation, verdict) + self._where
 
     @property
@@ -268,7 +268,7 @@ class Lifeline:
             if self._verdict is not None or self.stops or self._all_raised:
                 return
             doing = f"it was {self._activity.describe(monotonic())}"
-            self._verdict = Verdict(rank=self.rank, event=text, doing=doing)
+            self._verdict = LivenessVerdict(rank=self.rank, event=text, doing=doing)
         self.beat()
         self._send({"kind": "failed", "event": text})
 
@@ -372,7 +372,9 @@ class Lifeline:
                     self._all_have_come = True
                     self._news.notify_all()
             case "verdict":
-                self._judge(Verdict(**{key: message[key] for key in ("rank", "event", "doing")}))
+                self._judge(
+                    LivenessVerdict(**{key: message[key] for key in ("rank", "event", "doing")})
+                )
             case "table":
                 with self._news:
                     self._table = {int(rank): doing for rank, doing in message["table"].items()}
@@ -410,7 +412,9 @@ class Lifeline:
 
     def lost(self, rank: int, event: str) -> None:
         """Take note of a rank's end that the job's rendezvous server has reported."""
-        self._judge(Verdict(rank=rank, event=event, doing="the job's rendezvous server says so"))
+        self._judge(
+            LivenessVerdict(rank=rank, event=event, doing="the job's rendezvous server says so")
+        )
 
     def _tell_if_past(self) -> None:
         """Tell the hub if this rank waits in an operation that the failing one never comes to."""
@@ -421,9 +425,9 @@ class Lifeline:
     def _judge_hub(self, event: str) -> None:
         if not self._hub_has_left:
             doing = "it held the ranks' connections, so nothing is known of the others"
-            self._judge(Verdict(rank=0, event=event, doing=doing))
+            self._judge(LivenessVerdict(rank=0, event=event, doing=doing))
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _judge(self, verdict: LivenessVerdict) -> None:
         if self._verdict is None and verdict.is_timeout:  # before a thread goes on with it
             self._write_stacks(str(verdict))
         with self._news:

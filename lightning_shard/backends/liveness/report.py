@@ -50,7 +50,7 @@ class Activity(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class LivenessVerdict:
     """Why a run has to end: what became of the first rank to go.
 
     Attributes:
@@ -80,7 +80,7 @@ class Verdict:
         return "Go on from the last checkpoint."
 
 
-def failure_message(rank: int, size: int, operation: str, verdict: Verdict) -> str:
+def failure_message(rank: int, size: int, operation: str, verdict: LivenessVerdict) -> str:
     """Return the error's text on `rank`, which a verdict has kept from its operation."""
     if verdict.rank == rank:
         return (

@@ -78,7 +78,7 @@ class MPIFlight(InFlight):
         watch: Tells when the operation can never end, and what MPI's errors mean.
     """
 
-    def __init__(self, steps: Generator[list[Any], Any, None], watch: "_OperationWatch") -> None:
+    def __init__(self, steps: Generator[list[Any], Any, None], watch: "_MPIOperationWatch") -> None:
         super().__init__(lock)
         self._status: Any = None
         self._steps, self._watch = steps, watch
@@ -304,7 +304,7 @@ class MPIGroup(PythonGroup):
         need = Need(
             group=self._name, ranks=self.global_ranks, parts=[MADE], number=self._tally[MADE]
         )
-        watch = _OperationWatch(self, "new_group", find_call_site(), need, self._timeout)
+        watch = _MPIOperationWatch(self, "new_group", find_call_site(), need, self._timeout)
         board = PrefixStore(f"made/{store.add(f'made/{self._group_rank}', 1)}", store)
         board.set(str(self._group_rank), "")
         keys = [str(rank) for rank in range(self.size())]
@@ -336,7 +336,7 @@ class MPIGroup(PythonGroup):
     def _start(self, call: Call) -> MPIWork:
         with runtime.lock:  # operations are counted in the order in which they begin
             own, need = self._need(call)
-            watch = _OperationWatch(self, call, call.site, need, self._timeout)
+            watch = _MPIOperationWatch(self, call, call.site, need, self._timeout)
             if (failure := watch.peer_failure()) is not None:
                 raise failure
             try:
@@ -375,7 +375,7 @@ class MPIGroup(PythonGroup):
             runtime.free(comm)
 
 
-class _OperationWatch(OperationWatch):
+class _MPIOperationWatch(OperationWatch):
     """Watches one operation of this rank for the flight, and makes its errors.
 
     Args:

@@ -43,7 +43,7 @@ class ShmFlight(InFlight):
         watch: Tells when the operation can never end.
     """
 
-    def __init__(self, steps: Steps, watch: "_OperationWatch") -> None:
+    def __init__(self, steps: Steps, watch: "_ShmOperationWatch") -> None:
         super().__init__(flights.lock)
         self._source = -1
         self._steps, self._watch = steps, watch
@@ -282,7 +282,7 @@ class ShmGroup(PythonGroup):
 
     @override
     def _start(self, call: Call) -> ShmWork:
-        watch = _OperationWatch(self, call)
+        watch = _ShmOperationWatch(self, call)
         if (failure := self.failure or watch.peer_failure()) is not None:
             raise failure
         flight = ShmFlight(OPERATIONS[call.op](self._room, self._mail, call), watch)
@@ -316,7 +316,7 @@ class ShmGroup(PythonGroup):
             _left_rooms.append(self._room)
 
 
-class _OperationWatch(OperationWatch):
+class _ShmOperationWatch(OperationWatch):
     """Watches one operation of this rank for the flight, and makes its errors.
 
     Args:

@@ -39,7 +39,7 @@ from lightning_shard.checkpoint.files.torch_archive import (
 _ELEMENTS = "data/0"
 
 
-class _Kept(FileSystem):
+class _IndexInMemory(FileSystem):
     """Keeps in memory what torch would write itself, which is the index."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class BoxWriter(FileSystemWriter):
     def __init__(self, folder: OpenFolder) -> None:
         super().__init__(folder.path)
         self.sync_files = False  # of memory: it would sync all filesystems
-        self._kept = _Kept()
+        self._kept = _IndexInMemory()
         self.fs, self.path = self._kept, folder.path
         self.checksums: dict[str, Checksum] = {}
         self._folder = folder

@@ -22,7 +22,7 @@ from lightning_shard.strategies.dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.dimensions.run_view import RunView
 from lightning_shard.strategies.dimensions.step_runner import StepRunner, WrappedRunner
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
-from lightning_shard.tensor_parallel.full_view import KeptViews
+from lightning_shard.tensor_parallel.full_view import ViewsOfKeptParameters
 
 Around = Callable[[], AbstractContextManager[None]]
 
@@ -44,7 +44,7 @@ class ExpertDimension(ParallelDimension):
         self._mixtures: list[Mixture] = []
         self._split: ExpertSplit | None = None
         self._shared: SharedExperts | None = None
-        self._kept: KeptViews | None = None
+        self._kept: ViewsOfKeptParameters | None = None
         self._last_load: Mapping[str, ExpertLoad] = {}
 
     @override
@@ -71,7 +71,7 @@ class ExpertDimension(ParallelDimension):
     def attach(self, engine: DataParallelEngine) -> None:
         if self._split is not None:
             assert self._run is not None
-            self._kept = KeptViews(self._run.model)
+            self._kept = ViewsOfKeptParameters(self._run.model)
             self._shared = SharedExperts(
                 self._mixtures,
                 self._split,

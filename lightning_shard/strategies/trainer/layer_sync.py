@@ -125,8 +125,8 @@ class SyncBatchNormOnCpu(LayerSync):
             module.forward = self._forward_of(module)  # type: ignore[assignment, method-assign]
         return model
 
-    def _forward_of(self, module: BatchNorm) -> "_Forward":
-        return _Forward(module, self._collectives)
+    def _forward_of(self, module: BatchNorm) -> "_SyncedForward":
+        return _SyncedForward(module, self._collectives)
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
@@ -135,7 +135,7 @@ class SyncBatchNormOnCpu(LayerSync):
         return model
 
 
-class _Forward:
+class _SyncedForward:
     """The forward of one batch norm while ranks are synchronised."""
 
     def __init__(self, module: BatchNorm, collectives: Collectives) -> None:

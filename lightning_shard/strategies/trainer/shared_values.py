@@ -64,7 +64,7 @@ class SharedValues:
             return value
         return self._receive(device)
 
-    def _send(self, packed: "_Packed", device: torch.device) -> None:
+    def _send(self, packed: "_TakenApart", device: torch.device) -> None:
         form = _Form(value=packed.form, num_scalars=len(packed.scalars))
         encoded = pickle.dumps(form)
         index = self._indices.get(encoded)
@@ -169,7 +169,7 @@ class _LargeTensor:
 
 
 @dataclass
-class _Packed:
+class _TakenApart:
     """A value taken apart: its form, and the parts that were taken out of it, in order."""
 
     form: Any = None
@@ -214,13 +214,13 @@ class _Packed:
         return _Object()
 
 
-def _packed(value: Any) -> _Packed:
-    packed = _Packed()
+def _packed(value: Any) -> _TakenApart:
+    packed = _TakenApart()
     packed.form = packed.taken(value)
     return packed
 
 
-def _joined(packed: _Packed, device: torch.device) -> Tensor:
+def _joined(packed: _TakenApart, device: torch.device) -> Tensor:
     scalars = sent_up(torch.tensor(packed.scalars, dtype=torch.float64), device)
     return torch.cat([scalars, *(one.to(device, torch.float64) for one in packed.small_tensors)])
 

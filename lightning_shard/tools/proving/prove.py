@@ -133,7 +133,7 @@ def _judge(subject: Subject, verdict: Verdict) -> Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Pair:
+class _ComparedRuns:
     """One comparison in one precision."""
 
     subject: Subject
@@ -174,7 +174,7 @@ def _compared(subject: Subject, verdict: Verdict) -> Verdict:
     return _logged(_accumulated(verdict, decided, remarks), decided, remarks)
 
 
-def _is_undecided(pair: _Pair) -> bool:
+def _is_undecided(pair: _ComparedRuns) -> bool:
     """Whether float64 could tell more: values that are each rank's own differ in any precision."""
     unsynced = pair.ranks.records[0].unsynced
     return any(
@@ -183,14 +183,16 @@ def _is_undecided(pair: _Pair) -> bool:
     )
 
 
-def _in_precision(subject: Subject) -> _Pair:
+def _in_precision(subject: Subject) -> _ComparedRuns:
     ranks = subject.on_ranks()
     alone = subject.on_one_device(subject.joined(ranks.batches))
     found, tolerance = compared(subject, ranks, alone)
-    return _Pair(subject=subject, ranks=ranks, alone=alone, found=found, tolerance=tolerance)
+    return _ComparedRuns(
+        subject=subject, ranks=ranks, alone=alone, found=found, tolerance=tolerance
+    )
 
 
-def _exact(subject: Subject, pair: _Pair) -> tuple[_Pair, list[str]]:
+def _exact(subject: Subject, pair: _ComparedRuns) -> tuple[_ComparedRuns, list[str]]:
     """Compare once more in float64, in which rounding is next to nothing."""
     try:
         return _in_precision(replace(subject, precision=EXACT)), []
@@ -201,7 +203,7 @@ def _exact(subject: Subject, pair: _Pair) -> tuple[_Pair, list[str]]:
         ]
 
 
-def _rounded(pair: _Pair, before: Difference) -> tuple[str, list[Kind]]:
+def _rounded(pair: _ComparedRuns, before: Difference) -> tuple[str, list[Kind]]:
     """Return what is told of rounding, and the kinds of values in which there is more."""
     told = (
         f"{pair.subject.precision} deviates by {before.deviation:.1e} in step {before.place.step}, "
@@ -220,7 +222,7 @@ def _rounded(pair: _Pair, before: Difference) -> tuple[str, list[Kind]]:
 
 
 def _only_in_low_precision(
-    verdict: Verdict, pair: _Pair, kinds: Sequence[Kind], remarks: tuple[str, ...]
+    verdict: Verdict, pair: _ComparedRuns, kinds: Sequence[Kind], remarks: tuple[str, ...]
 ) -> Verdict:
     precision = pair.subject.precision
     cause = Cause(
@@ -244,17 +246,17 @@ def _only_in_low_precision(
     )
 
 
-def _trained(pair: _Pair) -> Difference | None:
+def _trained(pair: _ComparedRuns) -> Difference | None:
     """Return the first difference in what is trained, not in what is only logged."""
     first = pair.found.first
     return None if first is None or _is_logged(pair) else first
 
 
-def _is_logged(pair: _Pair) -> bool:
+def _is_logged(pair: _ComparedRuns) -> bool:
     return all(one.place.kind == "metric" for one in pair.found.counting)
 
 
-def _logged(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:
+def _logged(verdict: Verdict, pair: _ComparedRuns, remarks: list[str]) -> Verdict:
     """Look at the metrics, where all that is trained is equal."""
     found = [] if verdict.outcome != "equal" else pair.found.counting
     wrong = [one for one in found if not _is_of_a_step(one.place.name, pair.ranks.records[0])]
@@ -290,7 +292,7 @@ def _is_of_a_step(name: str, record: Record) -> bool:
     return bare in record.unsynced and (name.endswith("_step") or bare not in record.epoch_metrics)
 
 
-def _accumulated(verdict: Verdict, pair: _Pair, remarks: list[str]) -> Verdict:
+def _accumulated(verdict: Verdict, pair: _ComparedRuns, remarks: list[str]) -> Verdict:
     """Compare accumulated batches with one large batch, on one device."""
     subject, count = pair.subject, pair.subject.accumulate
     if count == 1:

@@ -419,7 +419,7 @@ def _told(where: str) -> Iterator[None]:
         raise RunFailedError(f"{type(error).__name__} {where}: {error}") from error
 
 
-class _Replay:
+class _RecordedBatches:
     """Gives recorded batches, each time copies, since a step may write into them."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
@@ -432,10 +432,10 @@ class _Replay:
         return iter([copy.deepcopy(one) for one in self._batches])
 
 
-def _replay(owner: pl.LightningDataModule, batches: Sequence[Sequence[Any]]) -> _Replay:
+def _replay(owner: pl.LightningDataModule, batches: Sequence[Sequence[Any]]) -> _RecordedBatches:
     assert owner.trainer is not None
     place = owner.trainer.distributed_sampler_kwargs or {"rank": 0}
-    return _Replay(batches[place["rank"]])
+    return _RecordedBatches(batches[place["rank"]])
 
 
 def _draw_from(seed: int) -> None:

@@ -48,7 +48,7 @@ class LoggerCall(NamedTuple):
         return target(*self.args, **self.kwargs)
 
 
-class _OfThread(threading.local):
+class _LoggingOfThread(threading.local):
     """What this thread's rank does with calls: whether it shares them, and who takes them."""
 
     runs = False
@@ -60,7 +60,7 @@ _PLACE = "_lightning_shard_place"  # its logger, and what leads from there to it
 _SHARES = "_lightning_shard_shares"  # marks methods that are wrapped already
 _MODULES = ("lightning.fabric.loggers.logger", "lightning_fabric.loggers.logger")
 _LIGHTNINGS = {"log_hyperparams", "log_graph", "after_save_checkpoint", "save", "finalize"}
-_of_thread = _OfThread()
+_of_thread = _LoggingOfThread()
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from lightning_shard.pipeline_parallel.microbatches import Microbatch, merge_out
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.stage_run import running_stage
 from lightning_shard.strategies.trainer.logs.experiments import LoggerCall, in_full, taking
-from lightning_shard.strategies.trainer.logs.step_logs import Record, StepLogs
+from lightning_shard.strategies.trainer.logs.step_logs import LoggedCall, StepLogs
 
 _ADVICE = "Give loggers such values in on_train_batch_end(outputs, batch, batch_idx) instead"
 
@@ -46,7 +46,7 @@ class _Elsewhere(NamedTuple):
     origin: str
 
 
-class _Kept(NamedTuple):
+class _StageCall(NamedTuple):
     """A call that one stage has made of one microbatch.
 
     Attributes:
@@ -130,9 +130,9 @@ class LoggerCalls:
         every: dict[_Stage, list[Any]] = {}
         for one in self._pipeline.all_gather_object(kept):
             every |= {stage: [*map(pickle.loads, calls)] for stage, calls in one.items()}
-        logged: dict[int, list[list[Record]]] = {}
+        logged: dict[int, list[list[LoggedCall]]] = {}
         for (stage, _), calls in sorted(every.items()):
-            own = [one for one in calls if isinstance(one, Record)]
+            own = [one for one in calls if isinstance(one, LoggedCall)]
             logged.setdefault(stage, []).append(own)
         for microbatches in logged.values():
             self._logs.log_of_blocks(microbatches)
@@ -140,7 +140,7 @@ class LoggerCalls:
             for call in self._merged(dict(sorted(every.items(), reverse=True))):
                 call.make()
 
-    def keep(self, record: Record) -> None:
+    def keep(self, record: LoggedCall) -> None:
         """Keep what a block of this stage, which is not the last, gives `self.log`.
 
         Raises:
@@ -192,7 +192,7 @@ class LoggerCalls:
         values = apply_to_collection(values, Tensor, self._stand_in)
         number = self._module.trainer.loggers.index(call.logger)
         try:
-            return pickle.dumps(_Kept(position, number, call.path, values))
+            return pickle.dumps(_StageCall(position, number, call.path, values))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"{call.path[-1]}() of a logger is called in a step of a pipeline with something "
@@ -214,12 +214,12 @@ class LoggerCalls:
 
     def _merged(self, every: Mapping[_Stage, Sequence[Any]]) -> Iterator[LoggerCall]:
         """Yield one call for those of all stages and microbatches that belong together."""
-        found: dict[tuple[str, int], dict[int, list[_Kept]]] = {}
+        found: dict[tuple[str, int], dict[int, list[_StageCall]]] = {}
         order: dict[tuple[str, int], tuple[int, int]] = {}
         for (_, microbatch), calls in every.items():  # the last stage comes first
             times: dict[str, int] = {}
             for number, one in enumerate(calls):
-                if not isinstance(one, _Kept):
+                if not isinstance(one, _StageCall):
                     continue
                 times[one.sign] = times.get(one.sign, 0) + 1
                 key = one.sign, times[one.sign]
@@ -228,7 +228,7 @@ class LoggerCalls:
         for key in sorted(found, key=order.__getitem__):
             yield self._joined(dict(sorted(found[key].items())))
 
-    def _joined(self, calls: Mapping[int, Sequence[_Kept]]) -> LoggerCall:
+    def _joined(self, calls: Mapping[int, Sequence[_StageCall]]) -> LoggerCall:
         sizes = [self._sizes[microbatch] for microbatch in calls]
         first = next(iter(calls.values()))[0]
         known = [

@@ -58,7 +58,7 @@ class _LoggedMetric(NamedTuple):
     step_value: Tensor | None
 
 
-class Record(NamedTuple):
+class LoggedCall(NamedTuple):
     """One call of `log`.
 
     Attributes:
@@ -96,7 +96,7 @@ class StepLogs:
         self._metrics = MetricSources(module, pipeline, source)
         self._attributes = StepAttributes(module, optimizers)
         self._names: dict[int, str] = {}
-        self._microbatches: list[list[Record]] = []
+        self._microbatches: list[list[LoggedCall]] = []
         self._is_between_batches = True
 
     @contextmanager
@@ -107,7 +107,7 @@ class StepLogs:
         counts: bool = True,
         may_repeat: bool = False,
         completed: Callable[[Any], Any] = lambda value: value,
-        in_block: Callable[[Record], None] = lambda record: None,
+        in_block: Callable[[LoggedCall], None] = lambda record: None,
     ) -> Iterator[StepNote]:
         """Run the step of one microbatch on one stage inside, where `module.log` only records.
 
@@ -130,7 +130,7 @@ class StepLogs:
             self._is_between_batches = False
             self._metrics.find()
             self._names = {}
-        records: list[Record] = []
+        records: list[LoggedCall] = []
 
         def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             options = dict(zip(_OPTIONS, args, strict=False)) | kwargs
@@ -177,7 +177,7 @@ class StepLogs:
             self._log(record)
         return outputs
 
-    def log_of_blocks(self, microbatches: Sequence[Sequence[Record]]) -> None:
+    def log_of_blocks(self, microbatches: Sequence[Sequence[LoggedCall]]) -> None:
         """Log what one stage's blocks have logged in each microbatch; each rank must call."""
         for record in _merged(microbatches):
             self._log(record)
@@ -190,7 +190,7 @@ class StepLogs:
         """Give the module's metrics back as they were."""
         self._metrics.restore()
 
-    def _record(self, name: str, value: Any, size: int, options: dict[str, Any]) -> Record:
+    def _record(self, name: str, value: Any, size: int, options: dict[str, Any]) -> LoggedCall:
         if options.get("sync_dist_group") is not None:
             raise ConfigError(
                 f"log({name!r}, sync_dist_group=...) cannot be used with pipeline parallelism: the "
@@ -198,7 +198,7 @@ class StepLogs:
                 f"reduces over the data-parallel ranks."
             )
         batch_size = options.pop("batch_size", None)
-        return Record(
+        return LoggedCall(
             name=name,
             value=self._held(name, value, options),
             batch_size=float(size if batch_size is None else batch_size),
@@ -245,7 +245,7 @@ class StepLogs:
             )
         return str(attribute)
 
-    def _log(self, record: Record) -> None:
+    def _log(self, record: LoggedCall) -> None:
         value: Any = record.value
         if isinstance(value, _LoggedMetric):
             metric = self._module.get_submodule(value.attribute)
@@ -263,12 +263,12 @@ def _scalar(value: Any, device: torch.device) -> Tensor:
     return scalar.to(device, dtype, copy=True)
 
 
-def _merged(microbatches: Sequence[Sequence[Record]]) -> list[Record]:
+def _merged(microbatches: Sequence[Sequence[LoggedCall]]) -> list[LoggedCall]:
     """Merge the records that belong together into one, as of one step.
 
     Such records are the n-th calls of each microbatch with one name and the same options.
     """
-    groups: defaultdict[Any, list[Record]] = defaultdict(list)
+    groups: defaultdict[Any, list[LoggedCall]] = defaultdict(list)
     for records in microbatches:
         calls: defaultdict[Any, int] = defaultdict(int)
         for record in records:
@@ -279,7 +279,7 @@ def _merged(microbatches: Sequence[Sequence[Record]]) -> list[Record]:
     return [_merged_record(group) for group in groups.values()]
 
 
-def _merged_record(records: Sequence[Record]) -> Record:
+def _merged_record(records: Sequence[LoggedCall]) -> LoggedCall:
     first = records[0]
     sizes = [record.batch_size for record in records]
     values = [record.value for record in records]
@@ -294,7 +294,7 @@ def _merged_record(records: Sequence[Record]) -> Record:
     return first._replace(value=value, batch_size=sum(sizes))
 
 
-def _reduced(values: Sequence[Tensor], sizes: Sequence[float], first: Record) -> Tensor:
+def _reduced(values: Sequence[Tensor], sizes: Sequence[float], first: LoggedCall) -> Tensor:
     reduce_fx = first.options.get("reduce_fx", "mean")
     if isinstance(reduce_fx, str):
         reduce_fx = _REDUCTIONS.get(reduce_fx.lower(), torch.mean)
