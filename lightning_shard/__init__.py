@@ -9,8 +9,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.core.exports import HOMES
 from lightning_shard.core.registration import register_on_import
+from lightning_shard.core.schemes import HOMES
 
 if TYPE_CHECKING:
     from lightning_shard.checkpoint.conversion.loading import load_safetensors

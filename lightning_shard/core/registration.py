@@ -40,7 +40,7 @@ FABRIC = {
 }
 """By Fabric's root, the package whose strategies are built on it."""
 _WITHOUT_TORCH = {
-    *("cli", "core", "doctor", "errors", "exports", "on_pytorch_lightning", "registration"),
+    *("cli", "core", "doctor", "errors", "on_pytorch_lightning", "registration"),
     *("reporting", "schemes", "settings", "sizes", "tools"),
 }
 
@@ -161,4 +161,4 @@ def _serve_fabric(lightning: str, package: str) -> None:
     registry.register_strategies(lightning, package)
     registry.refuse_misplaced(lightning, package)
     environments = package.removesuffix("fabric") + "environments"  # of the same root
-    import_module(f"{environments}.detection").ask_mpi_under_mpi_alone(lightning)
+    import_module(f"{environments}.selection").ask_mpi_under_mpi_alone(lightning)

@@ -3,6 +3,8 @@
 `Trainer(strategy=...)` takes each name alone and with a backend as a suffix, and
 `lightning-shard strategies` prints them. A strategy's module is imported when a Trainer asks for
 the name.
+
+`HOMES` has the modules that define the package's names, each imported on first use.
 """
 
 from collections.abc import Iterator
@@ -175,3 +177,28 @@ def register_strategies(lightning: str, package: str) -> None:
             if name not in registry:
                 description = f"See {package}.{one.scheme.class_name}."
                 registry.register(name, strategy, description, backend=backend, **one.options)
+
+
+_DEFINED_IN = {
+    "checkpoint.conversion.loading": ("load_safetensors",),
+    "core.mesh": ("ParallelMesh",),
+    "errors": (
+        *("BackendUnavailableError", "CheckpointError", "CollectiveMismatchError", "ConfigError"),
+        *("DeadlockError", "LayoutError", "RankFailedError", "ShardError"),
+    ),
+    "planning.search": ("plan",),
+    "strategies.async_sgd": ("AsyncSGDStrategy",),
+    "strategies.auto_strategy": ("AutoStrategy",),
+    "strategies.data_parallel": ("DDPStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy"),
+    "strategies.elastic": ("ElasticStrategy",),
+    "strategies.local_sgd": ("LocalSGDStrategy",),
+    "strategies.model_parallel": (
+        *("ContextParallelStrategy", "HybridParallelStrategy", "PipelineParallelStrategy"),
+        "TensorParallelStrategy",
+    ),
+    "tools.proving.prove": ("prove",),
+}
+HOMES = {
+    name: f"lightning_shard.{module}" for module, names in _DEFINED_IN.items() for name in names
+}
+"""By name of the package, the module that defines it."""

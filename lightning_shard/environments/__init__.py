@@ -2,10 +2,10 @@
 
 from lightning_shard.environments.checks import check_adopted, check_environment
 from lightning_shard.environments.elastic import ElasticEnvironment, elastic_environment
-from lightning_shard.environments.in_process import InProcessEnvironment
 from lightning_shard.environments.mpi import MPIEnvironment
 from lightning_shard.environments.ray import RayEnvironment, check_num_devices
 from lightning_shard.environments.selection import fitting_environment
+from lightning_shard.environments.started_elsewhere import InProcessEnvironment
 
 __all__ = [
     "ElasticEnvironment",

@@ -8,7 +8,15 @@ any                       backend "mpi"                 ours: its ranks are MPI'
 LightningEnvironment,     Ray Train                     ours: what Ray inherits from srun, and
   Ray's, SLURMEnvironment                               torch's variables, are not the ranks'
 any other                                               what was found
+
+Lightning asks MPI how many ranks there are: here only where MPI has started them.
+
+To ask starts MPI, and Open MPI then listens on all addresses of the host, in every rank of a run
+that has nothing to do with it.
 """
+
+import sys
+from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -71,3 +79,19 @@ def _check_srun_told_mpi(world_size: int) -> None:
             "not told MPI of the others. Start `srun --mpi=pmix python ...` (`srun --mpi=list` "
             "says what there is), or use mpirun."
         )
+
+
+def ask_mpi_under_mpi_alone(fabric: str) -> None:
+    """Have this root of Fabric look at the variables of MPI's launchers before it asks MPI.
+
+    Args:
+        fabric: The root, which is imported: "lightning.fabric" or "lightning_fabric".
+    """
+    environment: Any = sys.modules[f"{fabric}.plugins.environments.mpi"].MPIEnvironment
+    asks = environment.detect
+
+    def detect() -> bool:
+        """Whether MPI has started several ranks."""
+        return settings.is_under_mpi() and asks()
+
+    environment.detect = staticmethod(detect)

@@ -1,4 +1,4 @@
-"""The base of environments that start nothing, and are told a rendezvous.
+"""Environments that start nothing: their base, and that of ranks that are threads of this process.
 
 MPIEnvironment          rank, sizes and rendezvous from MPI
 RayEnvironment          the same from Ray Train
@@ -10,7 +10,9 @@ from functools import cached_property
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
 
+from lightning_shard.backends.in_process import current_rank, current_world
 from lightning_shard.core.settings import Rendezvous
+from lightning_shard.errors import ConfigError
 
 
 class StartedElsewhere(ClusterEnvironment):
@@ -45,3 +47,55 @@ class StartedElsewhere(ClusterEnvironment):
     def _rendezvous(self) -> Rendezvous:
         """Where the ranks meet, and the job's token; every rank must ask."""
         raise NotImplementedError
+
+
+class InProcessEnvironment(StartedElsewhere):
+    """Answers for the rank that runs now; outside a world, for rank 0.
+
+    Args:
+        num_ranks: Number of ranks that the launcher will run.
+
+    Raises:
+        ConfigError: `num_ranks` is not positive.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        if num_ranks < 1:
+            raise ConfigError(f"InProcessEnvironment: got num_ranks={num_ranks}, expected from 1.")
+        self._num_ranks = num_ranks
+
+    @cached_property
+    @override
+    def _rendezvous(self) -> Rendezvous:
+        return Rendezvous(host="127.0.0.1", port=0)  # no socket is opened
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False  # only ever asked for by name
+
+    @override
+    def world_size(self) -> int:
+        world = current_world()
+        return self._num_ranks if world is None else world.num_ranks
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        if size != self.world_size():
+            raise ConfigError(
+                f"in_process: got a world size of {size}, expected {self.world_size()}. Pass "
+                "devices=N and nothing else, or the same number as num_ranks."
+            )
+
+    @override
+    def global_rank(self) -> int:
+        return current_rank() or 0
+
+    @override
+    def local_rank(self) -> int:
+        return self.global_rank()
+
+    @override
+    def node_rank(self) -> int:
+        return 0

@@ -16,6 +16,12 @@ theirs.
     optimizer_0.state.<name>.<key>    {"lightning_shard": "optimizer", "number": 0, "prefix": ""}
 
 Of one module the names are its own; of several, the keys of the state go before them.
+
+A state that is saved: a tree of mappings and lists, with objects that have a state in it.
+
+    {"nets": [generator, discriminator], "optimizer": optimizer, "args": {"lr": 0.1}}
+
+Containers without such an object are values like any other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,12 +59,77 @@ from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.fabric._lightning import check_keys_are_there
 from lightning_shard.fabric.sharded_module import HeldModule, ShardedModule
-from lightning_shard.fabric.state_tree import NamedModules, Path, converted, objects_in, paired
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles, in_own_memory
 from lightning_shard.strategies.options import CheckpointFormat
+
+Path = tuple[Any, ...]
+
+
+class NamedModules(dict[str, nn.Module]):
+    """Modules that are saved as one: the parts, by name, of a module that is not here.
+
+    {"generator": generator, "discriminator": discriminator} is saved as the weights of a module
+    that has both under these names, such as a `LightningModule`.
+    """
+
+
+def has_state(value: Any) -> bool:
+    """Whether an object has a state to be saved: a module, an optimizer, a scheduler ..."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def objects_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield each object with a state, and its path: keys and indices."""
+    if has_state(tree) and not isinstance(tree, type):
+        yield path, tree
+        return
+    entries: Any = ()
+    if isinstance(tree, Mapping):
+        entries = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        entries = enumerate(tree)
+    for key, value in entries:
+        yield from objects_in(value, (*path, key))
+
+
+def converted(tree: Any, convert: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Return the tree with what `convert` makes of each object, and of each `NamedModules`."""
+    if isinstance(tree, NamedModules) or (has_state(tree) and not isinstance(tree, type)):
+        return convert(path, tree)
+    if next(objects_in(tree), None) is None:
+        return tree
+    if isinstance(tree, Mapping):
+        return {key: converted(value, convert, (*path, key)) for key, value in tree.items()}
+    return [converted(value, convert, (*path, number)) for number, value in enumerate(tree)]
+
+
+def paired(own: Any, saved: Any, path: Path = ()) -> Iterator[tuple[Any, Any]]:
+    """Yield each object of a tree (or `NamedModules`) with what was saved of it.
+
+    Raises:
+        CheckpointError: The saved tree has another form there.
+    """
+    if isinstance(own, NamedModules) or (has_state(own) and not isinstance(own, type)):
+        yield own, saved
+        return
+    if next(objects_in(own), None) is None:
+        return
+    is_mapping = isinstance(own, Mapping)
+    alike = isinstance(saved, Mapping if is_mapping else (list, tuple))
+    keys = list(own) if is_mapping else list(range(len(own)))
+    theirs = (list(saved) if is_mapping else list(range(len(saved)))) if alike else []
+    if not alike or not set(keys) <= set(theirs) or (not is_mapping and len(keys) != len(theirs)):
+        where = ".".join(map(str, path)) or "the state"
+        raise CheckpointError(
+            f"The checkpoint has a {type(saved).__name__} with {theirs or 'no entries'} at "
+            f"{where!r}, expected entries for {keys}. Load with the objects that it was saved with."
+        )
+    for key in keys:
+        yield from paired(own[key], saved[key], (*path, key))
+
 
 _KIND = CHECKPOINT_KEY  # the key by which an entry of meta.pt is known to stand for another
 _USERS = "fabric_keys"  # in the section

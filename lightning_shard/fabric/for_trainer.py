@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.sharded.entries import lightning_version
-from lightning_shard.fabric.state_tree import NamedModules
+from lightning_shard.fabric.checkpoints import NamedModules
 
 
 def trainer_checkpoint(

@@ -25,9 +25,8 @@ from typing_extensions import override
 from lightning_shard.backends.in_process import World, current_world
 from lightning_shard.backends.in_process.faults import faults_to_inject
 from lightning_shard.environments.launchers._copy import held_by
-from lightning_shard.environments.launchers.loggers import told_once
 from lightning_shard.environments.launchers.processes import ProcessLauncher
-from lightning_shard.environments.launchers.replicas import copy_for_rank, memo_of
+from lightning_shard.environments.launchers.replicas import copy_for_rank, memo_of, told_once
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric._lightning import Launcher, fabric_of, has_no_function
 

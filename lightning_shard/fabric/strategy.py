@@ -53,9 +53,9 @@ from lightning_shard.precision.scaler import ShardedGradScaler, device_scale
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
 from lightning_shard.strategies.names import check_interactive, strategy_name
 from lightning_shard.strategies.options import FabricLightningOptions, FabricOptions, OptionNames
-from lightning_shard.strategies.trainer.gathered_tensors import gathered, reduce_op_name, reduced
 from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
-from lightning_shard.strategies.trainer.same_settings import check_same_settings, common_seed
+from lightning_shard.strategies.trainer.same_on_ranks import check_same_settings, common_seed
+from lightning_shard.strategies.trainer.step_collectives import gathered, reduce_op_name, reduced
 
 T = TypeVar("T")
 _KNOWN = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)

@@ -11,19 +11,19 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from lightning_shard.core import exports
+from lightning_shard.core.schemes import HOMES
 from lightning_shard.on_pytorch_lightning import mirror
 
 mirror.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name in exports.HOMES:
-        return getattr(import_module(mirror.mirrored(exports.HOMES[name])), name)
+    if name in HOMES:
+        return getattr(import_module(mirror.mirrored(HOMES[name])), name)
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(exports.HOMES)
+    return sorted(HOMES)

@@ -28,7 +28,7 @@ from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.errors import ConfigError
 from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.precision.policy import TRUE_DTYPES, AskedFormats
-from lightning_shard.strategies.dimensions.run_view import RunGroups
+from lightning_shard.strategies.dimensions.dimension import RunGroups
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import LightningOptions, OptionNames, RunOptions
@@ -42,14 +42,14 @@ from lightning_shard.strategies.trainer._lightning import (
 )
 from lightning_shard.strategies.trainer.batch_samplers import assigns_batch_samplers
 from lightning_shard.strategies.trainer.common_values import common_values
-from lightning_shard.strategies.trainer.gathered_tensors import gathered, reduce_op_name, reduced
 from lightning_shard.strategies.trainer.layer_sync import layer_sync_over
 from lightning_shard.strategies.trainer.predictions import merged
-from lightning_shard.strategies.trainer.same_settings import (
+from lightning_shard.strategies.trainer.same_on_ranks import (
     SettingsOfSteps,
     check_same_settings,
     common_seed,
 )
+from lightning_shard.strategies.trainer.step_collectives import gathered, reduce_op_name, reduced
 
 T = TypeVar("T")
 _GROUPS = (Collectives, DataGroups, RunGroups, dist.ProcessGroup)

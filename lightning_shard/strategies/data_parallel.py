@@ -59,10 +59,10 @@ from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrec
 from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
 from lightning_shard.precision.scaler import device_scale
 from lightning_shard.strategies.dimensions.combined_split import combined
-from lightning_shard.strategies.dimensions.run_view import RunView
-from lightning_shard.strategies.dimensions.step_runner import (
+from lightning_shard.strategies.dimensions.dimension import (
     ModuleStep,
     PlainRunner,
+    RunView,
     StepKind,
     StepRunner,
 )
@@ -74,8 +74,12 @@ from lightning_shard.strategies.options import DataParallelOptions, RunOptions
 from lightning_shard.strategies.trainer._lightning import layer_sync
 from lightning_shard.strategies.trainer.announcement import announce, count_parameters
 from lightning_shard.strategies.trainer.batch_counts import agree_on_batches, lengths_on_ranks
-from lightning_shard.strategies.trainer.callbacks import check_callbacks, prepare_callbacks
-from lightning_shard.strategies.trainer.full_counts import counted_full, draw_graphs
+from lightning_shard.strategies.trainer.callbacks import (
+    check_callbacks,
+    counted_full,
+    draw_graphs,
+    prepare_callbacks,
+)
 from lightning_shard.strategies.trainer.hook_advice import (
     hooks_inside,
     may_change_groups,
@@ -84,7 +88,7 @@ from lightning_shard.strategies.trainer.hook_advice import (
 )
 from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
 from lightning_shard.strategies.trainer.predictions import PredictedBatches
-from lightning_shard.strategies.trainer.same_settings import schedules
+from lightning_shard.strategies.trainer.same_on_ranks import schedules
 from lightning_shard.strategies.trainer.weight_averaging import (
     AverageOfShards,
     Averaging,

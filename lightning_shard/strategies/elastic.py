@@ -66,7 +66,7 @@ from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import ElasticOptions, SharedOptions
 from lightning_shard.strategies.trainer._lightning import handle_requeue, handle_sigterm
 from lightning_shard.strategies.trainer.predictions import merged
-from lightning_shard.strategies.trainer.same_settings import started_with
+from lightning_shard.strategies.trainer.same_on_ranks import started_with
 from lightning_shard.strategies.trainer.termination import TerminationHandler
 from lightning_shard.strategies.trainer.weight_averaging import averaging_callbacks
 

@@ -37,10 +37,13 @@ from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.dimensions.context import ContextDimension
-from lightning_shard.strategies.dimensions.dimension import ParallelDimension
+from lightning_shard.strategies.dimensions.dimension import (
+    ParallelDimension,
+    RunGroups,
+    RunView,
+    WrappedRunner,
+)
 from lightning_shard.strategies.dimensions.experts import ExpertDimension
-from lightning_shard.strategies.dimensions.run_view import RunGroups, RunView
-from lightning_shard.strategies.dimensions.step_runner import WrappedRunner
 from lightning_shard.strategies.hybrid_sharding import (
     replicate_ranks,
     shard_ranks,
@@ -61,8 +64,8 @@ from lightning_shard.strategies.trainer.batch_counts import (
     check_same_lengths,
     lengths_on_ranks,
 )
-from lightning_shard.strategies.trainer.default_group import MetricGroups, default_group_is
 from lightning_shard.strategies.trainer.hook_advice import hooks_inside
+from lightning_shard.strategies.trainer.step_collectives import MetricGroups, default_group_is
 from lightning_shard.strategies.trainer.weight_averaging import averaging_callbacks
 from lightning_shard.strategies.trainer.weights_in_hooks import WeightsInHooks
 from lightning_shard.tensor_parallel.randomness import drawn_apart

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.head_counts import HEADS
+from lightning_shard.tensor_parallel.heads import HEADS
 from lightning_shard.tensor_parallel.layers import is_transposed
 from lightning_shard.tensor_parallel.styles import STYLES, Style
 from lightning_shard.tensor_parallel.wrappers import linear_sizes

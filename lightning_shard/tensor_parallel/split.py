@@ -39,8 +39,12 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     full_tensor,
 )
 from lightning_shard.tensor_parallel.full_view import FullView, ViewsOfKeptParameters
-from lightning_shard.tensor_parallel.given_heads import cut_given_heads
-from lightning_shard.tensor_parallel.head_counts import ALL_HEADS, Attributes, count_heads
+from lightning_shard.tensor_parallel.heads import (
+    ALL_HEADS,
+    Attributes,
+    count_heads,
+    cut_given_heads,
+)
 from lightning_shard.tensor_parallel.layers import (
     LayerContext,
     is_transposed,

@@ -1,5 +1,9 @@
-"""When Lightning's own choice of a cluster environment stands, and when ours takes its place."""
+"""When Lightning's own choice of a cluster environment stands, and when ours takes its place.
 
+When Lightning asks MPI how many ranks there are.
+"""
+
+import os
 import sys
 from typing import Any
 
@@ -13,9 +17,11 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_shard import ZeRO2Strategy
+from lightning_shard.core import settings
 from lightning_shard.environments import MPIEnvironment, fitting_environment
 from lightning_shard.errors import ConfigError
 from tests.environments.variables import OPEN_MPI, SLURM, TORCHRUN, set_only
+from tests.processes import run_alone
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +88,24 @@ def test_ranks_of_mpirun_and_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     strategy.cluster_environment = LightningEnvironment()
     with pytest.raises(ConfigError, match=r"OMPI_COMM_WORLD_LOCAL_SIZE=2\), but .*devices=1"):
         strategy.set_world_ranks()
+
+
+@pytest.mark.slow
+def test_a_run_without_mpirun_started_mpi_which_listened_on_all_addresses() -> None:
+    code = (
+        "import sys, lightning_shard, lightning.pytorch as pl;"
+        "pl.Trainer(accelerator='cpu', devices=1, logger=False, enable_checkpointing=False);"
+        "assert 'mpi4py.MPI' not in sys.modules"
+    )
+    finished = run_alone("-c", code)
+    assert finished.returncode == 0, finished.output
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"])
+def test_under_mpi_it_asks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in [one for one in os.environ if one.startswith(("OMPI_", "PMI_", "PMIX_", "MPI_"))]:
+        monkeypatch.delenv(other)
+    assert not settings.is_under_mpi()
+    assert not LightningMPIEnvironment.detect()
+    monkeypatch.setenv(name, "1")
+    assert settings.is_under_mpi()

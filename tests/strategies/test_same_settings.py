@@ -15,7 +15,7 @@ import lightning_shard
 from lightning_shard import AutoStrategy
 from lightning_shard.backends.in_process import current_rank
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.trainer import same_settings
+from lightning_shard.strategies.trainer import same_on_ranks
 from tests.processes import run_processes
 from tests.strategies.parity import ignore_upstream_warnings, quiet_trainer
 
@@ -122,12 +122,12 @@ def test_options_that_differ_are_told_before_the_first_step(
 @pytest.mark.parametrize("name", ["lightning_shard", "torch", "lightning"])
 def test_versions_that_differ_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody compared them."""
-    found = same_settings.versions()
+    found = same_on_ranks.versions()
 
     def versions() -> dict[str, str]:
         return {**found, name: "0.0.1"} if current_rank() == 1 else found
 
-    monkeypatch.setattr(same_settings, "versions", versions)
+    monkeypatch.setattr(same_on_ranks, "versions", versions)
     module = Net()
     with pytest.raises(ConfigError) as caught:
         fit(module)
@@ -201,13 +201,13 @@ KINDS = {"zero1": lightning_shard.ZeRO1Strategy, "zero2": lightning_shard.ZeRO2S
 def told_by_processes(rank: int, backend: str) -> dict[str, tuple[str, int]]:
     ignore_upstream_warnings()
     result = {}
-    found = same_settings.versions()
+    found = same_on_ranks.versions()
     for name, (values, _) in DIFFERENT.items():
         mine, module = {name: values[rank]}, Net()
         kind = KINDS[mine.pop("strategy", "zero1")]
         sizes = {"bucket_mb": mine.pop("bucket_mb", None)}
         versions = found | {one: mine.pop(one) for one in found if one in mine}
-        same_settings.versions = lambda versions=versions: versions
+        same_on_ranks.versions = lambda versions=versions: versions
         try:
             fit(module, kind(backend=backend, **sizes), **mine)
         except ConfigError as error:
@@ -280,5 +280,5 @@ def test_seeds_of_their_own_give_no_sample_twice_and_are_told() -> None:
 
 def test_where_a_choice_is_written_is_each_ranks_own() -> None:
     """Rank 0 alone writes it, but another place on another host was refused."""
-    told = same_settings.started_with(AutoStrategy(choice_file="/scratch/of_this_host/choice.yaml"))
+    told = same_on_ranks.started_with(AutoStrategy(choice_file="/scratch/of_this_host/choice.yaml"))
     assert not [name for name, one in told.items() if "of_this_host" in str(one)]

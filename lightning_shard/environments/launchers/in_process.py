@@ -21,8 +21,7 @@ from lightning_shard.environments.launchers._lightning import (
 )
 from lightning_shard.environments.launchers.adoption import adopt
 from lightning_shard.environments.launchers.failures import Circumstances, tell
-from lightning_shard.environments.launchers.loggers import told_once
-from lightning_shard.environments.launchers.replicas import Replica
+from lightning_shard.environments.launchers.replicas import Replica, told_once
 from lightning_shard.errors import ConfigError, RankFailedError
 
 _CALLERS_THREAD = 0

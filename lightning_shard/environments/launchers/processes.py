@@ -18,7 +18,7 @@ from lightning_shard.environments.launchers._lightning import (
     skip_hooks_of_exception,
 )
 from lightning_shard.environments.launchers.failures import Circumstances, Salvages, tell
-from lightning_shard.environments.launchers.loggers import told_once
+from lightning_shard.environments.launchers.replicas import told_once
 from lightning_shard.errors import ConfigError, RankFailedError
 
 

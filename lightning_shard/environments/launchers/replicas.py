@@ -3,19 +3,25 @@
 One deep copy with one memo, so that what was one object stays one. Some things are not copied:
 map-style datasets, loggers (they hold files, and act on rank 0 only) and the standard streams are
 shared; a profiler is rank 0's alone. Functions that hold something of the model belong to the copy,
-and graphs, locks and files stop none: see `_copy`; what does is named: see `failed_copies`.
+and graphs, locks and files stop none: see `_copy`; what does is named: see `_copy`.
+
+Shared loggers are called once per event, whatever the number of ranks.
+
+Lightning calls the loggers of every rank, and expects their methods to be decorated with
+`rank_zero_only`. A logger that was written for one device is not: it would log once for each rank.
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import CombinedLoader
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -247,3 +253,40 @@ def _entries(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, (list, tuple, set)) else ()
+
+
+_TOLD = (
+    "after_save_checkpoint",
+    "finalize",
+    "log_graph",
+    "log_hyperparams",
+    "log_metrics",
+    "save",
+)
+
+
+@contextmanager
+def told_once(trainer: "pl.Trainer | None") -> Iterator[None]:
+    """Let the methods of a trainer's loggers do nothing inside on ranks other than 0.
+
+    Ranks of this process share the loggers: call around all of them.
+    """
+    with ExitStack() as stack:
+        for logger in [] if trainer is None else trainer.loggers:
+            for name in [one for one in _TOLD if hasattr(logger, one)]:
+                stack.enter_context(_on_rank_zero(logger, name))
+        yield
+
+
+@contextmanager
+def _on_rank_zero(logger: Any, name: str) -> Iterator[None]:
+    is_own = not hasattr(type(logger), name)
+    method = getattr(logger, name)
+    setattr(logger, name, rank_zero_only(method))
+    try:
+        yield
+    finally:
+        if is_own:  # a mock's, for example
+            setattr(logger, name, method)
+        else:
+            delattr(logger, name)

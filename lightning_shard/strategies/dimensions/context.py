@@ -15,10 +15,13 @@ from lightning_shard.data_parallel.differentiation import Gradients, Run, asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.expert_parallel.own_tokens import OwnTokens
-from lightning_shard.strategies.dimensions.dimension import ParallelDimension
-from lightning_shard.strategies.dimensions.run_view import RunView
-from lightning_shard.strategies.dimensions.step_runner import StepRunner, WrappedRunner
-from lightning_shard.strategies.trainer.same_results import SameResults
+from lightning_shard.strategies.dimensions.dimension import (
+    ParallelDimension,
+    RunView,
+    StepRunner,
+    WrappedRunner,
+)
+from lightning_shard.strategies.trainer.same_on_ranks import SameResults
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DifferentiatedParts, full_tensor
 from lightning_shard.tensor_parallel.randomness import share_random_state
 

@@ -13,23 +13,175 @@ A dimension is told what it may know of the run in a `RunView`; it knows neither
 other dimensions. The first of a strategy's dimensions splits the full model, each other one what
 those before it have left; restoring goes the other way. What the first does around a step is
 outermost; one that has a step run in another way, as a pipeline does, is the last.
+
+Who runs a step of the user's module is one object, a `StepRunner`, which dimensions wrap or take
+the place of.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
 
 import lightning.pytorch as pl
-from torch import Tensor
+import torch
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.core.mesh import Axis
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.mesh import Axis, ParallelMesh
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.planning.description import Description, Measure
-from lightning_shard.strategies.dimensions.run_view import RunView
-from lightning_shard.strategies.dimensions.step_runner import StepRunner
-from lightning_shard.strategies.trainer.same_results import SameResults
+from lightning_shard.strategies.trainer.same_on_ranks import SameResults
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """A strategy's run, as its dimensions see it.
+
+    Attributes:
+        module: The user's LightningModule.
+        model: What is trained: the module, or what a wrapper has made of it.
+        mesh: The grid of the run's ranks.
+        rank: Number of this rank in the mesh.
+        device: Device of this rank.
+        is_fitting: Whether the run trains.
+        layer_sync: How batch norms are to be synchronized, where the user asks for it.
+        matches_tags: Whether the backend tells messages of one rank apart by their tags.
+        groups: This rank's group along each axis of a dimension; there once groups are made.
+        of_parts: The ranks that have the same parts of what a dimension with samples of its own
+            shares out, and second groups of them for gradients; None without such a dimension.
+        with_shards: Inside, weights are the shards that are here, also within a hook.
+        in_hook: Inside, code sees weights as hooks do; each rank must enter.
+        drawn_for_own_data: Inside, ranks that are given different samples draw random numbers of
+            their own.
+        loss_scale: Returns what a loss scaler multiplies losses with, shape () if a tensor.
+        completed: Makes what a step has returned what any code can take: that of all dimensions.
+        forget_activations: Lets go of activations that the layers of any dimension keep.
+        start: Knows the values of parameters on meta; None where there are none.
+    """
+
+    module: "pl.LightningModule"
+    model: nn.Module
+    mesh: ParallelMesh
+    rank: int
+    device: torch.device
+    is_fitting: bool
+    layer_sync: LayerSync | None
+    matches_tags: bool
+    groups: Mapping[Axis, Collectives] = field(default_factory=dict)
+    of_parts: tuple[DataGroups, DataGroups] | None = None
+    with_shards: Callable[[], AbstractContextManager[None]] = nullcontext
+    in_hook: Callable[[], AbstractContextManager[None]] = nullcontext
+    drawn_for_own_data: Callable[[], AbstractContextManager[None]] = nullcontext
+    loss_scale: Callable[[], Tensor | float]
+    completed: Callable[[Any], Any]
+    forget_activations: Callable[[], None]
+    start: MetaStart | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunGroups:
+    """A rank's groups in a run whose ranks share models.
+
+    samples      other samples: loaders, random numbers, metrics, logged and gathered values
+    gradients    the same parameters, other activations: those above, and ranks that compute other
+                 parts of one sample. Engines, their state and batch norms
+    of_parts     of those, the ranks that have the same parts of what is shared out: of experts
+    model        the same samples: all axes of the dimensions together
+    along        each of these axes alone
+
+    Attributes:
+        samples: The ranks that are given other samples.
+        gradients: Those that average gradients, and how they share out the state.
+        model: Those that share one model, and are given the same samples.
+        of_parts: Those that average gradients of what is shared out, and second groups of them for
+            gradients; None where nothing is.
+        along: Those that share it along one axis.
+    """
+
+    samples: Collectives
+    gradients: DataGroups
+    model: Collectives
+    along: Mapping[Axis, Collectives]
+    of_parts: tuple[DataGroups, DataGroups] | None = None
+
+
+StepKind = Literal["training", "validation", "test", "predict"]
+ModuleStep = Callable[..., Any]
+"""Runs the module's step of a kind, in its precision; the first argument is the batch."""
+
+
+class StepRunner(Protocol):
+    """Runs the steps of a run, one for each batch."""
+
+    def run(
+        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run one step within one of the engine; each rank must call.
+
+        Args:
+            kind: Kind of the step, which says what Lightning runs it for.
+            step: Runs the module's own step.
+            args: Positional arguments of the step, the batch first.
+            kwargs: Keyword arguments of the step.
+
+        Returns:
+            What the step has returned, or what stands for it on this rank.
+        """
+
+
+class PlainRunner:
+    """Runs a step once, on the batch as it is.
+
+    Args:
+        engine_step: Makes the engine's step, which each of the module's runs in.
+        around_training: Makes what surrounds each training step.
+    """
+
+    def __init__(
+        self,
+        engine_step: Callable[[], AbstractContextManager[None]],
+        around_training: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._engine_step, self._around_training = engine_step, around_training
+
+    def run(
+        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run one step; see `StepRunner`."""
+        around = self._around_training() if kind == "training" else nullcontext()
+        with around, self._engine_step():
+            return step(*args, **kwargs)
+
+
+class WrappedRunner:
+    """Runs another one's steps with something around them.
+
+    Args:
+        inner: Runs the steps.
+        around: Makes what surrounds each.
+        completed: Makes of what a step has returned what is returned here.
+    """
+
+    def __init__(
+        self,
+        inner: StepRunner,
+        around: Callable[[], AbstractContextManager[None]],
+        completed: Callable[[Any], Any] = lambda result: result,
+    ) -> None:
+        self._inner, self._around, self._completed = inner, around, completed
+
+    def run(
+        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run one step; see `StepRunner`."""
+        with self._around():
+            return self._completed(self._inner.run(kind, step, args, kwargs))
 
 
 class ParallelDimension:

@@ -18,9 +18,12 @@ from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.expert_parallel.shared_experts import SharedExperts
 from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.planning.description import Description, Measure
-from lightning_shard.strategies.dimensions.dimension import ParallelDimension
-from lightning_shard.strategies.dimensions.run_view import RunView
-from lightning_shard.strategies.dimensions.step_runner import StepRunner, WrappedRunner
+from lightning_shard.strategies.dimensions.dimension import (
+    ParallelDimension,
+    RunView,
+    StepRunner,
+    WrappedRunner,
+)
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.full_view import ViewsOfKeptParameters
 

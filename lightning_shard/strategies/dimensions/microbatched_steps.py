@@ -33,8 +33,12 @@ from lightning_shard.pipeline_parallel.microbatches import (
 from lightning_shard.pipeline_parallel.needs import Checked, Step
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
-from lightning_shard.strategies.dimensions.run_view import RunView
-from lightning_shard.strategies.dimensions.step_runner import ModuleStep, StepKind, StepRunner
+from lightning_shard.strategies.dimensions.dimension import (
+    ModuleStep,
+    RunView,
+    StepKind,
+    StepRunner,
+)
 from lightning_shard.strategies.trainer.hook_advice import may_edit_before_backward
 from lightning_shard.strategies.trainer.logs.logger_calls import LoggerCalls
 from lightning_shard.strategies.trainer.logs.step_logs import StepLogs

@@ -30,11 +30,14 @@ from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.planning.description import Description, Measure
-from lightning_shard.strategies.dimensions.dimension import ParallelDimension
+from lightning_shard.strategies.dimensions.dimension import (
+    ParallelDimension,
+    PlainRunner,
+    RunView,
+    StepRunner,
+)
 from lightning_shard.strategies.dimensions.microbatched_steps import MicrobatchedSteps
-from lightning_shard.strategies.dimensions.run_view import RunView
 from lightning_shard.strategies.dimensions.stage_options import StageOptions
-from lightning_shard.strategies.dimensions.step_runner import PlainRunner, StepRunner
 from lightning_shard.strategies.trainer.layer_sync import batch_norms
 from lightning_shard.strategies.trainer.logs.step_logs import StepLogs
 from lightning_shard.strategies.trainer.measured_stages import measured_costs

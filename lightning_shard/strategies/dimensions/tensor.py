@@ -18,10 +18,13 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.description import Description, Measure
-from lightning_shard.strategies.dimensions.dimension import ParallelDimension
-from lightning_shard.strategies.dimensions.run_view import RunView
-from lightning_shard.strategies.dimensions.step_runner import StepRunner, WrappedRunner
-from lightning_shard.strategies.trainer.same_results import SameResults
+from lightning_shard.strategies.dimensions.dimension import (
+    ParallelDimension,
+    RunView,
+    StepRunner,
+    WrappedRunner,
+)
+from lightning_shard.strategies.trainer.same_on_ranks import SameResults
 from lightning_shard.tensor_parallel.automatic import automatic_plan, check_layouts
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
 from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan

@@ -232,7 +232,9 @@ def test_a_thread_asked_which_rank_it_was_and_removed_nothing(
         is_writer = threading.current_thread().name.startswith("async-save")
         return 1 if is_writer else current_rank()
 
-    monkeypatch.setattr("lightning_shard.environments.in_process.current_rank", rank_of_caller)
+    monkeypatch.setattr(
+        "lightning_shard.environments.started_elsewhere.current_rank", rank_of_caller
+    )
     writer = ModelCheckpoint(
         tmp_path, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=1
     )

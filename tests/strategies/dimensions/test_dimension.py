@@ -1,6 +1,10 @@
-"""Dimensions are objects that a strategy owns: one of the user's own goes in beside the others."""
+"""Dimensions are objects that a strategy owns: one of the user's own goes in beside the others.
 
-from collections.abc import Mapping, Sequence
+Steps run within the engine's, and what surrounds them is outermost.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -15,11 +19,17 @@ from lightning_shard import (
     TensorParallelStrategy,
 )
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.strategies.dimensions.dimension import ParallelDimension
+from lightning_shard.strategies.dimensions.dimension import (
+    ModuleStep,
+    ParallelDimension,
+    PlainRunner,
+    RunView,
+    StepKind,
+    StepRunner,
+    WrappedRunner,
+)
 from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
-from lightning_shard.strategies.dimensions.run_view import RunView
 from lightning_shard.strategies.dimensions.stage_options import StageOptions
-from lightning_shard.strategies.dimensions.step_runner import ModuleStep, StepKind, StepRunner
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.stacks import Stack, fit
@@ -134,3 +144,35 @@ def test_schemes_choose_their_dimensions() -> None:
         ("cp", 1),
         ("pp", 1),
     ]  # in the order of splitting
+
+
+class Told:
+    """Notes what is entered and left."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        self.lines.append(f"enter {name}")
+        yield
+        self.lines.append(f"leave {name}")
+
+
+@pytest.mark.parametrize(("kind", "apart"), [("training", ["own data"]), ("validation", [])])
+def test_a_step_runs_within_the_engines(kind: StepKind, apart: list[str]) -> None:
+    told = Told()
+    plain = PlainRunner(lambda: told.inside("engine"), lambda: told.inside("own data"))
+    runner = WrappedRunner(plain, lambda: told.inside("layers"), lambda result: result * 2)
+
+    def step(*args: Any, **kwargs: Any) -> int:
+        told.lines.append(f"{args} {kwargs}")
+        return 21
+
+    assert runner.run(kind, step, ("batch", 0), {"dataloader_idx": 1}) == 42
+    around = ["layers", *apart, "engine"]
+    assert told.lines == [
+        *(f"enter {one}" for one in around),
+        "('batch', 0) {'dataloader_idx': 1}",
+        *(f"leave {one}" for one in reversed(around)),
+    ]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lightning_shard.core.mesh import ParallelMesh
-from lightning_shard.strategies.dimensions.run_view import RunView
+from lightning_shard.strategies.dimensions.dimension import RunView
 from tests.strategies.stacks import Stack
 
 

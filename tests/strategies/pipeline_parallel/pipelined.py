@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.pipeline_parallel.microbatches import merge_outputs, split_batch
-from lightning_shard.strategies.trainer.default_group import MetricGroups
 from lightning_shard.strategies.trainer.logs.step_logs import StepLogs
+from lightning_shard.strategies.trainer.step_collectives import MetricGroups
 from tests.strategies.parity import quiet_trainer
 
 

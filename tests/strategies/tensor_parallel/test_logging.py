@@ -14,7 +14,7 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMet
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lightning_shard import TensorParallelStrategy
-from lightning_shard.strategies.trainer.default_group import MetricGroups
+from lightning_shard.strategies.trainer.step_collectives import MetricGroups
 from lightning_shard.testing import run_ranks
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
 

@@ -38,7 +38,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import OtherStageError, Placeholder, is_placeholder
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.stage_run import running_stage
-from lightning_shard.strategies.trainer.logs import _torchmetrics
+from lightning_shard.strategies.trainer import _lightning
 from lightning_shard.strategies.trainer.shared_values import SharedValues
 from lightning_shard.strategies.trainer.step_attributes import Optimizers, StepAttributes, StepNote
 
@@ -207,7 +207,7 @@ class StepLogs:
 
     def _held(self, name: str, value: Any, options: dict[str, Any]) -> Tensor | _LoggedMetric:
         if isinstance(value, Metric):
-            step_value = _torchmetrics.step_value(value)
+            step_value = _lightning.step_value(value)
             is_scalar = isinstance(step_value, Tensor) and step_value.numel() == 1
             return _LoggedMetric(
                 attribute=self._attribute(name, value, options),
@@ -250,7 +250,7 @@ class StepLogs:
         if isinstance(value, _LoggedMetric):
             metric = self._module.get_submodule(value.attribute)
             assert isinstance(metric, Metric)
-            _torchmetrics.set_step_value(metric, value.step_value)
+            _lightning.set_step_value(metric, value.step_value)
             value = metric
         batch_size = int(record.batch_size)
         self._module.log(record.name, value, batch_size=batch_size, **record.options)
@@ -345,7 +345,7 @@ class MetricSources:
         """
         self._in_step = True
         before = [
-            (one, _torchmetrics.copied_state(one), one.update_count)
+            (one, _lightning.copied_state(one), one.update_count)
             for one in (self._metrics() if counts and may_repeat else ())
         ]
         try:
@@ -355,17 +355,17 @@ class MetricSources:
                 yield
         except BaseException:
             for metric, state, count in before:
-                _torchmetrics.set_state(metric, state, count)
+                _lightning.set_state(metric, state, count)
             raise
         finally:
             self._in_step = False
             for metric in self._metrics():
-                _torchmetrics.forget_computed(metric)
+                _lightning.forget_computed(metric)
 
     def share_persistent(self) -> None:
         """Take over the states that are saved in checkpoints; each rank must call."""
         for metric in self._metrics():
-            if _torchmetrics.is_persistent(metric):
+            if _lightning.is_persistent(metric):
                 self._take_over(metric)
 
     def restore(self) -> None:
@@ -392,7 +392,7 @@ class MetricSources:
 
     def _computing(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
         def compute_everywhere(*args: Any, **kwargs: Any) -> Any:
-            if not self._in_step and _torchmetrics.computes_full(metric):
+            if not self._in_step and _lightning.computes_full(metric):
                 self._take_over(metric)
             return compute(*args, **kwargs)
 
@@ -404,7 +404,7 @@ class MetricSources:
         received = self._pipeline.broadcast_object(own, self._source)
         if not is_source:
             assert received is not None
-            _torchmetrics.set_state(metric, *received)
+            _lightning.set_state(metric, *received)
 
     def _silence(self, stack: ExitStack) -> None:
         for part in self._parts:

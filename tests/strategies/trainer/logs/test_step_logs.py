@@ -25,9 +25,9 @@ from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.trainer.default_group import MetricGroups
-from lightning_shard.strategies.trainer.logs import _torchmetrics
+from lightning_shard.strategies.trainer import _lightning
 from lightning_shard.strategies.trainer.logs.step_logs import MetricSources, StepLogs
+from lightning_shard.strategies.trainer.step_collectives import MetricGroups
 from lightning_shard.testing import run_ranks
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.pipeline_parallel.pipelined import (
@@ -566,17 +566,17 @@ def test_nothing_is_said_of_updates_on_other_stages_but_of_none_at_all() -> None
 
 def test_the_private_names_are_torchmetrics_own() -> None:
     metric = CatMetric(compute_on_cpu=True)
-    assert _torchmetrics.computes_full(metric)
-    assert not _torchmetrics.is_persistent(metric)
+    assert _lightning.computes_full(metric)
+    assert not _lightning.is_persistent(metric)
     metric.persistent(True)
-    assert _torchmetrics.is_persistent(metric)
-    _torchmetrics.set_state(metric, {"value": [torch.tensor([1.0, 2.0])]}, update_count=2)
+    assert _lightning.is_persistent(metric)
+    _lightning.set_state(metric, {"value": [torch.tensor([1.0, 2.0])]}, update_count=2)
     assert metric.update_count == 2
     assert metric.compute().tolist() == [1.0, 2.0]
-    assert not _torchmetrics.computes_full(metric)
-    _torchmetrics.forget_computed(metric)
-    assert _torchmetrics.computes_full(metric)
+    assert not _lightning.computes_full(metric)
+    _lightning.forget_computed(metric)
+    assert _lightning.computes_full(metric)
     shown = metric(3.0)
-    assert _torchmetrics.step_value(metric) is shown
-    _torchmetrics.set_step_value(metric, None)
-    assert _torchmetrics.step_value(metric) is None
+    assert _lightning.step_value(metric) is shown
+    _lightning.set_step_value(metric, None)
+    assert _lightning.step_value(metric) is None

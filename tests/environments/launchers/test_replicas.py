@@ -10,8 +10,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_shard.environments.launchers.loggers import told_once
 from lightning_shard.environments.launchers.processes import ProcessLauncher
+from lightning_shard.environments.launchers.replicas import told_once
 from tests.examples.commands import ignore_upstream_warnings
 
 pytestmark = [

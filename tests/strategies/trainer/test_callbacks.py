@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import nn
 
-from lightning_shard.strategies.trainer.full_counts import counted_full
+from lightning_shard.strategies.trainer.callbacks import counted_full
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit
 from tests.examples.commands import ignore_upstream_warnings
 

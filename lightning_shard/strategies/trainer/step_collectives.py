@@ -1,0 +1,224 @@
+"""`self.all_gather(...)` and `strategy.reduce`: tensors of all data-parallel ranks together.
+
+Gathered tensors have gradients where asked for:
+
+    forward    x of rank r            ──> [x of rank 0, x of rank 1, ...] on every rank
+    backward   sum over ranks of the  <── each rank's own gradient of its own loss
+               gradients for x of r
+
+Parameters' gradients are averaged over the ranks afterwards. So where every rank computes the same
+loss of all samples, the sum of W equal gradients and the mean over W ranks cancel: the result is
+the gradient on a single device that has all samples, as in torch's `all_gather` and Lightning's
+ddp.
+
+In a step, what `torch.distributed` is asked without a group is asked of ranks of other samples.
+
+    dist.get_world_size()   dist.get_rank()   dist.all_reduce(n)   dist.broadcast(x, src=0)
+
+The default group has all processes, of which those of one model are given the same samples: a sum
+over it would count each of them several times. Calls that name a group are left alone. The
+functions are exchanged while a step runs, and what runs on other threads then is left alone, too.
+
+A metric of torchmetrics gathers its state over the default group, too. So that each data-parallel
+rank counts once, and not every rank of the world, the metrics of a module are told, for the length
+of a run, to gather over the data-parallel ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache, wraps
+from inspect import signature
+from threading import Lock
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.rank_order import ReduceOpName
+from lightning_shard.core.placeholders import is_placeholder
+from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.regions import gather_to_region
+
+_CALLS = (
+    *("get_rank", "get_world_size", "all_reduce", "broadcast", "reduce", "all_gather", "barrier"),
+    *("all_gather_into_tensor", "all_gather_object", "gather", "gather_object", "scatter"),
+    *("scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all"),
+    *("all_to_all_single", "broadcast_object_list"),
+)
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
+_exchanging = Lock()
+_torchs: dict[str, Any] = {}  # while steps run
+_num_inside = 0
+Gather = Callable[..., list[Tensor]]
+
+
+@contextmanager
+def default_group_is(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let functions of `torch.distributed` work over a group inside, where none is named."""
+    global _num_inside
+    with _exchanging:
+        _num_inside += 1
+        if _num_inside == 1:
+            _torchs.update({name: getattr(dist, name) for name in _CALLS})
+            vars(dist).update({name: _over_group(one) for name, one in _torchs.items()})
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+        with _exchanging:
+            _num_inside -= 1
+            if not _num_inside:
+                vars(dist).update(_torchs)
+
+
+@cache
+def _over_group(function: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = signature(function).parameters
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        group = _group.get()
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        if group is None or given.get("group") is not None:
+            return function(*args, **kwargs)
+        for name in {"src", "dst"} & parameters.keys():
+            if given.get(f"group_{name}") is None:
+                given[name] = dist.get_global_rank(group, given.get(name) or 0)
+        return function(**given | {"group": group})
+
+    return called
+
+
+class MetricGroups:
+    """Lets the metrics in a module gather over a group until `restore`.
+
+    Args:
+        module: Module whose metrics without a group and a gathering function of their own are
+            changed. Metrics that are not submodules cannot be found.
+        group: Process group of the data-parallel ranks.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        gather = _GatherOver(group)
+        self._changed = [
+            part
+            for part in module.modules()
+            if isinstance(part, Metric) and part.process_group is None and part.dist_sync_fn is None
+        ]
+        for metric in self._changed:
+            metric.dist_sync_fn = gather
+
+    def restore(self) -> None:
+        """Give the metrics back as they were."""
+        for metric in self._changed:
+            metric.dist_sync_fn = None
+        self._changed = []
+
+
+class _GatherOver:
+    """Gathers a metric's state over a group, also in copies; when unpickled, over the default."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, result: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        return gather_all_tensors(result, self._group if group is None else group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherOver":
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Gather], tuple[()]]:
+        return _plain_gather, ()
+
+
+def _plain_gather() -> Gather:
+    return gather_all_tensors
+
+
+_MAX_DIMS = 15  # whose sizes are compared
+_NAMES: dict[str, ReduceOpName] = {
+    "mean": "avg",
+    **{name: name for name in get_args(ReduceOpName)},
+}
+_BY_OP: list[tuple[Any, ReduceOpName]] = [
+    (ReduceOp.SUM, "sum"),
+    (ReduceOp.AVG, "avg"),
+    (ReduceOp.MAX, "max"),
+    (ReduceOp.MIN, "min"),
+]
+
+
+def gathered(tensor: Tensor, collectives: Collectives, *, sync_grads: bool) -> Tensor:
+    """Stack the tensors of all ranks.
+
+    Args:
+        tensor: Shape (...), the same on each rank. A placeholder of another pipeline stage is one
+            on every rank, and is gathered without a message.
+        collectives: Group of W ranks, each of which must call.
+        sync_grads: Whether gradients flow back to the ranks.
+
+    Returns:
+        Shape (W, ...).
+
+    Raises:
+        ConfigError: The ranks' shapes differ.
+    """
+    if is_placeholder(tensor):
+        return torch.stack([tensor] * collectives.size)
+    _check_shapes(tensor, collectives)
+    with nullcontext() if sync_grads else torch.no_grad():
+        return gather_to_region(tensor.unsqueeze(0), 0, collectives)
+
+
+@torch.no_grad()
+def _check_shapes(tensor: Tensor, collectives: Collectives) -> None:
+    sizes = [tensor.ndim, *tensor.shape[:_MAX_DIMS]]
+    own = torch.zeros(1 + _MAX_DIMS, dtype=torch.int64)
+    own[: len(sizes)] = torch.tensor(sizes)
+    own = own.to(tensor.device)
+    every = own.new_empty(collectives.size * len(own))
+    collectives.all_gather(every, own).wait()
+    rows = every.view(collectives.size, -1).tolist()
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            expected, got = (tuple(one[1 : 1 + one[0]]) for one in (rows[0], row))
+            raise ConfigError(
+                f"all_gather got a tensor of shape {got} on rank {rank} and of shape {expected} on "
+                f"rank 0 of the data-parallel ranks; expected one shape. A last batch that is "
+                f"smaller on some ranks is what usually differs: let the loader leave it out "
+                f"(drop_last=True), or pad the tensor."
+            )
+
+
+def reduce_op_name(op: ReduceOp | str | None) -> ReduceOpName:
+    """Return the name in `Collectives` of one of Lightning's reductions.
+
+    Raises:
+        ConfigError: The reduction is not a mean, sum, maximum or minimum.
+    """
+    if op is None:
+        return "sum"
+    if isinstance(op, str):
+        if op.lower() in _NAMES:
+            return _NAMES[op.lower()]
+    else:
+        for known, name in _BY_OP:
+            if op == known:
+                return name
+    raise ConfigError(f"Cannot reduce by {op!r}; expected one of {', '.join(_NAMES)}.")
+
+
+def reduced(tensor: Tensor, op: ReduceOpName, collectives: Collectives) -> Tensor:
+    """Return a reduced copy; averages of integers are floats. Each rank must call."""
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if op == "avg" and not (result.is_floating_point() or result.is_complex()):
+        result = result.float()
+    collectives.all_reduce(result, op).wait()
+    return result
