@@ -10,7 +10,7 @@
 A rank takes up its entry where the mesh is the same, and goes on to the bit. On any other mesh
 ranks go on from means of all entries. Entries are nested dictionaries of tensors and plain values,
 so that torch reads them without unpickling code. Rank 0 writes them into a file as they arrive;
-into a folder each rank writes its own, see `sharded.rank_entries`.
+into a folder each rank writes its own, see `sharded.entries`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

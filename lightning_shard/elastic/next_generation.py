@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.common_failure import all_raise
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.data_parallel.agreement import strangers
@@ -25,6 +24,7 @@ from lightning_shard.elastic.progress import Progress, WhatTrains, flags_of
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.recovery import RecoveryPlan, agree, restore
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
+from lightning_shard.environments.launchers.failures import all_raise
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
 
 

@@ -41,7 +41,6 @@ from lightning_shard.strategies.trainer._lightning import (
     without_sigterm_broadcast,
 )
 from lightning_shard.strategies.trainer.batch_samplers import assigns_batch_samplers
-from lightning_shard.strategies.trainer.common_values import common_values
 from lightning_shard.strategies.trainer.layer_sync import layer_sync_over
 from lightning_shard.strategies.trainer.predictions import merged
 from lightning_shard.strategies.trainer.same_on_ranks import (
@@ -49,6 +48,7 @@ from lightning_shard.strategies.trainer.same_on_ranks import (
     check_same_settings,
     common_seed,
 )
+from lightning_shard.strategies.trainer.shared_values import common_values
 from lightning_shard.strategies.trainer.step_collectives import gathered, reduce_op_name, reduced
 
 T = TypeVar("T")

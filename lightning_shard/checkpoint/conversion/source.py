@@ -32,9 +32,13 @@ from lightning_shard.checkpoint.files.places import (
 from lightning_shard.checkpoint.files.reading import read_file, verify_file
 from lightning_shard.checkpoint.files.stored_archive import ArchiveFile
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
-from lightning_shard.checkpoint.sharded.entries import is_flattened, nothing_kept, parts_of
+from lightning_shard.checkpoint.sharded.entries import (
+    is_flattened,
+    nothing_kept,
+    parts_of,
+    stored_entries,
+)
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
-from lightning_shard.checkpoint.sharded.rank_entries import stored_entries
 from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.unread import exchanged, is_unread, present
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError

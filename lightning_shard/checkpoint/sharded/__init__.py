@@ -5,9 +5,8 @@
                                     run_state
     the folder, written             writing, box_writer
     the folder, read                folder, reading
-    which entry of Lightning's checkpoint is where in it
+    which entry of Lightning's checkpoint is where in it, and what each rank keeps for itself
                                     entries
-    what each rank keeps for itself rank_entries
     what it may hold, what fits     index, named_optimizers
 
     NAME/.metadata          DCP's index, written last: a folder without it is no checkpoint

@@ -34,9 +34,10 @@ from lightning_shard.checkpoint.sharded.index import (
     IndexedReader,
     by_itself,
     edition_of,
+    key_of,
     read_index,
+    with_keys,
 )
-from lightning_shard.checkpoint.sharded.key_texts import key_of, with_keys
 from lightning_shard.checkpoint.unread import exchanged, tensors_in
 from lightning_shard.errors import CheckpointError
 

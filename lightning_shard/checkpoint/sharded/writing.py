@@ -24,8 +24,7 @@ from lightning_shard.checkpoint.files.torch_archive import records_of, write_arc
 from lightning_shard.checkpoint.sharded.box_writer import BoxWriter
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
-from lightning_shard.checkpoint.sharded.index import by_itself
-from lightning_shard.checkpoint.sharded.key_texts import text_of, with_keys
+from lightning_shard.checkpoint.sharded.index import by_itself, text_of, with_keys
 from lightning_shard.errors import CheckpointError
 
 _OF_RANK = re.compile(r"__(\d+)_")

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends.common_failure import all_raise
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.core import settings
 from lightning_shard.environments.launchers._lightning import (
@@ -17,7 +16,7 @@ from lightning_shard.environments.launchers._lightning import (
     TunerExit,
     skip_hooks_of_exception,
 )
-from lightning_shard.environments.launchers.failures import Circumstances, Salvages, tell
+from lightning_shard.environments.launchers.failures import Circumstances, Salvages, all_raise, tell
 from lightning_shard.environments.launchers.replicas import told_once
 from lightning_shard.errors import ConfigError, RankFailedError
 

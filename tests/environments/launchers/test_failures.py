@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.backends import common_failure, liveness
+from lightning_shard.backends import liveness
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.environments.launchers.failures import all_raise
 
 
 def calls_told_of(monkeypatch: pytest.MonkeyPatch, **calls: int) -> int:
@@ -20,7 +21,7 @@ def calls_told_of(monkeypatch: pytest.MonkeyPatch, **calls: int) -> int:
     traffic = {name: SimpleNamespace(calls=number) for name, number in calls.items()}
     monkeypatch.setattr(liveness, "current", lambda: lifeline)
     monkeypatch.setattr(Collectives, "traffic_by_group", lambda: [SimpleNamespace(traffic=traffic)])
-    common_failure.all_raise(ValueError("mine"))
+    all_raise(ValueError("mine"))
     return told[0]
 
 
