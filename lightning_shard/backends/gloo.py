@@ -7,10 +7,10 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.backends._c10d import Store
+from lightning_shard.backends.authentication.addresses import address_towards, interface_of
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.debug_wrapper import exchange_collectives
-from lightning_shard.backends.guarded.addresses import address_towards, interface_of
 from lightning_shard.backends.rendezvous import host_of_rank_zero, is_on_one_host
 from lightning_shard.core import settings
 

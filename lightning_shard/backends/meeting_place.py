@@ -34,11 +34,11 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_shard.backends._c10d import PrefixStore, Store, TCPStore
-from lightning_shard.backends.guarded.addresses import address_towards, listen, loopback_of
-from lightning_shard.backends.guarded.door import Door
-from lightning_shard.backends.guarded.key_values import KeyValueService
-from lightning_shard.backends.guarded.store import SERVICE, store_at
-from lightning_shard.backends.guarded.token import JobAddress, find_token, remember
+from lightning_shard.backends.authentication.addresses import address_towards, listen, loopback_of
+from lightning_shard.backends.authentication.connection import Door
+from lightning_shard.backends.authentication.key_values import KeyValueService
+from lightning_shard.backends.authentication.store import SERVICE, store_at
+from lightning_shard.backends.authentication.token import JobAddress, find_token, remember
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError

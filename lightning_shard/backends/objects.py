@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.backends._c10d import exchange_objects_as, object_device
-from lightning_shard.backends.guarded.token import remembered
+from lightning_shard.backends.authentication.token import remembered
 from lightning_shard.errors import RankFailedError
 
 CODE_BYTES = 32

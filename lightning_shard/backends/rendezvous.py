@@ -15,8 +15,8 @@ import torch
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import HashStore, PrefixStore, Store, init_default_group
-from lightning_shard.backends.guarded.addresses import address_towards, chosen_ports
-from lightning_shard.backends.guarded.token import JobAddress, remembered
+from lightning_shard.backends.authentication.addresses import address_towards, chosen_ports
+from lightning_shard.backends.authentication.token import JobAddress, remembered
 from lightning_shard.backends.liveness.interruption import end_at_exit
 from lightning_shard.backends.meeting_place import MissingRanksError, meet, store_without_python
 from lightning_shard.backends.objects import guard_torch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shard.backends.guarded.token import remember, remembered
+from lightning_shard.backends.authentication.token import remember, remembered
 from lightning_shard.backends.liveness.report import LivenessVerdict
 from lightning_shard.backends.objects import CODE_BYTES, pack, unpack
 from lightning_shard.core.layout.flat import FlatLayout

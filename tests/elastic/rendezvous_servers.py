@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 
-from lightning_shard.backends.guarded.addresses import listen
+from lightning_shard.backends.authentication.addresses import listen
 from lightning_shard.core.settings import Job
 from lightning_shard.elastic.membership.rendezvous_server import JobRules, RendezvousServer
 from tests.patience import patient

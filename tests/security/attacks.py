@@ -16,10 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_shard.backends.guarded.client import connect
-from lightning_shard.backends.guarded.connection import Connection
-from lightning_shard.backends.guarded.handshake import WrongTokenError
-from lightning_shard.backends.guarded.token import JobAddress
+from lightning_shard.backends.authentication.connection import Connection, WrongTokenError, connect
+from lightning_shard.backends.authentication.token import JobAddress
 
 SECONDS = 0.5
 HUGE = 1 << 20

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d
+from lightning_shard.backends.authentication.key_values import KeyValues, RequestStore
 from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import (
     Call,
@@ -18,7 +19,6 @@ from lightning_shard.backends.calls import (
     describe_disagreement,
     mismatch_error,
 )
-from lightning_shard.backends.guarded.key_values import KeyValues, RequestStore
 from lightning_shard.backends.in_process.channel import Channel, Meeting
 from lightning_shard.backends.in_process.faults import Fault, FaultPlan, RankDropped
 from lightning_shard.backends.in_process.gloo_order import is_like_gloo

@@ -22,8 +22,8 @@ from threading import Condition
 from time import monotonic
 from typing import Any
 
+from lightning_shard.backends.authentication.connection import Message
 from lightning_shard.backends.call_site import find_call_site, purpose
-from lightning_shard.backends.guarded.connection import Message
 from lightning_shard.backends.liveness.report import (
     NO_STEP,
     Activity,

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from lightning_shard.backends.guarded.addresses import listen
-from lightning_shard.backends.guarded.client import connect as come_in
-from lightning_shard.backends.guarded.connection import Connection
-from lightning_shard.backends.guarded.token import JobAddress
+from lightning_shard.backends.authentication.addresses import listen
+from lightning_shard.backends.authentication.connection import Connection
+from lightning_shard.backends.authentication.connection import connect as come_in
+from lightning_shard.backends.authentication.token import JobAddress
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.liveness.server import SERVICE
 from lightning_shard.backends.liveness.thread import (

@@ -8,8 +8,7 @@ from functools import partial
 from selectors import EVENT_READ, BaseSelector
 from time import monotonic
 
-from lightning_shard.backends.guarded.connection import Connection, Message
-from lightning_shard.backends.guarded.door import Door
+from lightning_shard.backends.authentication.connection import Connection, Door, Message
 from lightning_shard.backends.liveness.report import FIRST, NO_STEP
 from lightning_shard.core import settings
 

@@ -17,7 +17,7 @@ from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
 from typing import Protocol
 
-from lightning_shard.backends.guarded.connection import Connection, Message
+from lightning_shard.backends.authentication.connection import Connection, Message
 from lightning_shard.backends.liveness.interruption import interrupt_groups
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.liveness.server import HubServer

@@ -27,14 +27,14 @@ from typing_extensions import override
 
 from lightning_shard.backends import _c10d, liveness
 from lightning_shard.backends._c10d import PrefixStore, Store, init_default_group
+from lightning_shard.backends.authentication.store import JobStore, store_at
+from lightning_shard.backends.authentication.token import JobAddress, remember
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
 from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.debug_wrapper import debug_name, exchange_collectives, register_debug
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.group_handle import ranks_of
-from lightning_shard.backends.guarded.store import JobStore, store_at
-from lightning_shard.backends.guarded.token import JobAddress, remember
 from lightning_shard.backends.in_flight import FlightWork, InFlight, OperationWatch
 from lightning_shard.backends.meeting_place import serve
 from lightning_shard.backends.mpi import runtime

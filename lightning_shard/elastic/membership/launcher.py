@@ -20,8 +20,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
 
-from lightning_shard.backends.guarded.addresses import loopback_of
-from lightning_shard.backends.guarded.token import find_token
+from lightning_shard.backends.authentication.addresses import loopback_of
+from lightning_shard.backends.authentication.token import find_token
 from lightning_shard.backends.objects import broadcast_object
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership.rendezvous_server import JobRules, start_rendezvous_server

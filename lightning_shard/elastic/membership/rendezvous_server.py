@@ -21,11 +21,10 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
 
-from lightning_shard.backends.guarded.addresses import listen
-from lightning_shard.backends.guarded.connection import Connection, Message
-from lightning_shard.backends.guarded.door import Door
-from lightning_shard.backends.guarded.key_values import KeyValueService
-from lightning_shard.backends.guarded.token import find_token
+from lightning_shard.backends.authentication.addresses import listen
+from lightning_shard.backends.authentication.connection import Connection, Door, Message
+from lightning_shard.backends.authentication.key_values import KeyValueService
+from lightning_shard.backends.authentication.token import find_token
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership.membership_table import (
     SHORTEST_START_SECONDS,

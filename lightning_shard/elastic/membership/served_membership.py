@@ -35,12 +35,20 @@ from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, RankGroups, set_groups
+from lightning_shard.backends.authentication.connection import (
+    Connection,
+    Message,
+    WrongTokenError,
+    connect,
+)
+from lightning_shard.backends.authentication.store import store_at
+from lightning_shard.backends.authentication.token import (
+    JobAddress,
+    find_token,
+    remember,
+    wrong_token,
+)
 from lightning_shard.backends.base import Backend
-from lightning_shard.backends.guarded.client import connect
-from lightning_shard.backends.guarded.connection import Connection, Message
-from lightning_shard.backends.guarded.handshake import WrongTokenError
-from lightning_shard.backends.guarded.store import store_at
-from lightning_shard.backends.guarded.token import JobAddress, find_token, remember, wrong_token
 from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_groups
 from lightning_shard.backends.liveness.thread import (
     ConnectionThread,

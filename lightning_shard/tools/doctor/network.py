@@ -6,7 +6,11 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_shard.backends.guarded.addresses import address_towards, chosen_ports, interface_of
+from lightning_shard.backends.authentication.addresses import (
+    address_towards,
+    chosen_ports,
+    interface_of,
+)
 from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError
 from lightning_shard.tools.doctor.finding import Finding, absent, failure, ok, warning

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends.guarded.connection import Message
+from lightning_shard.backends.authentication.connection import Message
 from lightning_shard.backends.liveness.lifeline import KEPT, Lifeline
 from lightning_shard.backends.liveness.report import NO_STEP
 from lightning_shard.errors import RankFailedError

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends.guarded.token import JobAddress
+from lightning_shard.backends.authentication.token import JobAddress
 from lightning_shard.backends.liveness import meeting
 from lightning_shard.backends.liveness.meeting import connect
 from lightning_shard.backends.liveness.thread import LifelineThread

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.backends.guarded.connection import Message
+from lightning_shard.backends.authentication.connection import Message
 from lightning_shard.backends.liveness.server import LONGEST_WAIT_SECONDS, Hub
 
 

@@ -9,10 +9,9 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_shard.backends.guarded.client import connect
-from lightning_shard.backends.guarded.connection import Message
-from lightning_shard.backends.guarded.store import JobStore
-from lightning_shard.backends.guarded.token import JobAddress
+from lightning_shard.backends.authentication.connection import Message, connect
+from lightning_shard.backends.authentication.store import JobStore
+from lightning_shard.backends.authentication.token import JobAddress
 from lightning_shard.core.settings import Job
 from lightning_shard.elastic.membership.rendezvous_server import (
     MEMBER,

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends._c10d import PrefixStore
+from lightning_shard.backends.authentication.store import store_at
 from lightning_shard.backends.gloo import GlooBackend
-from lightning_shard.backends.guarded.store import store_at
 from lightning_shard.backends.liveness import interruption, meeting
 from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.core import settings

@@ -16,11 +16,14 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.backends._c10d import Store
-from lightning_shard.backends.guarded.client import ask, connect
-from lightning_shard.backends.guarded.connection import Connection
-from lightning_shard.backends.guarded.handshake import WrongTokenError
-from lightning_shard.backends.guarded.key_values import RequestStore
-from lightning_shard.backends.guarded.token import JobAddress, wrong_token
+from lightning_shard.backends.authentication.connection import (
+    Connection,
+    WrongTokenError,
+    ask,
+    connect,
+)
+from lightning_shard.backends.authentication.key_values import RequestStore
+from lightning_shard.backends.authentication.token import JobAddress, wrong_token
 
 SERVICE = "store"
 _ANSWER_SECONDS = 60.0

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_shard.backends.guarded.connection import Connection
+from lightning_shard.backends.authentication.connection import Connection
 
 
 @pytest.fixture

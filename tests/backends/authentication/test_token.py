@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_shard.backends.guarded.token import find_token, host_key
+from lightning_shard.backends.authentication.token import find_token, host_key
 from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError
 

@@ -12,7 +12,7 @@ from selectors import EVENT_READ, BaseSelector
 from typing import Any
 
 from lightning_shard.backends._c10d import StoreBase
-from lightning_shard.backends.guarded.connection import Connection, Message
+from lightning_shard.backends.authentication.connection import Connection, Message
 
 
 class KeyValues:

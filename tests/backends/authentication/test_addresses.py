@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.backends.guarded import addresses
-from lightning_shard.backends.guarded.addresses import address_towards, interface_of, listen
+from lightning_shard.backends.authentication import addresses
+from lightning_shard.backends.authentication.addresses import address_towards, interface_of, listen
 
 
 def test_a_job_of_one_host_listens_on_loopback_alone() -> None:
