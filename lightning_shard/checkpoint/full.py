@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.lent_values import LentValues
+from lightning_shard.checkpoint.mapped_parameters import MappedParameters
 from lightning_shard.checkpoint.misfits import (
     dtype_misfits,
     shape_misfits,
@@ -168,7 +168,7 @@ def load_module_state(
     engine: DataParallelEngine | None = None,
     agree: Callable[[CheckpointError | None], None] = lambda error: None,
     paired: Mapping[str, Any] | None = None,
-    lent: LentValues | None = None,
+    lent: MappedParameters | None = None,
 ) -> ModuleSnapshot:
     """Load a full `state_dict` into a module, or leave the module as it was.
 

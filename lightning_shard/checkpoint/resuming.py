@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.by_rank import entries_of_ranks, outline
 from lightning_shard.checkpoint.full import ModuleSnapshot
-from lightning_shard.checkpoint.lent_values import LentValues
+from lightning_shard.checkpoint.mapped_parameters import MappedParameters
 from lightning_shard.checkpoint.misfits import (
     kind_of,
     misfit_error,
@@ -94,7 +94,7 @@ class Resuming:
         self,
         checkpoint: Mapping[str, Any],
         before: ModuleSnapshot,
-        lent: LentValues | None = None,
+        lent: MappedParameters | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._before: ModuleSnapshot | None = before

@@ -30,7 +30,7 @@ from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.files.places import is_folder
 from lightning_shard.checkpoint.full import full_module_state, load_module_state
-from lightning_shard.checkpoint.lent_values import LentValues
+from lightning_shard.checkpoint.mapped_parameters import MappedParameters
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.checkpoint.resuming import (
     Resuming,
@@ -99,7 +99,7 @@ class CheckpointingStrategy(ShardStrategy):
     _left_sharded = False  # by a failed run: there is nothing whole to save
     _resuming: Resuming | None = None  # until everything is known to fit
     _mapped: Mapping[str, Any] | None = None  # weights of the file that was loaded last, if it is
-    _lent: LentValues | None = None  # what parameters show of it, until there is an engine
+    _lent: MappedParameters | None = None  # what parameters show of it, until there is an engine
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -447,7 +447,7 @@ class CheckpointingStrategy(ShardStrategy):
             before = self._folders.take_weights(self, state, strict=strict, left_out=left_out)
         else:
             if self._engine is None and self._mapped is not None and state is self._mapped:
-                self._lent = LentValues(self.run_module, self._mapped)
+                self._lent = MappedParameters(self.run_module, self._mapped)
             before = load_module_state(
                 self.run_module,
                 state,

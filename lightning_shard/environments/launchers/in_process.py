@@ -19,9 +19,9 @@ from lightning_shard.environments.launchers._lightning import (
     share_class_wrapping,
     skip_hooks_of_exception,
 )
-from lightning_shard.environments.launchers.adoption import adopt
 from lightning_shard.environments.launchers.failures import Circumstances, tell
 from lightning_shard.environments.launchers.replicas import Replica, told_once
+from lightning_shard.environments.launchers.survivors import adopt
 from lightning_shard.errors import ConfigError, RankFailedError
 
 _CALLERS_THREAD = 0
@@ -38,7 +38,7 @@ class InProcessLauncher(Launcher):
         num_ranks: Number of ranks.
         is_elastic: Whether the others go on when a rank is lost or leaves, and ranks may be added.
             If the rank on this thread does not come to the end, the caller's model and trainer get
-            the results of the lowest one that does: see `adoption`.
+            the results of the lowest one that does: see `survivors`.
         merge: Makes one result of all ranks' and their Trainers; rank 0's when left out.
     """
 

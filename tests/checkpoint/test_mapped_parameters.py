@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files.reading import read_mapped
-from lightning_shard.checkpoint.lent_values import LentValues
+from lightning_shard.checkpoint.mapped_parameters import MappedParameters
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
 from tests.examples.commands import ignore_upstream_warnings
@@ -50,7 +50,7 @@ def mapped(module: nn.Module, path: Path) -> Any:
 def test_what_is_more_than_a_copy_was_lent_too(tmp_path: Path) -> None:
     module = Odd()
     state = mapped(module, tmp_path / "a.pt")
-    lent = LentValues(module, state)
+    lent = MappedParameters(module, state)
     assert list(lent.params) == [module.plain]
     lent.lend()
     module.load_state_dict(lent.state)
@@ -63,14 +63,14 @@ def test_what_is_more_than_a_copy_was_lent_too(tmp_path: Path) -> None:
 def test_a_tied_parameter_is_lent_where_both_names_are_one_tensor(tmp_path: Path) -> None:
     module = Odd()
     torch.save(module.state_dict(), tmp_path / "a.pt")
-    assert module.tied.weight in LentValues(module, read_mapped(tmp_path / "a.pt")).params
+    assert module.tied.weight in MappedParameters(module, read_mapped(tmp_path / "a.pt")).params
 
 
 def test_what_was_lent_is_given_back_or_taken_over(tmp_path: Path) -> None:
     module = Odd()
     state = mapped(module, tmp_path / "a.pt")
     own, place = module.plain.detach().clone(), module.plain.data_ptr()
-    lent = LentValues(module, state)
+    lent = MappedParameters(module, state)
     lent.lend()
     assert module.plain.data_ptr() == state["plain"].data_ptr()
     lent.give_back()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_shard.data_parallel.torch_private import storage_uses, without_function_modes
 
 
-class LentValues:
+class MappedParameters:
     """Lends a module's parameters what they would load, where that is all that loading does.
 
     A parameter whose memory something else sees too, or that is in another format or order than in
