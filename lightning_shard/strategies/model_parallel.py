@@ -59,12 +59,12 @@ from lightning_shard.strategies.options import (
 )
 from lightning_shard.strategies.trainer._lightning import seed_workers
 from lightning_shard.strategies.trainer.batch_counts import (
-    SameBatches,
     agree_on_batches,
     check_same_lengths,
     lengths_on_ranks,
 )
 from lightning_shard.strategies.trainer.hook_advice import hooks_inside
+from lightning_shard.strategies.trainer.same_on_ranks import SameBatches
 from lightning_shard.strategies.trainer.step_collectives import MetricGroups, default_group_is
 from lightning_shard.strategies.trainer.weight_averaging import averaging_callbacks
 from lightning_shard.strategies.trainer.weights_in_hooks import WeightsInHooks

@@ -7,7 +7,14 @@
 
 What ranks may have for themselves is left out: places, loggers, callbacks that only look.
 
-Ranks which share every layer must compute the same, which the loss and the gradients show.
+Ranks which share every layer are given the same batch, which digests show.
+
+Parts of layers that work on different samples silently give wrong results, and ranks with batches
+of different shapes wait for each other for ever. So each rank digests its batch before it is used,
+and the ranks of the group compare: the batches 0, 1, 2, 4, 8 ... of each loader, which finds a
+wrong sampler at once and a rare difference in the end, at a cost that soon is nothing.
+
+Such ranks must compute the same, too, which the loss and the gradients show.
 
 A part of a weight that is used without its layer, or a plan that cuts where the module mixes
 features: each makes a wrong number that differs between the ranks. It shows in the loss and in the
@@ -33,6 +40,7 @@ from lightning_shard.core import settings
 from lightning_shard.data_parallel.agreement import check_alike, group_numbers
 from lightning_shard.data_parallel.torch_private import forward_hooks, gradient_hooks
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.containers import digest
 
 _SAMPLES = 16  # elements of a gradient that are looked at, evenly spaced
 # Ranks that compute alike differ by nothing, or by what accelerators do in another order each time.
@@ -42,8 +50,8 @@ _GRADIENT_TOLERANCE = 5e-2  # of a gradient's largest element: a part of it diff
 _FLOOR = 1e-4  # of the largest of all gradients: smaller ones may be rounding noise
 
 
-class SameResults:
-    """Compares the results of the ranks of a tensor-parallel group.
+class _SharingRanks:
+    """Ranks that share every layer, which compare now and then.
 
     Args:
         group: Group of the tensor-parallel ranks.
@@ -56,10 +64,55 @@ class SameResults:
         self._seen: Counter[str] = Counter()
 
     def is_due(self, what: str) -> bool:
-        """Count one more result of the kind `what`; return whether to compare it."""
+        """Count one more of the kind `what`; return whether to compare it."""
         index = self._seen[what]
         self._seen[what] += 1
         return not index & (index - 1)
+
+    def _every(self, own: Tensor) -> Tensor:
+        """Return the numbers of all ranks, shape (W, N)."""
+        flat = own.new_empty(self._group.size * own.numel())
+        self._group.all_gather(flat, own).wait()
+        return flat.view(self._group.size, -1)
+
+    def _begin(self) -> str:
+        ranks = ", ".join(map(str, self._ranks))
+        return f"Rank {self._ranks[self._group.rank]}: the ranks {ranks} share every layer"
+
+
+class SameBatches(_SharingRanks):
+    """Compares the batches of the ranks of a tensor-parallel group."""
+
+    def check(self, batch: Any, loader: str) -> None:
+        """Take the next batch of a loader; each rank of the group must call.
+
+        Args:
+            batch: Tensors, arrays, texts and numbers in any containers; others are not compared.
+            loader: Name of the loader that the batch comes from.
+
+        Raises:
+            ConfigError: The batches differ; raised on every rank.
+        """
+        if not self.is_due(loader):
+            return
+        digests = self._every(torch.tensor([digest(batch)], device=self._device))[:, 0].tolist()
+        strangers = [
+            str(rank)
+            for rank, other in zip(self._ranks, digests, strict=True)
+            if other != digests[0]
+        ]
+        if strangers:
+            raise ConfigError(
+                f"{self._begin()} and must be given the same batches, but batch "
+                f"{self._seen[loader] - 1} of {loader} on rank {', '.join(strangers)} is not that "
+                f"of rank {self._ranks[0]}. Leave the sampler to the Trainer, or make your own "
+                f"from trainer.distributed_sampler_kwargs and one seed; where samples are changed "
+                f"at random, call seed_everything(seed, workers=True)."
+            )
+
+
+class SameResults(_SharingRanks):
+    """Compares the results of the ranks of a tensor-parallel group."""
 
     def check_loss(self, loss: Tensor) -> None:
         """Compare a loss; each rank of the group must call.
@@ -72,10 +125,10 @@ class SameResults:
         tolerance = max(tolerance, 2 * torch.finfo(loss.dtype).eps)
         if not _is_alike(every, tolerance * every.abs().amax()):
             raise ConfigError(
-                f"{self._begin()} compute the same loss, but it is {_listed(every[:, 0])}. Where "
-                f"training_step uses a weight that is split, call its layer instead, or leave the "
-                f"layer out of the plan. Random numbers that training_step draws have to be the "
-                f"same on these ranks, too."
+                f"{self._begin()} and must compute the same loss, but it is "
+                f"{_listed(every[:, 0])}. Where training_step uses a weight that is split, call "
+                f"its layer instead, or leave the layer out of the plan. Random numbers that "
+                f"training_step draws have to be the same on these ranks, too."
             )
 
     @torch.no_grad()
@@ -100,21 +153,12 @@ class SameResults:
             if not _is_alike(of_one, _GRADIENT_TOLERANCE * scale):
                 worst = int((of_one - of_one[0]).abs().amax(0).argmax())
                 raise ConfigError(
-                    f"{self._begin()} have the same gradient of {name}, which is not split, but "
-                    f"an element of it is {_listed(of_one[:, worst])}. A module that works between "
-                    f"two split layers has to be in the plan as 'replicated_with_grad_allreduce'; "
-                    f"layers whose weight or result is used elsewhere have to be left out of it."
+                    f"{self._begin()} and must have the same gradient of {name}, which is not "
+                    f"split, but an element of it is {_listed(of_one[:, worst])}. A module that "
+                    f"works between two split layers has to be in the plan as "
+                    f"'replicated_with_grad_allreduce'; layers whose weight or result is used "
+                    f"elsewhere have to be left out of it."
                 )
-
-    def _every(self, own: Tensor) -> Tensor:
-        """Return the numbers of all ranks, shape (W, N)."""
-        flat = own.new_empty(self._group.size * own.numel())
-        self._group.all_gather(flat, own).wait()
-        return flat.view(self._group.size, -1)
-
-    def _begin(self) -> str:
-        ranks = ", ".join(map(str, self._ranks))
-        return f"Rank {self._ranks[self._group.rank]}: the ranks {ranks} share every layer and must"
 
 
 def _is_alike(every: Tensor, tolerance: Tensor) -> bool:

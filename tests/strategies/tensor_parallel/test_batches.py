@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_shard import ConfigError, TensorParallelStrategy
-from lightning_shard.strategies.trainer.batch_counts import digest
+from lightning_shard.pipeline_parallel.containers import digest
 from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
 
 pytestmark = [
