@@ -2,7 +2,7 @@
 
 crossings        where activations are cut and full again, and what gradients are there
 sequence_part    a part that looks full
-operations, other_dims, attention, after_blocks      what is done on parts
+operations, attention, after_blocks      what is done on parts
 ring, tiles      attention where ranks cannot share out the heads
 cut_blocks       where the parts begin and end
 """
@@ -11,5 +11,4 @@ from lightning_shard.context_parallel import (  # noqa: F401  (register their ru
     after_blocks,
     attention,
     operations,
-    other_dims,
 )

@@ -52,9 +52,9 @@ from lightning_shard.elastic.membership.ranks import (
     restarted_worker,
 )
 from lightning_shard.elastic.membership.rendezvous_server import JobRules
-from lightning_shard.elastic.next_generation import refuse_strangers
 from lightning_shard.elastic.progress import flags_of, set_flags
 from lightning_shard.elastic.reconfigurable import ElasticFit
+from lightning_shard.elastic.recovery import refuse_strangers
 from lightning_shard.elastic.run import ElasticRun
 from lightning_shard.environments import elastic_environment
 from lightning_shard.environments.launchers.in_process import InProcessLauncher

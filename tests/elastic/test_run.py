@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_shard.data_parallel.memory.leftovers import take_leftovers
-from lightning_shard.elastic import _lightning, next_generation, snapshot_memory
+from lightning_shard.elastic import _lightning, recovery, snapshot_memory
 from lightning_shard.elastic.data_assignment import BatchAssignment, DataAssignment
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.hook_values import HookValues
@@ -201,7 +201,7 @@ class Job:
 @pytest.fixture(autouse=True)
 def no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what is Lightning's, and what later Trainers would take over."""
-    for module in (snapshot_memory, next_generation):
+    for module in (snapshot_memory, recovery):
         monkeypatch.setattr(module, "Progress", FakeProgress)
     monkeypatch.setattr(_lightning, "epoch_of_samplers", lambda _: 0)
     monkeypatch.setattr(_lightning, "begin_anew", lambda *_, **__: None)
