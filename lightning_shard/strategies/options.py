@@ -327,8 +327,8 @@ class HybridParallelOptions(PlanOptions, PipelinedOptions):
         pipeline_parallel_size: Ranks of one pipeline.
         tensor_parallel_size: Ranks that share each layer of a stage.
         context_parallel_size: Ranks that share each sequence, the mesh's axis "cp".
-        expert_parallel_size: Ranks that share the experts of every mixture, and train on different
-            batches, the mesh's axis "ep".
+        expert_parallel_size: Ranks that share the experts of every mixture, whose number it
+            divides, and train on different batches: the mesh's axis "ep".
         data_parallel_size: Models that train on different batches; -1 takes the remaining ranks. A
             pair (replicate, shard) is so many copies of the state, each in shards on so many
             neighbouring ranks; choose those of a node, and gathers stay inside it. With a

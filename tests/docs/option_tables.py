@@ -15,12 +15,18 @@ from tests.docs.pages import ROOT, quotes, text_of
 PAGES: dict[str, Any] = {
     "docs/tensor_parallel.md": lightning_shard.TensorParallelStrategy,
     "docs/pipeline_parallel.md": lightning_shard.PipelineParallelStrategy,
+    "docs/context_parallel.md": lightning_shard.ContextParallelStrategy,
+    "docs/expert_parallel.md": lightning_shard.HybridParallelStrategy,
     "docs/hybrid_parallel.md": lightning_shard.HybridParallelStrategy,
+    "docs/hybrid_sharding.md": lightning_shard.HybridParallelStrategy,
+    "docs/plan.md": lightning_shard.AutoStrategy,
     "docs/local_sgd.md": lightning_shard.LocalSGDStrategy,
     "docs/async_sgd.md": lightning_shard.AsyncSGDStrategy,
     "docs/elastic.md": lightning_shard.ElasticStrategy,
     "docs/strategies.md": lightning_shard.ZeRO2Strategy,
 }
+OF_SOME = ("docs/expert_parallel.md", "docs/hybrid_sharding.md")
+"""Pages of some options of a strategy that another page has."""
 SEE = {
     "backend": "[backends](backends.md)",
     "debug": "[debugging](errors.md#ranks-call-different-things)",
@@ -39,6 +45,7 @@ SEE = {
     "context_parallel_size": "[context parallel](context_parallel.md)",
     "expert_parallel_size": "[expert parallel](expert_parallel.md)",
     "data_parallel_size": "[hybrid sharding](hybrid_sharding.md)",
+    "tensor_plan": "[plans](tensor_parallel.md#options)",
     "outer_optimizer": "[DiLoCo](https://arxiv.org/abs/2311.08105)",
 }
 """By option the page that says more."""
@@ -61,7 +68,7 @@ def _row(option: Any, page: str) -> str:
     default = repr(option.default).replace("'", '"')
     meaning = " ".join(option.metadata["doc"].split())
     more = SEE.get(option.name, "").replace(f"({page.removeprefix('docs/')}#", "(#")
-    more = "" if more.endswith("(#options)") else more
+    more = "" if f"({page.removeprefix('docs/')})" in more or "(#options)" in more else more
     cells = (
         f"{option.name}={default}" if is_shown else option.name,
         _CODE.sub(lambda one: f"`{one[0].strip('`')}`", meaning),
