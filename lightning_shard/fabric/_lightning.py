@@ -1,6 +1,6 @@
 """The private names of Fabric that this room touches.
 
-Checked with lightning 2.6; `tests/fabric/test_processes.py`, `tests/fabric/test_states.py` and
+Checked with lightning 2.6; `tests/fabric/test_ranks.py`, `tests/fabric/test_states.py` and
 `tests/fabric/test_raw_loops.py` fail when one changes.
 """
 
