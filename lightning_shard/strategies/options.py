@@ -42,22 +42,8 @@ from lightning_shard.strategies.dimensions.stage_options import ScheduleOptions,
 from lightning_shard.strategies.dimensions.tensor import TensorDimension
 from lightning_shard.strategies.hybrid_sharding import DataParallelSize
 
-ReduceDType = Literal["float32", "bfloat16", "float16"]
-CheckpointFormat = Literal["full", "sharded"]
-AfterFit = bool | Literal["auto"]
-ElasticScheme = Literal["shard_ddp", "zero1", "zero2", "zero3"]
-
 _LONGEST = timedelta(days=365)  # torch counts milliseconds
-_STAGES: dict[ElasticScheme, int] = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-_OTHERS_HAVE_PARTS = (
-    "(the ranks of other schemes have parts of layers, without which the rest cannot go on)"
-)
 _COLLECTING = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-_AxisSize: TypeAlias = Annotated[
-    int,
-    Limit("of at least 1, or -1 for what the others leave", lambda size: size >= 1 or size == -1),
-]
-_Layers: TypeAlias = Annotated[dict[str, Any], Limit("of patterns and their styles", bool)]
 
 
 def _wait(timeout: float | timedelta) -> timedelta:
@@ -69,6 +55,30 @@ def _wait(timeout: float | timedelta) -> timedelta:
 
 def _is_backend(name: str) -> bool:
     return name == "auto" or bool(get_backend(name))
+
+
+def _is_wait(timeout: float | timedelta) -> bool:
+    return timedelta(0) < _wait(timeout) <= _LONGEST
+
+
+ReduceDType = Literal["float32", "bfloat16", "float16"]
+CheckpointFormat = Literal["full", "sharded"]
+AfterFit = bool | Literal["auto"]
+ElasticScheme: TypeAlias = Annotated[
+    Literal["shard_ddp", "zero1", "zero2", "zero3"],
+    Limit("(the ranks of other schemes have parts of layers, without which the rest cannot go on)"),
+]
+BackendName: TypeAlias = Annotated[str, Limit("that names a backend", _is_backend)]
+Timeout: TypeAlias = Annotated[
+    float | timedelta, Limit(f"above 0 and of at most {_LONGEST.days} days", _is_wait)
+]
+Patience: TypeAlias = Annotated[float, Limit("of at least 0 seconds", lambda wait: wait >= 0)]
+AxisSize: TypeAlias = Annotated[
+    int,
+    Limit("of at least 1, or -1 for what the others leave", lambda size: size >= 1 or size == -1),
+]
+LayerPlan: TypeAlias = Annotated[dict[str, Any], Limit("of patterns and their styles", bool)]
+_STAGES: dict[str, int] = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 @dataclass(frozen=True)
@@ -109,15 +119,9 @@ class RanksOptions(Options):
             set here.
     """
 
-    backend: Annotated[str, Limit("that names a backend", _is_backend)] = "auto"
+    backend: BackendName = "auto"
     num_ranks: AtLeastOne | None = None
-    timeout: Annotated[
-        float | timedelta,
-        Limit(
-            f"above 0 and of at most {_LONGEST.days} days",
-            lambda timeout: timedelta(0) < _wait(timeout) <= _LONGEST,
-        ),
-    ] = DEFAULT_TIMEOUT
+    timeout: Timeout = DEFAULT_TIMEOUT
     debug: bool = False
     checkpoint_format: CheckpointFormat = "full"
 
@@ -258,7 +262,7 @@ class PlanOptions(Options):
             by trial.
     """
 
-    plan: _Layers | Literal["auto"] | None = "auto"
+    plan: LayerPlan | Literal["auto"] | None = "auto"
 
     def layers(self, size: int | None, *, sequence_parallel: bool = False) -> TensorDimension:
         """Return what splits the layers over `size` ranks, over all where that is None."""
@@ -339,10 +343,10 @@ class HybridParallelOptions(PlanOptions, PipelinedOptions):
             are not named, "ep" comes after "dp" and "cp" before "tp".
     """
 
-    pipeline_parallel_size: _AxisSize = 1
-    tensor_parallel_size: _AxisSize = 1
-    context_parallel_size: _AxisSize = 1
-    expert_parallel_size: _AxisSize = 1
+    pipeline_parallel_size: AxisSize = 1
+    tensor_parallel_size: AxisSize = 1
+    context_parallel_size: AxisSize = 1
+    expert_parallel_size: AxisSize = 1
     data_parallel_size: DataParallelSize = -1
     zero_stage: ZeroStage = 1
     axis_order: tuple[Axis, ...] = AXES
@@ -434,16 +438,14 @@ class ElasticOptions(SharedOptions):
         patience: Seconds to wait below `min_ranks`.
     """
 
-    scheme: Annotated[ElasticScheme, Limit(_OTHERS_HAVE_PARTS)] = "zero2"
+    scheme: ElasticScheme = "zero2"
     min_ranks: AtLeastOne = 1
     max_ranks: AtLeastOne | None = None
     snapshot_every: AtLeastOne = 10
     global_batch_size: AtLeastOne | None = None
     learning_rate_scaling: Literal["linear", "sqrt"] | None = None
     max_failures: AtLeastZero = 3
-    patience: Annotated[float, Limit("of at least 0 seconds", lambda patience: patience >= 0)] = (
-        60.0
-    )
+    patience: Patience = 60.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""

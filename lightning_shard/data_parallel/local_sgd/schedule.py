@@ -14,15 +14,18 @@ SGD, arXiv:1805.09767.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from lightning_shard.core.options import AtLeastOne, AtLeastZero, Limit, Options
 from lightning_shard.errors import ConfigError
 
-_SHARE = Limit(
-    "of at least 0 (take over the common values) and below 1 (keep the own ones)",
-    lambda share: 0.0 <= share < 1.0,
-)
+KeptShare: TypeAlias = Annotated[
+    float,
+    Limit(
+        "of at least 0 (take over the common values) and below 1 (keep the own ones)",
+        lambda share: 0.0 <= share < 1.0,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class SyncSchedule(Options):
     warmup_steps: AtLeastZero = 0
     fragments: AtLeastOne = 1
     overlap_steps: AtLeastZero = 0
-    mixing: Annotated[float, _SHARE] | None = None
+    mixing: KeptShare | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no schedule, before any process starts."""
