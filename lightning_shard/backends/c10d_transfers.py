@@ -5,6 +5,7 @@ package. `Collectives` is the facade over them; a subclass of it replaces the on
 does badly. Shapes and types have been checked before.
 """
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -67,7 +68,7 @@ class C10dTransfers:
         wire = source.to(dtype) if source.dtype != dtype else output
         copy_unless_same(wire, source)
         work = dist.all_reduce(wire, C10D_OPS[op], group=self.group, async_op=True)
-        return StartedTransfer(works=[work], finish=lambda: self._settle(output, wire, op))
+        return StartedTransfer(works=[work], finish=partial(self._settle, output, wire, op))
 
     def _reduce_scatter(self, output: Tensor, source: Tensor, op: ReduceOpName) -> StartedTransfer:
         if self._is_still(output):
@@ -77,7 +78,7 @@ class C10dTransfers:
         work = reduce_scatter_flat(
             wire, source.to(dtype), C10D_OPS[op], group=self.group, async_op=True
         )
-        return StartedTransfer(works=[work], finish=lambda: self._settle(output, wire, op))
+        return StartedTransfer(works=[work], finish=partial(self._settle, output, wire, op))
 
     def _all_gather(self, output: Tensor, source: Tensor) -> StartedTransfer:
         if self._is_still(output):

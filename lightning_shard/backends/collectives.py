@@ -11,6 +11,7 @@ ranks and peers are ranks *within the group*.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import ClassVar, Self, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -188,7 +189,7 @@ class Collectives(C10dTransfers):
         if output is not None:
             check_result("all_reduce", self.rank, output, tensor)
             target = output.detach().view(-1)
-        return self._start("all_reduce", lambda: self._all_reduce(target, source, op), async_op)
+        return self._start("all_reduce", partial(self._all_reduce, target, source, op), async_op)
 
     def reduce_scatter(
         self,
@@ -222,7 +223,7 @@ class Collectives(C10dTransfers):
             self.traffic.count("reduce_scatter", sent, input.itemsize)
             both = (output.detach(), input.detach())
             return self._start(
-                "reduce_scatter", lambda: self._reduce_slices(*both, list(sizes), op), async_op
+                "reduce_scatter", partial(self._reduce_slices, *both, list(sizes), op), async_op
             )
         check_full_and_local("reduce_scatter", self.rank, self.size, full=input, local=output)
         sent = ring_share(input.numel(), self.size)
@@ -230,7 +231,7 @@ class Collectives(C10dTransfers):
             "reduce_scatter", sent, self._reduce_scatter_dtype(output, input, op).itemsize
         )
         pair = (output.detach(), input.detach())
-        return self._start("reduce_scatter", lambda: self._reduce_scatter(*pair, op), async_op)
+        return self._start("reduce_scatter", partial(self._reduce_scatter, *pair, op), async_op)
 
     def all_gather(
         self,
@@ -259,11 +260,11 @@ class Collectives(C10dTransfers):
             sent = (self.size - 1) * input.numel()
             self.traffic.count("all_gather", sent, input.itemsize)
             return self._start(
-                "all_gather", lambda: self._gather_slices(*pair, list(sizes)), async_op
+                "all_gather", partial(self._gather_slices, *pair, list(sizes)), async_op
             )
         check_full_and_local("all_gather", self.rank, self.size, full=output, local=input)
         self.traffic.count("all_gather", ring_share(output.numel(), self.size), input.itemsize)
-        return self._start("all_gather", lambda: self._all_gather(*pair), async_op)
+        return self._start("all_gather", partial(self._all_gather, *pair), async_op)
 
     def all_to_all(
         self,
@@ -294,7 +295,9 @@ class Collectives(C10dTransfers):
         given = checked_splits(*place, "input", input, input_split_sizes)
         self.traffic.count("all_to_all", input.numel() - given[self.rank], input.itemsize)
         pair = (output.detach(), input.detach())
-        return self._start("all_to_all", lambda: self._all_to_all(*pair, received, given), async_op)
+        return self._start(
+            "all_to_all", partial(self._all_to_all, *pair, received, given), async_op
+        )
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Pending:
         """Overwrite `tensor` on every rank with that of rank `src`.
@@ -312,7 +315,7 @@ class Collectives(C10dTransfers):
         check_peer("broadcast", self.rank, self.size, src)
         self.traffic.count("broadcast", tensor.numel() if self.size > 1 else 0, tensor.itemsize)
         flat = tensor.detach().view(-1)
-        return self._start("broadcast", lambda: self._broadcast(flat, src), async_op)
+        return self._start("broadcast", partial(self._broadcast, flat, src), async_op)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0, *, async_op: bool = False) -> Pending:
         """Send `tensor` (any shape, contiguous) to `peer`, which must call `recv`.

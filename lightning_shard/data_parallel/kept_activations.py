@@ -6,6 +6,7 @@ forward of the step     blocks in checkpoints         `checkpointed_blocks`
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ class KeptActivations:
             return step
 
         def kept(*args: Any, **kwargs: Any) -> Any:
-            with host.saving(lambda: self._held((args, kwargs))):
+            with host.saving(partial(self._held, (args, kwargs))):
                 return step(*args, **kwargs)
 
         host.pool.note_batch()
@@ -80,7 +81,7 @@ class KeptActivations:
             yield
             return
         self._host.pool.note_batch()
-        with self._host.saving(lambda: self._held(given)):
+        with self._host.saving(partial(self._held, given)):
             yield
 
     def _held(self, given: Any) -> set[int]:

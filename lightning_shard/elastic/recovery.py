@@ -40,6 +40,7 @@ else from a holder that has little to send so far. Pure arithmetic: no tensors, 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -510,7 +511,7 @@ class NextGeneration:
         what_trains.go_back(module, self._fit.strategy.optimizers)
         self._fit.strategy.rebuild_engine()
         unless_a_rank_fails(
-            lambda: self._memory.enter(generation), "making the group of the snapshots"
+            partial(self._memory.enter, generation), "making the group of the snapshots"
         )
 
     def _ask_for_data(self) -> None:

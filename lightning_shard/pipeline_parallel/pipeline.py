@@ -10,7 +10,7 @@ A neighbouring stage on the same rank is handed its tensors without a message.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -316,8 +316,8 @@ class Pipeline:
             self._model.block_names,
             needed=self._needs.of(batch.kind, stage + 1),
             received=received,
-            entering=lambda: self.randomness.enter(index, stage),
-            leaving=lambda: self.edits.leaving(stage, self._lending.leaves(stage)),
+            entering=partial(self.randomness.enter, index, stage),
+            leaving=partial(self._leaving, stage),
             noted=self._noted,
         )
         run.is_skipped = self._wanted is not None and comes_of_skipped
@@ -332,6 +332,9 @@ class Pipeline:
         self.peak_activations = max(self.peak_activations, len(batch.runs))
         if batch.stash is None and stage == self.num_stages - 1:
             del batch.runs[stage, index]
+
+    def _leaving(self, stage: int) -> AbstractContextManager[None]:
+        return self.edits.leaving(stage, self._lending.leaves(stage))
 
     def _run_step(self, run: StageRun, batch: RunningBatch, microbatch: Microbatch) -> None:
         """Run a step; in a rehearsal note which parameters of other stages it wants, and go on."""

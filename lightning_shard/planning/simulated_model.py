@@ -248,7 +248,7 @@ class SimulatedModel:
         """
         probe = Probe(self.staged.partition.bounds[stage], self._forget)
         with self.staged.buffers_kept(), self.running(probe, stage):
-            probe.forward(lambda: self.step(microbatch))
+            probe.forward(partial(self.step, microbatch))
         return probe
 
 

@@ -9,6 +9,7 @@ Everything that trains is the code that trains; only the groups are `SimulatedCo
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +114,7 @@ class SimulatedRank:
             tensors_given() as given,
             asking(OfLastStage(given)),
         ):
-            run.forward(lambda: self.model.step(microbatch))
+            run.forward(partial(self.model.step, microbatch))
         saved.keep([*run.inputs, *run.outputs])
         saved.stay([*run.inputs, *run.outputs])
         self.saved[stage, microbatch.size] = self._kept(saved)

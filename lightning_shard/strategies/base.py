@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import lightning.pytorch as pl
@@ -234,9 +235,9 @@ class ShardStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
         if self.agrees_on_shutdown:
             self._in_run.enter_context(without_sigterm_broadcast(trainer))
-        self._in_run.enter_context(before_batches(trainer, lambda: self._begin_batch(trainer)))
+        self._in_run.enter_context(before_batches(trainer, partial(self._begin_batch, trainer)))
         self._in_run.enter_context(common_values(trainer, self))
-        self._in_run.enter_context(before_training_ends(trainer, lambda: self._end_steps()))
+        self._in_run.enter_context(before_training_ends(trainer, self._end_steps))
 
     def watch_for_termination(self, trainer: "pl.Trainer") -> None:
         """Handle signals for this run; call before Lightning registers its handlers."""

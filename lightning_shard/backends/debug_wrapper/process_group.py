@@ -377,7 +377,7 @@ class Comparer(PythonGroup):
         board.post(self._key(self._number, board.rank), mine)
         keys = [self._key(self._number, rank) for rank in range(self.size())]
         place = f"{mine.operation} at {mine.site}"
-        board.wait_until(lambda: board.holds(*keys), place, lambda: self._describe_late(mine))
+        board.wait_until(partial(board.holds, *keys), place, partial(self._describe_late, mine))
         calls = board.read(keys)
         # Who has posted this number has read all of the last one, so nobody reads the one before.
         board.remove(self._key(self._number - 2, board.rank))

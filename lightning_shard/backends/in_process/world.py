@@ -348,8 +348,8 @@ class World:
             Wait(
                 meeting.is_done,
                 lambda: _describe_wait(meeting, call),
-                lost=lambda: self._loss(meeting, call, rank),
-                forsaken=lambda: self._losses.among(meeting.channel, everybody),
+                lost=partial(self._loss, meeting, call, rank),
+                forsaken=partial(self._losses.among, meeting.channel, everybody),
             )
         )
 
@@ -357,7 +357,7 @@ class World:
         """Let the other ranks run until `ready()`."""
         rank = self.scheduler.running
         self.scheduler.wait(
-            Wait(ready, describe, forsaken=lambda: self._losses.in_default_group(rank))
+            Wait(ready, describe, forsaken=partial(self._losses.in_default_group, rank))
         )
 
     def poll(self, meeting: Meeting, call: Call) -> None:

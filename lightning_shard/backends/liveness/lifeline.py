@@ -160,7 +160,7 @@ class Lifeline:
             RankFailedError: A rank has failed, or did not come.
         """
         with self._news:
-            self._news.wait_for(lambda: self._all_have_come or self._verdict, seconds)
+            self._news.wait_for(self._may_start, seconds)
             self.check("the start")
             if not self._all_have_come:
                 raise self.explain("the start")
@@ -211,7 +211,7 @@ class Lifeline:
         if self._verdict is None and not self._hub_has_left:
             self._send({"kind": "ask"})
         with self._news:
-            self._news.wait_for(lambda: self._verdict or self._hub_has_left, wait_seconds)
+            self._news.wait_for(self._is_decided, wait_seconds)
             if self._verdict is not None:
                 self._ends_at = math.inf
                 return RankFailedError(self._message(operation, self._verdict))
@@ -252,10 +252,7 @@ class Lifeline:
         number = self._activity.number
         self._send({"kind": "raised", "event": _describe(error), "place": place, "number": number})
         with self._news:
-            self._news.wait_for(
-                lambda: self._all_raised or self._verdict is not None or self._hub_has_left,
-                self._silence_seconds,
-            )
+            self._news.wait_for(self._is_explained, self._silence_seconds)
         if not self._all_raised:
             self.announce_failure(error)
         return self._all_raised
@@ -283,6 +280,15 @@ class Lifeline:
         if not self._has_announced_requeue:
             self._has_announced_requeue = True
             self._send({"kind": "terminating", "requeues": True})
+
+    def _may_start(self) -> bool:
+        return self._all_have_come or self.has_verdict
+
+    def _is_decided(self) -> bool:
+        return self.has_verdict or self._hub_has_left
+
+    def _is_explained(self) -> bool:
+        return self._all_raised or self._is_decided()
 
     @property
     def has_verdict(self) -> bool:

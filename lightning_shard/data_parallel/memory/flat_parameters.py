@@ -304,7 +304,7 @@ class FlatParameters:
         self._shown, self._all = ShownViews(self.params), range(len(self.params))
         self._presented: list[nn.Parameter] = []  # to user code, while they are in shards
         self._are_sharded = False  # those, to user code
-        self.on_assigned: Callable[[], None] = lambda: self.adopt(self.assigned())
+        self.on_assigned: Callable[[], None] = self._adopt_assigned
         self.present_full()
 
     @property
@@ -461,6 +461,9 @@ class FlatParameters:
             return {}
         return {index: self._copied(index) for index in self._shown.assigned()}
 
+    def _adopt_assigned(self) -> None:
+        self.adopt(self.assigned())
+
     def _copied(self, index: int) -> Tensor:
         value = self.params[index].data
         if value.numel() and not value.untyped_storage().nbytes():
@@ -588,7 +591,7 @@ class FlatParameters:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         own = self.own_part(self.full)
         if self.host is not None and self.is_away:
-            return self.host.unshard(own, lambda: self._gather_own(own))
+            return self.host.unshard(own, partial(self._gather_own, own))
         if self.shard.dtype == own.dtype and self.layout.num_shards > 1:
             return self._gather_own(self.shard)
         if own.data_ptr() != self.shard.data_ptr():

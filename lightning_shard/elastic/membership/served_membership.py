@@ -175,7 +175,7 @@ class ServedMembership(Membership):
         if self._initial_rank is None:
             return None
         with self._news:
-            self._await(lambda: self._next is not None or self._is_late)
+            self._await(self._may_begin)
             return None if self._is_late else self._enter()
 
     @override
@@ -188,9 +188,7 @@ class ServedMembership(Membership):
             with self._news:
                 number = 0 if self._generation is None else self._generation.number
                 self._thread.send({"kind": "arrive", "generation": number, "error": text})
-                self._await(
-                    lambda: self._next is not None or self._is_declared_dead or self._gives_up
-                )
+                self._await(self._is_decided)
                 if self._next is not None:
                     return self._enter()
                 if not self._is_declared_dead:
@@ -287,6 +285,12 @@ class ServedMembership(Membership):
         self._losses = {n: lost for n, lost in self._losses.items() if n >= told["number"]}
         self._generation = Generation.told(told, self.me)
         return self._generation
+
+    def _may_begin(self) -> bool:
+        return self._next is not None or self._is_late
+
+    def _is_decided(self) -> bool:
+        return self._next is not None or self._is_declared_dead or self._gives_up
 
     def _await(self, is_so: Callable[[], bool], timeout: timedelta | None = None) -> None:
         """Wait, holding `_news`, until `is_so` holds, or until nothing more can come."""

@@ -190,7 +190,8 @@ class _Stopwatch:
         size = self._group.size
         shard = torch.ones(numel // size, device=self._device)
         full = torch.empty(shard.numel() * size, device=self._device)
-        seconds = self._seconds(lambda: self._group.all_gather(full, shard).wait(), together=True)
+        group = self._group
+        seconds = self._seconds(lambda: group.all_gather(full, shard).wait(), together=True)
         return (size - 1) * shard.numel() * 4 / seconds
 
     def _messages(self) -> float:
