@@ -52,6 +52,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def checked_states() -> None:
+    """Let every change of a state word be checked, as in debug runs."""
+    from lightning_shard.core.states import Checks
+
+    Checks.are_on = True
+
+
 _WRAPPED = ("__init__", "__setattr__", "__delattr__")
 
 

@@ -82,6 +82,7 @@ EXTENSION_POINTS = {
     # Every module, tensor, operation and process has these, as does a fixture of pytest.
     *("_modules", "_parameters", "_version", "_schema", "_fixtureinfo"),
     *("_replace", "_fields"),  # a named tuple's, and public
+    *("_name_", "_value_"),  # an enumeration's, and documented
     # What Lightning calls of a class that derives from its own; mypy fails when there is no more.
     *("_after_closure", "_call_children_scripts", "_clip_gradients", "_configure_launcher"),
 }

@@ -34,6 +34,7 @@ from lightning_shard.checkpoint.state_entries import Entries, ShardMark, describ
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_entries import of_itself
+from lightning_shard.data_parallel.units.unit import HERE
 from lightning_shard.errors import CheckpointError
 
 PARAMETERS = -1  # in the place of an optimizer's number
@@ -87,7 +88,7 @@ class SnapshotMetadata:
         num_shards: Number of shards of the state; 1 where every rank holds everything.
         owner: Name of the member that took the snapshot.
         ends: For each flat buffer, the index one past the last parameter's last element.
-        tensor_entries: Place of each tensor entry, by its key.
+        tensor_entries: UnitState of each tensor entry, by its key.
         states: By optimizer and parameter, the entries that the optimizer keeps.
         groups: By optimizer and group, the options of the group.
         extra: Bytes of the caller.
@@ -215,7 +216,7 @@ def _sources(
 ) -> _Sources:
     engine.adopt_assigned()
     for unit in engine.units:
-        for flat in unit.flats if unit.is_full else ():
+        for flat in unit.flats if unit.state in HERE else ():
             flat.take_in_edits()
     sources: _Sources = {
         TensorKey(flat=number, optimizer=PARAMETERS, name="", dtype=flat.shard.dtype): None

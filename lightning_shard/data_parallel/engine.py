@@ -12,11 +12,12 @@ The module keeps its own parameters, the optimizer keeps its own object; the eng
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.common_buffer import begin_update
@@ -37,7 +38,7 @@ from lightning_shard.data_parallel.gradients.arrival_hooks import ArrivalHooks
 from lightning_shard.data_parallel.gradients.early_clipping import EarlyClipping
 from lightning_shard.data_parallel.gradients.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
-from lightning_shard.data_parallel.gradients.reducer import Reducer, always
+from lightning_shard.data_parallel.gradients.reducer import HAS_ARRIVED, Reducer, always
 from lightning_shard.data_parallel.gradients.usage import agreement
 from lightning_shard.data_parallel.memory.adoption import Adoption
 from lightning_shard.data_parallel.memory.equal_weights import EqualWeights
@@ -52,6 +53,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.shard_advice import (
     explaining_gradients,
     explaining_graphs,
@@ -64,10 +66,12 @@ from lightning_shard.data_parallel.units.full_values import (
     publishing_edits,
 )
 from lightning_shard.data_parallel.units.presenting import cut_loaded, look_full
-from lightning_shard.data_parallel.units.unit import Unit
+from lightning_shard.data_parallel.units.unit import HERE, Unit
 from lightning_shard.data_parallel.units.unsharding import Unsharder
-from lightning_shard.data_parallel.views.sharded_parameter import UserCode, move_out
+from lightning_shard.data_parallel.views.sharded_parameter import move_out
 from lightning_shard.data_parallel.views.unseen_calls import SeesUnseenCalls, makers_seen
+
+_InsideOf = Callable[[Optimizer], AbstractContextManager[object]]
 
 
 class DataParallelEngine:
@@ -91,17 +95,20 @@ class DataParallelEngine:
         adoption: Takes over what user code assigns.
         edits: Averages the gradients that user code has made or edited.
         owners: Who updates the parameters that an optimizer needs full.
+        phases: What the engine does now.
+        user_code: Knows whether user code runs on this rank.
+        buffers: Synchronises the model's buffers.
+        is_alone: Whether ranks train by themselves now.
+        buffers_moved: Whether a training step alone may have changed buffers; code that makes them
+            equal on all ranks sets it back to False.
         clipping: Clips gradients before they are sent, where a compressor keeps some of them.
         copier: Copies to and from host memory, and counts them; None without offload.
-        seeing_shards: Makes the context in which the engine works: each step and backward, and what
-            takes over values, which a hook that sees full weights may have begun.
-        around_backward: Makes the context in which each backward, with its recomputed forwards,
-            runs.
-        around_methods: Makes the context in which methods of an optimizer run that go by its state.
 
     Raises:
         ConfigError: The ranks' models differ.
     """
+
+    is_alone = buffers_moved = False
 
     def __init__(
         self,
@@ -134,33 +141,31 @@ class DataParallelEngine:
         )
         self._homes = placed((flat, flat) for flat in self.flats)
         self._buffer_numbers = {id(param): one for param, (one, _) in self._positions.items()}
+        self.phases = Phases()
+        self.user_code = self.phases.user_code
         self._unsharder = self._made_unsharder()
         self._weights = self._made_weights(reducing)
-        self.edits = HandEdits(self.gradients, self.device, self.collectives)
+        self.edits = HandEdits(
+            self.gradients, self.device, self.collectives, are_expected=options.expects_edits
+        )
         self.clipping = EarlyClipping(self.gradients, reducing.dp)
         self.reducer = self._made_reducer(reducing)
         self._arrivals = ArrivalHooks(self._positions, self._arrival)
-        self._buffers = BufferSync(model, self.collectives)
-        self._buffers.broadcast_all()
+        self.buffers = BufferSync(model, self.collectives)
+        self.buffers.broadcast_all()
         self.shards = self._gradient_shards()
         self.absent = AbsentGradients(
             self.shards, list(model.parameters()), self.split, self.device
         )
-        self.view = OptimizerView(
-            self.gradients, self.reducer, self._unsharder, self.absent, self.edits, self._weights
-        )
+        self.view = self._made_view()
         self._loading = cut_loaded(model, self._homes, self.split) if options.stage == 3 else []
-        rank = self.collectives.rank
-        self.adoption = Adoption(model, self.flats, self._homes, self.split, self._weights, rank)
+        self.adoption = self._made_adoption()
         self._full_values = FullValues(
-            model, self._homes, self.units, self.groups, self.split, lambda: self.adopt_assigned()
+            model, self._homes, self.units, self.groups, self.split, self.adopt_assigned
         )
-        self.user_code = self._look_full()
-        self._unseen_calls = SeesUnseenCalls()
-        self.adoption.sources = self.user_code.sources
-        self.seeing_shards: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.around_methods: Callable[[Any], AbstractContextManager[None]] = nullcontext
+        self._look_full()
+        self._unseen_calls = SeesUnseenCalls(self.phases)
+        self._inside_of: _InsideOf = nullcontext
         self.hook_trainable()
         keep_freed_memory(self.device)
 
@@ -171,17 +176,28 @@ class DataParallelEngine:
     def _made_unsharder(self) -> Unsharder | None:
         if self.options.stage != 3:
             return None
-        return Unsharder(self.model, self.units, self._close, self.options.units_ahead)
+        ahead = self.options.units_ahead
+        return Unsharder(self.model, self.units, self._close, ahead, self.phases)
+
+    def _made_adoption(self) -> Adoption:
+        weights, rank, phases = self._weights, self.collectives.rank, self.phases
+        args = self.model, self.flats, self._homes, self.split, weights, rank, phases
+        return Adoption(*args, may_reformat=self.options.may_reformat)
+
+    def _made_view(self) -> OptimizerView:
+        users = self.absent, self.edits, self._weights
+        return OptimizerView(self.gradients, self.reducer, self._unsharder, self.phases, *users)
 
     def _made_reducer(self, groups: DataGroups) -> Reducer:
         record = None if self._unsharder is None else self._unsharder.record
-        usage = agreement(self.gradients, groups, self.split, self.device, record, self._weights)
         unshards = record is not None and not exist_once(self.units)
         talks = any(isinstance(one, BatchNorm) for one in self.model.modules())  # in backward
-        usage.may_differ_in_backward |= unshards or talks
-        reducer = Reducer(self.gradients, groups.dp, usage, lambda: self.edits.are_expected)
-        reducer.before_last = self.clipping.prepare
-        return reducer
+        waits = unshards or talks or self.options.waits_in_backward
+        usage = agreement(
+            self.gradients, groups, self.split, self.device, record, self._weights, may_differ=waits
+        )
+        edits, clipping = self.edits, self.clipping
+        return Reducer(self.gradients, groups.dp, usage, self.phases, edits, clipping)
 
     def _gradient_shards(self) -> GradientShards:
         return GradientShards(
@@ -189,16 +205,20 @@ class DataParallelEngine:
             self.model.named_parameters(),
             self.split,
             self.device,
-            lambda: self.groups_of_gradients,
-            lambda: self.reducer.reduce_asked(),
+            self.groups_of_gradients,
+            self._reduce_asked,
             self.collectives,
+            self.phases,
         )
 
-    def _look_full(self) -> UserCode:
+    def _reduce_asked(self) -> None:
+        self.reducer.reduce_asked()  # ranks that come to train alone get another one
+
+    def _look_full(self) -> None:
         """Let parameters in shards look full to user code, where they can."""
         presents = self.options.stage > (2 if self.split.groups else 0)
         units = self.units if presents else ()
-        return look_full(units, self.shards, self._unsharder, self.split)
+        look_full(units, self.shards, self._unsharder, self.split, self.user_code)
 
     @property
     def has_common(self) -> bool:
@@ -210,15 +230,19 @@ class DataParallelEngine:
         """Whether this is the one rank that gets full states to save."""
         return self.collectives.rank == 0 and self.split.is_first
 
-    @property
     def groups_of_gradients(self) -> list[Collectives]:
         """Groups over whose ranks the elements of one gradient lie, from backward to the update."""
-        return [] if self.options.stage == 0 else [self.groups.shard]
+        return [] if self.options.stage == 0 or self.is_alone else [self.groups.shard]
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether a step that begins now concerns no other rank."""
+        return self.is_alone
 
     @property
     def ranks_of_loss(self) -> Collectives | None:
         """Group whose gradients, and so losses, are averaged; None where each rank has its own."""
-        return self.collectives
+        return None if self.is_alone else self.collectives
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -262,7 +286,7 @@ class DataParallelEngine:
         """
         self.view.end_interrupted()
         self.shards.lent.end()
-        with self.seeing_shards():
+        with self.options.seeing_shards():
             self.adoption.adopt()
         if self._unsharder is not None:
             self._unsharder.copies.take_set()
@@ -291,17 +315,28 @@ class DataParallelEngine:
         is_shard = flat.reshards and value.shape != flat.layout.slots[index].shape
         return (flat.joined(index, value) if is_shard else value).cpu()
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Run one training, validation, test or predict step inside; each rank must enter."""
+        return self._step_alone() if self.steps_alone else self._step_together()
+
+    @contextmanager
+    def _step_together(self) -> Iterator[None]:
         self.adopt_assigned()
         self.adoption.check_ties(self.full_parameters)
         self.hook_trainable()
-        self._buffers.follow(exchanged=self.reducer.take_exchanged())
+        self.buffers.follow(exchanged=self.reducer.take_exchanged())
         if self.model.training and torch.is_grad_enabled():
-            self._buffers.note_training(exchanges=self.reducer.synchronises)
-        full = self._unsharder.step() if self._unsharder else nullcontext()
-        with self.seeing_shards(), full, explaining_graphs(), self.explaining_shards():
+            self.buffers.note_training(exchanges=self.reducer.synchronises)
+        full = self._unsharder.step() if self._unsharder else self.phases.within(Phase.STEP)
+        with self.options.seeing_shards(), full, explaining_graphs(), self.explaining_shards():
+            yield
+
+    @contextmanager
+    def _step_alone(self) -> Iterator[None]:
+        self.adopt_assigned()
+        self.hook_trainable()
+        self.buffers_moved |= self.model.training and torch.is_grad_enabled()
+        with self.phases.within(Phase.STEP):
             yield
 
     def explaining_shards(self) -> AbstractContextManager[None]:
@@ -336,18 +371,33 @@ class DataParallelEngine:
         if self._unsharder is not None:
             self._unsharder.unshard_staying()
         with (
-            self.seeing_shards(),
-            self.around_backward(),
+            self.options.seeing_shards(),
+            self._around_backward(),
             self.reducer.backward(is_used),
             explaining_gradients(self.options.stage),
         ):
             yield
-            if self._unsharder is not None and self.reducer.has_arrived:
+            if self._unsharder is not None and self.reducer.owed in HAS_ARRIVED:
                 self._unsharder.catch_up()
         if self._unsharder is not None:
             self._unsharder.end_backward(is_used=is_used(), held_up=self.reducer.was_held_up)
         self.shards.changed()
         self.absent.agree()
+
+    @contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        with ExitStack() as inside:
+            for make in self.options.around_backward:
+                inside.enter_context(make())
+            yield
+
+    def around_methods(self, optimizer: Optimizer) -> AbstractContextManager[object]:
+        """Run a method of an optimizer inside that goes by its state; each rank must enter."""
+        return self._inside_of(optimizer)
+
+    def surround_methods(self, inside_of: _InsideOf) -> None:
+        """Let such methods run in what `inside_of` makes, where ranks train alone."""
+        self._inside_of = inside_of
 
     def at_hand(
         self, params: Sequence[nn.Parameter], *, unrounded: bool = False
@@ -400,7 +450,7 @@ class DataParallelEngine:
 
     def note_update(self, *, ends: bool) -> None:
         """Note that an optimizer will step on this model, or (`ends`) that it has."""
-        self._buffers.has_stepped = ends or bool(self._buffers.has_stepped)
+        self.buffers.has_stepped = ends or bool(self.buffers.has_stepped)
         if ends:
             self.clipping.end_step()
 
@@ -475,7 +525,7 @@ class DataParallelEngine:
         """After shards were overwritten, bring full parameters up to date; each rank must call."""
         for flat in self.flats:
             flat.send_up()
-        bring_together(flat for unit in self.units if unit.is_full for flat in unit.flats)
+        bring_together(flat for unit in self.units if unit.state in HERE for flat in unit.flats)
 
     def owner(self, param: nn.Parameter) -> tuple[FlatParameters, int]:
         """Return the buffer that holds `param`, and its index there."""
@@ -540,7 +590,7 @@ class DataParallelEngine:
         self._remove_hooks()
         if restore:
             self.adopt_assigned()
-            self._buffers.end()
+            self.buffers.end()
         if self._unsharder is not None:
             if restore:
                 self._unsharder.reshard_all()
@@ -553,7 +603,11 @@ class DataParallelEngine:
             param.grad = None
             if not restore and param in self.split.full_shapes:
                 mark_leftover(param)
+        self._end()
+
+    def _end(self) -> None:
         self.shards.forget()
+        self.phases.begin(Phase.OVER)
 
     def _remove_hooks(self) -> None:
         for flat in self.flats:
@@ -573,7 +627,7 @@ class DataParallelEngine:
         and which buffers follow rank 0.
         """
         visited = [] if self._unsharder is None else self._unsharder.visited
-        due, *others = self._buffers.learnt()
+        due, *others = self.buffers.learnt()
         return self.reducer.learnt_order, visited, (due or self.reducer.has_exchanged, *others)
 
     def follow_orders(
@@ -587,7 +641,7 @@ class DataParallelEngine:
         if self._unsharder is not None:
             self._unsharder.follow(visited)
         if buffers:
-            self._buffers.go_on(*buffers)
+            self.buffers.go_on(*buffers)
 
     def _on_all_ranks(self, numbers: set[int]) -> set[int]:
         return set.intersection(*self.collectives.all_gather_object(numbers))
@@ -600,7 +654,7 @@ class DataParallelEngine:
         no other engine takes it until `take_leftovers`.
         """
         self._remove_hooks()
-        self.shards.forget()
+        self._end()
         if self._unsharder is not None:
             self._unsharder.copies.restore(None)
         for flat in self.flats:

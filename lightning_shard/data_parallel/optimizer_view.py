@@ -16,14 +16,25 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from lightning_shard.core.states import State
 from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.gradients.gradient_shards import AbsentGradients
 from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
 from lightning_shard.data_parallel.gradients.reducer import Reducer, always
 from lightning_shard.data_parallel.memory.equal_weights import EqualWeights
+from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.units.unsharding import Unsharder
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
+
+
+class Shown(State):
+    """What parameters and gradients show."""
+
+    FULL = "SHARDS"  # or what else they show outside of the view
+    SHARDS = "LENT FULL"
+    LENT = "SHARDS_AMID SHARDS"  # what looks full, for hooks of user code before a step
+    SHARDS_AMID = "LENT"  # for an optimizer that such a hook has called
 
 
 class OptimizerView:
@@ -34,11 +45,13 @@ class OptimizerView:
             are.
         reducer: Reduces gradients that were only accumulated, on entry.
         unsharder: Reshards the units on entry, under stage 3; None below it.
+        phases: Is told that an update begins and ends.
         absent: The gradients of parameters that only other ranks have, which are hidden inside.
         edits: Averages the gradients that user code has put into `.grad`.
         weights: Is told that an update has written parameters.
 
     Attributes:
+        differs: Whether inside and outside differ at all: not under stage 0 without master copies.
         on_interrupted: Leaves the view that an interrupted update is inside; None where none is.
     """
 
@@ -47,6 +60,7 @@ class OptimizerView:
         gradients: Sequence[FlatGradients],
         reducer: Reducer,
         unsharder: Unsharder | None,
+        phases: Phases,
         absent: AbsentGradients | None = None,
         edits: HandEdits | None = None,
         weights: EqualWeights | None = None,
@@ -54,25 +68,22 @@ class OptimizerView:
         self._all = gradients
         self._edits, self._weights = edits, weights
         self._gradients = [g for g in gradients if g.flat.has_local_form]
+        self.differs = bool(self._gradients)
         self._reducer = reducer
         self._unsharder = unsharder
         self._absent = absent
-        self._depth = 0
-        self._lends = False  # entered, and shows stand-ins for as long as the depth is 0
+        self._phases = phases
+        self._shown = Shown.FULL
+        self._num_within = 0  # entered again inside, and not left yet
         self._outer: list[tuple[FlatGradients, list[Tensor | None]]] = []
         self._offloaded = [g.flat for g in self._gradients if g.flat.host is not None]
         self._marks: list[int] = []  # of those, while the view is lent
         self.on_interrupted: Callable[[], None] | None = None
 
     @property
-    def differs(self) -> bool:
-        """Whether inside and outside differ at all: not under stage 0 without master copies."""
-        return bool(self._gradients)
-
-    @property
     def is_lent(self) -> bool:
         """Whether user code sees the shards now."""
-        return self._lends
+        return self._shown in (Shown.LENT, Shown.SHARDS_AMID)
 
     def end_interrupted(self) -> None:
         """Leave the view of an update that has never ended, by Ctrl-C say; each rank must call."""
@@ -90,20 +101,24 @@ class OptimizerView:
         Raises:
             ConfigError: User code has put what cannot be averaged into `.grad`; nothing is shown.
         """
-        if self._depth == 0 and not self._lends:
-            self._average()
-        self._depth += 1
-        if self._depth > 1:
-            return
-        if self._lends:
+        if self._shown is Shown.LENT:
+            self._turn(Shown.SHARDS_AMID)
             self._take_back_stand_ins()
-            return
-        if self._absent is not None:
-            self._absent.hide()
-        if self.differs:
-            self._take_in_edits()
-            if shows():
-                self._outer = [(one, self._show_shards(one)) for one in self._gradients]
+        elif self._shown is not Shown.FULL:
+            self._num_within += 1
+        else:
+            self._average()
+            self._turn(Shown.SHARDS)
+            self._phases.begin(Phase.UPDATE)
+            if self._absent is not None:
+                self._absent.hide()
+            if self.differs:
+                self._take_in_edits()
+                if shows():
+                    self._outer = [(one, self._show_shards(one)) for one in self._gradients]
+
+    def _turn(self, shown: Shown) -> None:
+        self._shown = self._shown.to(shown)
 
     def _average(self) -> None:
         """Average what is a rank's own yet."""
@@ -150,7 +165,7 @@ class OptimizerView:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Leave the view inside, if it is lent, and enter it again."""
-        if not self._lends:
+        if not self.is_lent:
             yield
             return
         self._end_lending()
@@ -163,18 +178,18 @@ class OptimizerView:
     def _begin_lending(self) -> None:
         self.enter()
         self._marks = [flat.mark() for flat in self._offloaded]
-        self._depth, self._lends = 0, True
+        self._turn(Shown.LENT)
         self._lend_stand_ins()
 
     @as_they_are
     def _end_lending(self) -> None:
-        if not self._lends:  # what began it has failed
+        if not self.is_lent:  # what began it has failed
             return
         self._take_back_stand_ins()
         for flat, mark in zip(self._offloaded, self._marks, strict=True):
             if flat.mark() != mark:
                 flat.send_up()
-        self._depth, self._lends = 1, False
+        self._turn(Shown.SHARDS)
         self.leave()
 
     def _lend_stand_ins(self) -> None:
@@ -202,14 +217,19 @@ class OptimizerView:
     @as_they_are
     def leave(self) -> None:
         """Show parameters and gradients as before the view; each rank must call."""
-        self._depth -= 1
-        if self._depth > 0:
-            return
-        if self._lends:
+        if self._num_within:
+            self._num_within -= 1
+        elif self._shown is Shown.SHARDS_AMID:
+            self._turn(Shown.LENT)
             self._lend_stand_ins()
-            return
+        else:
+            self._turn(Shown.FULL)
+            self._end()
+
+    def _end(self) -> None:
         if self._absent is not None:
             self._absent.show()
+        self._phases.end(Phase.UPDATE)
         self._leave_shards()
         for gradients in self._all:
             gradients.own.know_content()

@@ -1,6 +1,7 @@
 """The options that the engine has, and its settings: stage, units, number formats, compression."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias
 
@@ -17,6 +18,7 @@ from lightning_shard.errors import ConfigError
 STAGES = (0, 1, 2, 3)
 ZeroStage: TypeAlias = Annotated[int, Limit("from 0 to 3", STAGES.__contains__)]
 Offload = Literal["optimizer", "parameters"]
+Inside = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,14 @@ class EngineOptions(ShardOptions, UnitOptions):
         owned: Parameters that lie full on one rank each, from stage 1 on, for optimizers of full
             matrices; see `layout/owned`.
         start: Knows the values of parameters that are on meta; None where there are none.
+        seeing_shards: Makes the context in which the engine works: each step and backward, and what
+            takes over values, which a hook that sees full weights may have begun.
+        around_backward: Make the contexts in which each backward, with its recomputed forwards,
+            runs; the first is the outermost.
+        waits_in_backward: Whether ranks wait for each other in a backward, besides for gradients.
+        expects_edits: Whether user code may edit gradients, so that ranks compare at every update.
+        may_reformat: Whether parameters may be laid out anew in other formats before the first
+            step.
     """
 
     stage: ZeroStage
@@ -102,6 +112,11 @@ class EngineOptions(ShardOptions, UnitOptions):
     compression: Compressor | None = None
     owned: Collection[nn.Parameter] = frozenset()
     start: ValuesAtStart | None = None
+    seeing_shards: Inside = field(default=nullcontext, compare=False)
+    around_backward: Sequence[Inside] = field(default=(), compare=False)
+    waits_in_backward: bool = False
+    expects_edits: bool = False
+    may_reformat: bool = False
 
     @property
     def units_ahead(self) -> int:

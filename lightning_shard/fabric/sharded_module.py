@@ -34,6 +34,7 @@ from lightning_shard.checkpoint.sharded.named_optimizers import name_misfits, nu
 from lightning_shard.checkpoint.sharded.reading import loads_plainly
 from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.gradients.reducer import HAS_ARRIVED
 from lightning_shard.data_parallel.kept_activations import KeptActivations
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.scripted import hookable
@@ -302,7 +303,6 @@ class HeldModule:
         self._engine = engine = self._make_engine(self.module, owned if stage_cuts else ())
         self._state.engine = engine
         self.activations.attach(engine)
-        engine.edits.are_expected = True
         engine.user_code.runs = engine.user_code.is_a_loop = True
         self._owned = frozenset(owned)
 
@@ -498,7 +498,7 @@ class UsedEngines:
         if len(self._engines) < 2 or self._collectives is None:
             return True
         if self._flags is None:
-            arrived = [int(engine.reducer.has_arrived) for engine in self._engines]
+            arrived = [int(engine.reducer.owed in HAS_ARRIVED) for engine in self._engines]
             flags = torch.tensor(arrived, dtype=torch.uint8, device=self._engines[0].device)
             self._collectives.all_reduce(flags, "max").wait()
             self._flags = flags.tolist()

@@ -333,7 +333,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     ) -> DataParallelEngine:
         dtypes = dtype_policy(str(self.precision.precision), self._reduce_dtype)
         groups = DataGroups.of(self.collectives)
-        options = replace(self._options, dtypes=dtypes, owned=owned)
+        options = replace(self._options, dtypes=dtypes, owned=owned, expects_edits=True)
         if options.bucket_mb == "auto":
             options = self._with_buckets(options, module, groups)
         engine = DataParallelEngine(module, groups, options)

@@ -62,7 +62,7 @@ def _norm_over(
     local = torch.zeros((), dtype=dtype, device=engine.device)  # torch's, of none, is the host's
     if grads:
         local = nn.utils.get_total_norm(grads, norm_type).to(engine.device, dtype)
-    for collectives in [*shards_over(groups, engine.groups_of_gradients, engine.split), *groups]:
+    for collectives in [*shards_over(groups, engine.groups_of_gradients(), engine.split), *groups]:
         if norm_type == float("inf"):
             collectives.all_reduce(local, "max").wait()
         else:

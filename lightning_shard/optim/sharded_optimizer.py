@@ -510,7 +510,7 @@ class ShardedOptimizer:
         if is_whole:
             with self.engine.around_methods(self.optimizer):
                 return method()
-        with self.engine.seeing_shards():
+        with self.engine.options.seeing_shards():
             self._edited_state.take_in()
             self.engine.view.enter()
             self._in_view = True

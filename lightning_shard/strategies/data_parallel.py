@@ -399,24 +399,32 @@ class DataParallelStrategy(EndingStrategy):
         plugin = self.precision_plugin
         assert isinstance(plugin, ShardedPrecision)
         run = self._run_view()
+        trainer: Any = run.module.trainer
         if self._is_fitting():
             self._activations.begin(self.run_model, self._options)
         splits = [split for one in self.dimensions if (split := one.split(run)) is not None]
         split = combined(splits)
         if self._start is not None and split is not None:
             self._start.split = split
+        shows_weights = split is not None and self._options.stage < 3
         options = replace(
             self._options,
             dtypes=self._dtypes(str(plugin.precision)),
             owned=self._parameters_to_own(split),
             offload=self._options.offload_of(is_fitting=self._is_fitting()),
             start=self._start,
+            # Else the engine, and a module that is left in shards, would keep the strategy.
+            seeing_shards=self._seeing_shards if shows_weights else nullcontext,
+            # The first dimension splits the full model, so what it shows lies around the others'.
+            around_backward=[make for one in self.dimensions if (make := one.backward_context())],
+            waits_in_backward=any(one.waits_in_backward for one in self.dimensions),
+            expects_edits=self._is_fitting() and may_edit_gradients(run.module, trainer.callbacks),
+            may_reformat=self.lays_out_anew,
         )
         options = self._buckets.sized(self, options, split, is_fitting=self._is_fitting())
         self._engine = engine = self.engine_type(
             self.run_model, self.gradient_groups, options, self._reducing, split
         )
-        engine.adoption.may_reformat = self.lays_out_anew
         if engine.copier is not None:
             self._offload_traffic = engine.copier.traffic
         if self._start is not None:  # parameters have their values
@@ -424,9 +432,7 @@ class DataParallelStrategy(EndingStrategy):
             self._start = None
         if self._is_fitting():
             self._activations.attach(engine)
-            callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
             engine.clipping.expect(*usual_clipping(run.module), self.run_model.parameters())
-            engine.edits.are_expected = may_edit_gradients(run.module, callbacks)
         plugin.attach(engine)
         if isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None:
             for exchange in engine.exchanges:
@@ -437,7 +443,7 @@ class DataParallelStrategy(EndingStrategy):
         self._in_split_model.enter_context(counted_full(shapes))
         # Stage 3 gathers blocks together: which ones a step leaves out at random has to agree.
         apart = run.drawn_for_own_data if self._options.stage < 3 else nullcontext
-        self._runner = PlainRunner(lambda: self.engine.step(), apart)
+        self._runner = PlainRunner(engine.step, apart)
         for one in reversed(self.dimensions):
             self._runner = one.wrapped(self._runner)
 

@@ -451,7 +451,6 @@ class EndingStrategy(CheckpointingStrategy):
     def _leave_states(self, engine: DataParallelEngine) -> None:
         """Leave the module full, and the optimizers' states in shards; each rank must call."""
         self._detach(engine, states_stay=True)
-        engine.adoption.end()
         for gradients in engine.gradients:
             gradients.buffer.drop()
         self._states_in_shards = [flat.layout for flat in engine.flats]

@@ -21,6 +21,7 @@ from lightning_shard.backends.base import Backend
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.core import settings
+from lightning_shard.core.states import Checks
 from lightning_shard.environments import (
     InProcessEnvironment,
     MPIEnvironment,
@@ -206,6 +207,7 @@ class LocalRanks:
         self.num_ranks, self.runner = options.num_ranks, runner
         self.may_share_memory = may_share_memory
         self.debug = settings.debug() or options.debug
+        Checks.are_on |= self.debug
         self.timeout = options.longest_wait
 
     @property

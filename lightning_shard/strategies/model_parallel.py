@@ -369,7 +369,6 @@ class ModelParallelStrategy(DataParallelStrategy):
         self._weights = weights = WeightsInHooks(
             self.engine, self.mesh_rank, self._finish_copies, self._follow
         )
-        self.engine.seeing_shards = weights.hidden  # a hook may train, as the learning-rate finder
         self._in_hooks.enter_context(
             hooks_inside(weights.shown, self.run_module, callbacks, without=_OF_FAILURES)
         )

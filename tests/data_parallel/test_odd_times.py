@@ -67,9 +67,8 @@ def on_ranks(
         assert dist.group.WORLD is not None
         ranks = get_backend("in_process").collectives(dist.group.WORLD)
         model, optimizer = build()
-        options = EngineOptions(stage=stage, bucket_mb=UNIT_BY_UNIT)
+        options = EngineOptions(stage=stage, bucket_mb=UNIT_BY_UNIT, expects_edits=expects_edits)
         engine = DataParallelEngine(model, ranks, options)
-        engine.edits.are_expected = expects_edits
         sharded = ShardedOptimizer(optimizer, engine)
 
         def backward(

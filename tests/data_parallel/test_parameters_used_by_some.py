@@ -100,9 +100,8 @@ def on_ranks(
 ) -> list[list[Tensor]]:
     def fn(rank: int) -> list[Tensor]:
         model = make()
-        options = EngineOptions(stage=stage, bucket_mb=1e-6)
+        options = EngineOptions(stage=stage, bucket_mb=1e-6, waits_in_backward=model.meets)
         engine = DataParallelEngine(model, in_copies(num_copies), options)
-        engine.reducer.usage.may_differ_in_backward |= model.meets
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for step in range(NUM_STEPS):
             optimizer.zero_grad()

@@ -15,7 +15,9 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.core.settings import rank_and_world_size
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.gradients.flat_gradients import IS_SENT
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
+from lightning_shard.data_parallel.units.unit import HERE
 from tests.data_parallel.one_step import forward_and_backward
 from tests.processes import run_processes
 
@@ -89,7 +91,7 @@ def reduced_early(backend: str) -> list[int]:
     found: list[int] = []
 
     def count(_: Tensor) -> None:
-        found[-1] = sum(one.was_reduced for one in engine.gradients)
+        found[-1] = sum(one.state in IS_SENT for one in engine.gradients)
 
     model.blocks[0].second.weight.register_hook(count)
     for number in range(4):
@@ -115,12 +117,12 @@ def seen(backend: str, mixed: bool) -> dict[str, Any]:
     every = list(range(NUM_BLOCKS))
     during: list[list[bool]] = []
     handle = model.blocks[2].register_forward_hook(
-        lambda *_: during.append([unit.is_full for unit in engine.units])
+        lambda *_: during.append([unit.state in HERE for unit in engine.units])
     )
     train(engine, model, every)
     handle.remove()
     found["full in the third block"] = during[0]
-    found["full after the backward"] = [unit.is_full for unit in engine.units]
+    found["full after the backward"] = [unit.state in HERE for unit in engine.units]
     gradients(engine, model)
     before = ranks.traffic["all_gather"].calls
     train(engine, model, every)
@@ -128,7 +130,7 @@ def seen(backend: str, mixed: bool) -> dict[str, Any]:
     gradients(engine, model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         model.blocks[1](torch.ones(2, 5))  # outside of a step
-    found["full outside of steps"] = [unit.is_full for unit in engine.units]
+    found["full outside of steps"] = [unit.state in HERE for unit in engine.units]
     if backend == "shm" and not mixed:
         train(engine, model, [0, 1] if ranks.rank == 0 else [2])
         found["gradients"] = gradients(engine, model)

@@ -19,7 +19,7 @@ from lightning_shard.data_parallel.gradients import usage
 from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.offload.copier import HostCopier
-from lightning_shard.data_parallel.units.unit import Unit
+from lightning_shard.data_parallel.units.unit import HERE, Unit
 from tests.gpu_like.apart import fit_apart
 from tests.gpu_like.device import NAME
 from tests.gpu_like.fits import prepare
@@ -71,7 +71,7 @@ def _finishes_first(pending: Any) -> None:
 
 
 def _frees_what_comes(unit: Unit) -> None:
-    for flat in unit.flats if not unit.is_full else ():
+    for flat in unit.flats if unit.state not in HERE else ():
         storage = flat.full.untyped_storage()
         num_bytes = storage.nbytes()
         storage.resize_(0)

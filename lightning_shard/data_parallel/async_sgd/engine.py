@@ -9,7 +9,7 @@ that is put in decides when and by which gradient it is updated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.reducer import Reducer, always
 from lightning_shard.data_parallel.gradients.usage import UsageAgreement
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
+from lightning_shard.data_parallel.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ShardOptimizerView(OptimizerView):
         optimizer: Optimizer,
         own_update: Callable[[], Update],
     ) -> None:
-        super().__init__([], reducer, None)
+        super().__init__([], reducer, None, Phases())
         self.flats: Sequence[FlatParameters] = ()
         self._optimizer, self._own_update = optimizer, own_update
         self._update: Update | None = None
@@ -115,7 +115,6 @@ class AsyncEngine(DataParallelEngine):
     """An engine whose ranks may train by themselves."""
 
     _together: tuple[OptimizerView, Reducer] | None = None  # while ranks are alone
-    _buffers_moved = False
 
     def part(self, view: OptimizerView) -> None:
         """Leave each rank to itself from now on; between two optimizer steps.
@@ -125,16 +124,17 @@ class AsyncEngine(DataParallelEngine):
         Args:
             view: The view in which the optimizer updates this rank's shards.
         """
-        self._together, self.view = (self.view, self.reducer), view
+        self._together, self.view, self.is_alone = (self.view, self.reducer), view, True
         usage = UsageAgreement(self.gradients, self.collectives, self.device)
-        self.reducer = Reducer(self.gradients, self.collectives, usage)  # is owed everything
+        # This one is owed everything.
+        self.reducer = Reducer(self.gradients, self.collectives, usage, self.phases)
         self._show_sums(True)
         self._drop_gradients()
 
     def rejoin(self) -> None:
         """Average gradients again."""
         assert self._together is not None
-        (self.view, self.reducer), self._together = self._together, None
+        (self.view, self.reducer), self._together, self.is_alone = self._together, None, False
         self._show_sums(False)
         self._drop_gradients()
 
@@ -147,26 +147,11 @@ class AsyncEngine(DataParallelEngine):
         for param in self.model.parameters():
             param.grad = None
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether ranks train by themselves now."""
-        return self._together is not None
-
     def share_buffers(self) -> None:
         """Take over rank 0's buffers if training alone may have changed them; each must call."""
-        if self._buffers_moved:
-            self._buffers.broadcast_changing()
-        self._buffers_moved = False
-
-    @property
-    @override
-    def groups_of_gradients(self) -> list[Collectives]:
-        return [] if self.is_alone else super().groups_of_gradients
-
-    @property
-    @override
-    def ranks_of_loss(self) -> Collectives | None:
-        return None if self.is_alone else super().ranks_of_loss
+        if self.buffers_moved:
+            self.buffers.broadcast_changing()
+        self.buffers_moved = False
 
     @override
     @contextmanager
@@ -174,34 +159,23 @@ class AsyncEngine(DataParallelEngine):
         with nullcontext() if self.is_alone else super().optimizer_view():
             yield
 
-    @contextmanager
     @override
-    def lent_view(self) -> Iterator[None]:
-        with nullcontext() if self.is_alone else super().lent_view():
-            yield
+    def lent_view(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.is_alone else super().lent_view()
 
     @override
-    @contextmanager
-    def publishing_edits(self, updated: Iterable[nn.Parameter]) -> Iterator[None]:
-        with nullcontext() if self.is_alone else super().publishing_edits(updated):
-            yield
+    def publishing_edits(self, updated: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        return nullcontext() if self.is_alone else super().publishing_edits(updated)
 
     @override
     def begin_update(self, params: Iterable[nn.Parameter], *, in_place: bool = True) -> None:
         if not self.is_alone:
             super().begin_update(params, in_place=in_place)
 
+    @property
     @override
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        if not (self.is_alone and self.model.training and torch.is_grad_enabled()):
-            with super().step():
-                yield
-            return
-        self.adopt_assigned()
-        self.hook_trainable()
-        self._buffers_moved = True
-        yield
+    def steps_alone(self) -> bool:
+        return self.is_alone and self.model.training and torch.is_grad_enabled()
 
     @override
     @contextmanager

@@ -18,17 +18,17 @@ then on is its `GradientState`; the memory, and what stands in `.grad`, are thos
 
 from collections.abc import Sequence
 from operator import and_, is_
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
+from lightning_shard.core.states import State
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.gradients.gradient_buffer import GradientBuffer
-from lightning_shard.data_parallel.gradients.gradient_state import GradientStates
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.torch_private import after_gradient
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
@@ -273,6 +273,41 @@ class Arrivals:
         self._hooks = [hooks for p in self._params if (hooks := after_gradient(p)) is not None]
 
 
+class InBackward(State):
+    """What a backward has done yet to the gradients of one buffer.
+
+    ARRIVING ── its modules are left ──> LEFT ── a reduction begins ──> DONE
+        └────── a reduction begins ────> SENT ── its modules are left ──> DONE
+
+    """
+
+    ARRIVING = "LEFT SENT"
+    LEFT = "DONE ARRIVING"
+    SENT = "DONE ARRIVING"
+    DONE = "ARRIVING"
+
+
+IS_LEFT = (InBackward.LEFT, InBackward.DONE)  # so that no gradient comes any more
+IS_SENT = (InBackward.SENT, InBackward.DONE)
+
+
+class _Travel(NamedTuple):
+    """A reduction that has begun.
+
+    Attributes:
+        work: What is waited for.
+        out: Where the average comes to lie.
+        is_synchronised: Whether no micro-batch follows the one that is being reduced.
+        copies_differ: Whether it is the average over the ranks of one copy of the state, and one
+            over the copies has to follow.
+    """
+
+    work: Pending | Exchange
+    out: Tensor
+    is_synchronised: bool
+    copies_differ: bool = False
+
+
 class FlatGradients:
     """The gradients beside one `FlatParameters`, as they arrive and travel.
 
@@ -285,13 +320,11 @@ class FlatGradients:
     Attributes:
         buffer: The memory in which the gradients lie.
         states: States of the parameters' gradients, in buffer order.
+        accumulates: Whether gradients stay here until a backward that synchronises.
         arrivals: Gradients that have come, and wait to be taken.
         own: The gradients that user code has made or edited.
-        was_reduced: Whether a reduction has begun in this backward.
+        state: What this backward has done yet.
         is_owed: Whether gradients were accumulated that no reduction has taken, on any rank.
-        is_closed: Whether backward has left the unit's modules, so that no gradient comes any
-            more.
-        is_synchronised: Whether no micro-batch follows the one that is being reduced.
     """
 
     def __init__(
@@ -306,26 +339,26 @@ class FlatGradients:
         self.exchange = exchange
         self.waits_for_end = waits_for_end
         self.buffer = GradientBuffer(flat)
-        self.states: GradientStates = self.buffer.states
+        self.states, self.accumulates = self.buffer.states, self.buffer.accumulates
         self.own = OwnGradients(self.buffer, groups.dp)
         self._groups = groups
         self.arrivals = Arrivals(flat.params)
         self._seen: dict[int, None] = {}  # arrived in this backward, in their order
         self._expected = 0  # of _seen; a lower bound while backward runs
         self._averages: dict[int, Tensor] = {}  # of full gradients, while others travel
-        self._pending: tuple[Pending | Exchange, Tensor] | None = None
-        self._copies_differ = False  # pending is the average over one copy's ranks
-        self.was_reduced = self.is_closed = self.is_owed = False
-        self.is_synchronised = True
+        self._travel: _Travel | None = None
+        self.state = InBackward.ARRIVING
+        self.is_owed = False
 
     def reduce_over(self, groups: DataGroups) -> None:
         """Average over other ranks from now on; nothing may be in flight."""
         self._groups, self.own.ranks = groups, groups.dp
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients stay here until a backward that synchronises."""
-        return self.buffer.accumulates
+    def close(self) -> None:
+        """Note that backward has left the unit's modules."""
+        if self.state not in IS_LEFT:
+            after = InBackward.DONE if self.state in IS_SENT else InBackward.LEFT
+            self.state = self.state.to(after)
 
     @property
     def is_trained(self) -> bool:
@@ -340,7 +373,7 @@ class FlatGradients:
     @property
     def is_complete(self) -> bool:
         """Whether every parameter that can has had its gradient in this backward."""
-        if self.is_closed:
+        if self.state in IS_LEFT:
             return True
         if len(self._seen) + len(self.arrivals.waiting) < self._expected:
             return False
@@ -365,7 +398,7 @@ class FlatGradients:
     @property
     def must_reduce(self) -> bool:
         """Whether the end of a backward still owes a reduction, whatever this rank's graph used."""
-        if self.was_reduced:
+        if self.state in IS_SENT:
             return self.states.any_local and not self.accumulates
         return self.is_trained
 
@@ -441,7 +474,7 @@ class FlatGradients:
         """Whether gradients are tensors that autograd has just made, each for its first time."""
         if not self._seen.keys().isdisjoint(indices):
             return False
-        if self.was_reduced or self.buffer.must_set_aside:
+        if self.state in IS_SENT or self.buffer.must_set_aside:
             return False
         if {*map(type, grads)} != {Tensor} or num_trained(params) < len(params):
             return False
@@ -454,7 +487,7 @@ class FlatGradients:
             self.buffer.renew()
         if self.buffer.full is None:
             self.buffer.allocate()
-        if self.was_reduced and self.accumulates:
+        if self.state in IS_SENT and self.accumulates:
             raise ConfigError(
                 f"Rank {self._groups.dp.rank}: the gradient of {self.own.name(index)!r} "
                 f"arrived again after its unit had been reduced, expected one arrival per "
@@ -482,11 +515,7 @@ class FlatGradients:
         """
         self.accept_waiting()
         self.buffer.observe(index)
-        if (
-            self.states.is_local[index]
-            or self._pending is not None
-            or not self.buffer.average_views
-        ):
+        if self.states.is_local[index] or self._travel is not None or not self.buffer.average_views:
             raise ConfigError(
                 f"Rank {self._groups.dp.rank}: the gradient of "
                 f"{self.own.name(index)!r} is not averaged over the ranks now, "
@@ -502,11 +531,18 @@ class FlatGradients:
         self.averaged(index).copy_(elements)
 
     @unrecorded
-    def begin_reduce(self) -> None:
-        """Start averaging the full buffer over the ranks; each rank must call."""
+    def begin_reduce(self, *, synchronised: bool = True) -> None:
+        """Start averaging the full buffer over the ranks; each rank must call.
+
+        Args:
+            synchronised: Whether no micro-batch follows the one that is being reduced.
+        """
         self.finish_reduce()
         self.accept_waiting()
-        self.was_reduced, self.is_owed = True, False
+        self.is_owed = False
+        if self.state not in IS_SENT:
+            after = InBackward.DONE if self.state in IS_LEFT else InBackward.SENT
+            self.state = self.state.to(after)
         if not self._seen:  # else the first has done so
             self.buffer.renew()
         full = self.buffer.allocate()
@@ -522,12 +558,12 @@ class FlatGradients:
         if self.exchange is not None and not self._passes(self.exchange, full, used, twice):
             out = full if self.flat.stage == 0 else self._target(self.flat.master_dtype)
             self.exchange.begin(full, out, used)
-            self._pending = self.exchange, out
+            self._travel = _Travel(self.exchange, out, synchronised)
         else:
             send = full.to(self.flat.reduce_dtype)
             if send is not full:
                 self.buffer.free_sent()
-            self._send(send)
+            self._travel = self._sent(send, synchronised=synchronised)
 
     def _clear_unused(self, used: Sequence[bool]) -> None:
         for index in (index for index, is_used in enumerate(used) if not is_used):
@@ -535,15 +571,14 @@ class FlatGradients:
             self._keep_average(index)
             self.buffer.views[index].zero_()
 
-    def _send(self, send: Tensor) -> None:
+    def _sent(self, send: Tensor, *, synchronised: bool) -> _Travel:
         if self.flat.stage == 0:
-            self._pending = self._groups.dp.all_reduce(send, "avg", async_op=True), send
-            return
+            work = self._groups.dp.all_reduce(send, "avg", async_op=True)
+            return _Travel(work, send, synchronised)
         out = self._target(send.dtype)
         sizes = self.flat.layout.shard_numels
-        pending = self._groups.shard.reduce_scatter(out, send, "avg", sizes=sizes, async_op=True)
-        self._pending = pending, out
-        self._copies_differ = self._groups.replicate is not None
+        work = self._groups.shard.reduce_scatter(out, send, "avg", sizes=sizes, async_op=True)
+        return _Travel(work, out, synchronised, self._groups.replicate is not None)
 
     def _target(self, dtype: torch.dtype) -> Tensor:
         return self.buffer.target(dtype, travels_on=self._groups.replicate is not None)
@@ -578,16 +613,15 @@ class FlatGradients:
 
         Each rank must call, in the order of `begin_reduce`; waits for the first half.
         """
-        if self._pending is not None and isinstance(self._pending[0], Exchange):
-            self._pending[0].proceed()
-        if not self._copies_differ:
+        travel = self._travel
+        if travel is not None and isinstance(travel.work, Exchange):
+            travel.work.proceed()
+        if travel is None or not travel.copies_differ:
             return
-        assert self._pending is not None
         assert self._groups.replicate is not None
-        pending, out = self._pending
-        pending.wait()
-        self._pending = self._groups.replicate.all_reduce(out, "avg", async_op=True), out
-        self._copies_differ = False
+        travel.work.wait()
+        work = self._groups.replicate.all_reduce(travel.out, "avg", async_op=True)
+        self._travel = _Travel(work, travel.out, travel.is_synchronised)
 
     def _contributions(self) -> list[bool]:
         """Return which gradients are this rank's part of an average."""
@@ -605,51 +639,49 @@ class FlatGradients:
     @property
     def is_reduced_by_all(self) -> bool:
         """Whether `finish_reduce` returns at once: no half of a reduction is left to begin."""
-        if self._pending is None:
+        travel = self._travel
+        if travel is None:
             return True
-        pending, _ = self._pending
-        return isinstance(pending, Pending) and not self._copies_differ and pending.is_ready()
+        work = travel.work
+        return isinstance(work, Pending) and not travel.copies_differ and work.is_ready()
 
     @unrecorded
     def finish_reduce(self) -> None:
         """Wait for the average and add it to the local gradients."""
-        if self._pending is None:
-            return
         self.continue_reduce()
-        pending, out = self._pending
-        pending.wait()
-        self._pending = None
+        travel = self._travel
+        if travel is None:
+            return
+        travel.work.wait()
+        self._travel = None
         self.buffer.free_sent()
         if self.flat.stage == 0:
             full = self.buffer.allocate()
-            if out is not full:
-                full.copy_(out)
+            if travel.out is not full:
+                full.copy_(travel.out)
         else:
-            self.buffer.merge(out)
+            self.buffer.merge(travel.out)
         self.buffer.add_what_was_set_aside()
         for index, average in self._averages.items():
             self.buffer.views[index].copy_(average)
         self._averages.clear()
-        self.buffer.land(synchronised=self.is_synchronised)
+        self.buffer.land(synchronised=travel.is_synchronised)
         self.states.all_come()
         self.buffer.release()
         self.own.know_content()
 
     def note_frozen(self) -> None:
         """Learn which gradients are gone where no reduction has asked: nothing is trained now."""
-        if not self.was_reduced and self.states.any_known:
+        if self.state not in IS_SENT and self.states.any_known:
             self.buffer.observe_all()
-
-    def settle(self) -> None:
-        """Once ranks agree on what was used, let `.grad` be there or not, the same on all."""
-        self.buffer.settle()
 
     def end_backward(self) -> None:
         """Forget which gradients this backward has brought."""
         self.arrivals.end([*self._seen])
         self._seen.clear()
         self._expected = self._num_trained
-        self.was_reduced = self.is_closed = False
+        if self.state is not InBackward.ARRIVING:
+            self.state = self.state.to(InBackward.ARRIVING)
 
     @unrecorded
     def reduce_given(self, given: Sequence[bool]) -> None:
@@ -670,7 +702,7 @@ class FlatGradients:
         self.finish_reduce()
         self.end_backward()
         self.states.validate(given)
-        self.settle()
+        self.buffer.settle()
 
     def buffers(self) -> list[Tensor]:
         """Return the tensors that hold gradient memory now, to be counted."""

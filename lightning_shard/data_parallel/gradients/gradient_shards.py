@@ -28,6 +28,7 @@ from lightning_shard.data_parallel.model_split import (
     is_shared_out,
     shards_over,
 )
+from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.torch_private import storage_key, storage_uses
 from lightning_shard.data_parallel.views.averaged_gradient import (
     AveragedGradient,
@@ -251,6 +252,7 @@ class GradientShards:
 
     Attributes:
         lent: The memory of shards that user code was given.
+        num_changes: How often gradients have changed on this rank.
 
     Args:
         gradients: All gradient buffers of the engine.
@@ -260,6 +262,7 @@ class GradientShards:
         shard_groups: Returns the groups over whose ranks the elements of gradients lie now.
         reduce_owed: Averages gradients that were only accumulated; each rank must call.
         all_ranks: Group over which gradients are averaged.
+        phases: What the engine does now.
     """
 
     def __init__(
@@ -271,13 +274,13 @@ class GradientShards:
         shard_groups: Callable[[], Sequence[Collectives]],
         reduce_owed: Callable[[], None],
         all_ranks: Collectives,
+        phases: Phases,
     ) -> None:
         self._split, self._device = split, device
-        self._all_ranks = all_ranks
+        self._all_ranks, self._phases = all_ranks, phases
         self._shard_groups, self._reduce_owed = shard_groups, reduce_owed
         self.lent = LentMemory()
-        self._num_changes = 0
-        self._has_ended = False
+        self.num_changes = 0
         self._known: tuple[int, dict[float, Tensor]] = (-1, {})
         places = {
             param: (one, index) for one in gradients for index, param in enumerate(one.flat.params)
@@ -325,18 +328,12 @@ class GradientShards:
         """Return the note of the stand-ins of a parameter's gradient."""
         return self._sources[param].note
 
-    @property
-    def num_changes(self) -> int:
-        """How often gradients have changed on this rank."""
-        return self._num_changes
-
     def changed(self) -> None:
         """Forget the norms that are known, since gradients have changed, on all ranks alike."""
-        self._num_changes += 1
+        self.num_changes += 1
 
     def forget(self) -> None:
         """Let go of the gradients' notes, at the end of a run."""
-        self._has_ended = True
         for source in self._sources.values():
             source.note.source = None
 
@@ -353,7 +350,7 @@ class GradientShards:
         Raises:
             ConfigError: The run has ended.
         """
-        if self._has_ended:
+        if Phase.OVER in self._phases.open:
             raise ConfigError(
                 "What was read of a parameter or a gradient in shards is used after its run, whose "
                 "ranks have the rest of it; expected full tensors. Take them in a hook of the run, "
@@ -385,8 +382,8 @@ class GradientShards:
         """Return the norm of every parameter's gradient, (P,), float64; each rank must call."""
         self.ready()
         partial = torch.stack([self._partial(source, order) for source in self._sources.values()])
-        if self._known[0] != self._num_changes:
-            self._known = self._num_changes, {}
+        if self._known[0] != self.num_changes:
+            self._known = self.num_changes, {}
         known = self._known[1]
         if order not in known:
             known[order] = combine_norms(partial, order, self._over_all)
@@ -395,7 +392,7 @@ class GradientShards:
     def norm(self, number: int, order: float) -> Tensor:
         """Return the norm of one parameter's gradient, (), float64; each rank must call."""
         changes, known = self._known
-        norms = known.get(order) if changes == self._num_changes else None
+        norms = known.get(order) if changes == self.num_changes else None
         return (self.norms(order) if norms is None else norms)[number]
 
     def _partial(self, source: "_Source", order: float) -> Tensor:

@@ -34,18 +34,21 @@ class HandEdits:
         gradients: Every gradient buffer, in registration order.
         device: Where the numbers that ranks exchange lie.
         collectives: Group of all ranks that hold the model, over which these numbers travel.
-
-    Attributes:
         are_expected: Whether ranks compare at every update; the same on all ranks.
     """
 
     def __init__(
-        self, gradients: Sequence[FlatGradients], device: torch.device, collectives: Collectives
+        self,
+        gradients: Sequence[FlatGradients],
+        device: torch.device,
+        collectives: Collectives,
+        *,
+        are_expected: bool,
     ) -> None:
         self._collectives = collectives
         self._gradients = gradients
         self._device = device
-        self.are_expected = False
+        self.are_expected = are_expected
 
     @as_they_are
     @unrecorded

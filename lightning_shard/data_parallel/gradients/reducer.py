@@ -20,12 +20,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
+from operator import attrgetter
 
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
+from lightning_shard.core.states import State
+from lightning_shard.data_parallel.gradients.early_clipping import EarlyClipping
+from lightning_shard.data_parallel.gradients.flat_gradients import IS_LEFT, IS_SENT, FlatGradients
+from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
 from lightning_shard.data_parallel.gradients.usage import UsageAgreement, UsageOfSeveral
+from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.torch_private import queue_after_backward
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 
@@ -37,9 +42,17 @@ def always() -> bool:
     return True
 
 
-def never() -> bool:
-    """Return False: where each rank has its own `.grad`, nobody meets one that looks full."""
-    return False
+class Owed(State):
+    """What a reducer owes: gradients that only this rank has."""
+
+    NOTHING = "NOTHING ARRIVING SUMS"
+    ARRIVING = "NOTHING SUMS"  # those of a backward that is under way
+    SUMS = "SUMS ARRIVING_TO_SUMS NOTHING"  # those of micro-batches that were accumulated only
+    ARRIVING_TO_SUMS = "SUMS NOTHING"
+
+
+HAS_ARRIVED = (Owed.ARRIVING, Owed.ARRIVING_TO_SUMS)
+HAS_SUMS = (Owed.SUMS, Owed.ARRIVING_TO_SUMS)
 
 
 class Reducer:
@@ -49,14 +62,19 @@ class Reducer:
         gradients: The gradient buffers, in registration order.
         collectives: Group of the data-parallel ranks.
         usage: Agrees with the other ranks on the parameters that have a gradient.
-        is_met: Returns whether user code may meet `.grad` between micro-batches, as hooks do.
+        phases: What the engine does now.
+        edits: Knows whether user code may meet `.grad` between micro-batches, as hooks do; None
+            where each rank has its own, so that nobody meets one that looks full.
+        clipping: Prepares the reductions that begin at the end of a backward; None without.
 
     Attributes:
         usage: The agreement on used parameters, one for each optimizer step.
+        owed: What is still to be reduced.
+        synchronises: Whether a backward that ends now is followed by an exchange; not in `no_sync`.
         was_held_up: Whether units have ever waited until a backward's end, in the order that was
             learnt, for one of which some parameters were not used.
-        has_arrived: Whether autograd has put a gradient on a parameter in this backward.
-        before_last: Called before the reductions that begin at the end of a backward.
+        learnt_order: Positions of the buffers in the order of their reduction; empty before it is
+            learnt.
     """
 
     def __init__(
@@ -64,30 +82,27 @@ class Reducer:
         gradients: Sequence[FlatGradients],
         collectives: Collectives,
         usage: UsageAgreement | UsageOfSeveral,
-        is_met: Callable[[], bool] = never,
+        phases: Phases,
+        edits: HandEdits | None = None,
+        clipping: EarlyClipping | None = None,
     ) -> None:
         self._gradients = gradients
         self._collectives = collectives
         self.usage = usage
-        self.before_last: Callable[[], None] = lambda: None
-        self._is_met = is_met
+        self._phases, self._edits, self._clipping = phases, edits, clipping
         self._order = list(reversed(range(len(gradients))))
-        self._order_is_learned = False
+        self.learnt_order: list[int] = []
         self._completed: dict[FlatGradients, None] = {}  # in this backward, or left, in order
         self._cursor = 0  # in _order: what has been reduced
         self._in_flight: deque[FlatGradients] = deque()
-        self._awaiting_end = False
-        self._inside = False
-        self.has_arrived = False
+        self.owed = Owed.NOTHING
         self.was_held_up = False
-        self._synchronize = True
-        self._owed = False  # accumulated, but not reduced
+        self.synchronises = True
         self.has_exchanged = False
 
     @property
-    def synchronises(self) -> bool:
-        """Whether a backward that ends now is followed by an exchange; not in `no_sync`."""
-        return self._synchronize
+    def _is_met(self) -> bool:
+        return self._edits is not None and self._edits.are_expected
 
     def take_exchanged(self) -> bool:
         """Return whether gradients have been exchanged since this was asked last."""
@@ -100,11 +115,11 @@ class Reducer:
 
         Where user code may meet `.grad`, ranks agree which gradients there are from stage 1 on.
         """
-        before, self._synchronize = self._synchronize, False
+        before, self.synchronises = self.synchronises, False
         try:
             yield
         finally:
-            self._synchronize = before
+            self.synchronises = before
 
     @contextmanager
     def backward(self, is_used: Callable[[], bool] = always) -> Iterator[None]:
@@ -114,14 +129,12 @@ class Reducer:
             is_used: Returns at its end whether any rank has a gradient of it here; if none has,
                 nothing is sent.
         """
-        before, self._inside = self._inside, True
-        try:
-            yield
-        except BaseException:
-            self._reset()
-            raise
-        finally:
-            self._inside = before
+        with self._phases.within(Phase.BACKWARD):
+            try:
+                yield
+            except BaseException:
+                self._reset()
+                raise
         if is_used():
             self.flush()
         else:
@@ -130,12 +143,12 @@ class Reducer:
     @as_they_are
     def arrive(self, position: int, index: int) -> None:
         """Note that autograd has put a gradient on parameter `index` of buffer `position`."""
-        if not (self._inside or self._awaiting_end):
-            self._awaiting_end = True
-            queue_after_backward(self.flush)  # a bare loss.backward()
         gradients = self._gradients[position]
-        if not self.has_arrived:
-            self.has_arrived = True
+        if self.owed not in HAS_ARRIVED:
+            if Phase.BACKWARD not in self._phases.open:
+                queue_after_backward(self.flush)  # a bare loss.backward()
+            after = Owed.ARRIVING_TO_SUMS if self.owed in HAS_SUMS else Owed.ARRIVING
+            self.owed = self.owed.to(after)
             self._begin_arrivals()
         if gradients.buffer.full is None:  # which gets the memory that is free by then
             self._finish_ready()
@@ -158,7 +171,7 @@ class Reducer:
         self._arrived(gradients)
 
     def _arrived(self, gradients: FlatGradients) -> None:
-        if not gradients.was_reduced and gradients.is_complete:
+        if gradients.state not in IS_SENT and gradients.is_complete:
             self._completed.setdefault(gradients)
             self._reduce_ready()
 
@@ -168,10 +181,10 @@ class Reducer:
 
         Gradients that are computed outside autograd's own pass, of a microbatch say, come later.
         """
-        if not (self._inside or self._awaiting_end):
+        if Phase.BACKWARD not in self._phases.open and self.owed not in HAS_ARRIVED:
             return
         for gradients in closed:
-            gradients.is_closed = True
+            gradients.close()
             self._completed.setdefault(gradients)
         self._reduce_ready()
 
@@ -185,15 +198,14 @@ class Reducer:
             self._cursor += 1
 
     def _reduces_now(self, gradients: FlatGradients) -> bool:
-        return self._synchronize or not gradients.accumulates
+        return self.synchronises or not gradients.accumulates
 
     def _begin(self, gradients: FlatGradients) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_finish(self._in_flight[0]):
             self._in_flight.popleft().finish_reduce()
         for one in takewhile(self._may_wait, self._in_flight):
             one.continue_reduce()
-        gradients.is_synchronised = self._synchronize
-        gradients.begin_reduce()
+        gradients.begin_reduce(synchronised=self.synchronises)
         self._in_flight.append(gradients)
 
     def _finish_ready(self) -> None:
@@ -212,7 +224,7 @@ class Reducer:
         A rank that has not used all of a unit begins it once backward has left that unit. Until
         then it may wait for this rank itself, to unshard a unit or to exchange tokens.
         """
-        return gradients.is_closed or not self.usage.may_differ_in_backward
+        return gradients.state in IS_LEFT or not self.usage.may_differ_in_backward
 
     @as_they_are
     def flush(self) -> None:
@@ -221,49 +233,49 @@ class Reducer:
             gradients.accept_waiting()
         self._see_held_up()
         in_turn = sorted(
-            (self._gradients[position] for position in self._order),
-            key=lambda one: one.waits_for_end,  # last, since other ranks may have begun the rest
+            [self._gradients[position] for position in self._order],
+            key=attrgetter("waits_for_end"),  # last, since other ranks may have begun the rest
         )
         for gradients in in_turn:
-            gradients.is_closed = True
-        if any(one.must_reduce and self._reduces_now(one) for one in self._gradients):
-            self.before_last()
-        for gradients in in_turn:
-            if gradients.must_reduce and self._reduces_now(gradients):
-                self._begin(gradients)
+            gradients.close()
+        due = [one for one in in_turn if one.must_reduce and self._reduces_now(one)]
+        if due and self._clipping is not None:
+            self._clipping.prepare()
+        for gradients in due:
+            self._begin(gradients)
         self._flush_frozen()
-        agrees = self._synchronize or self._shows_averages()
+        agrees = self.synchronises or self._shows_averages()
         if agrees:
             self.usage.begin()
         while self._in_flight:
             self._in_flight.popleft().finish_reduce()
         self.usage.finish()
         for gradients in self._gradients if agrees else ():
-            gradients.settle()
-        self._owed = not self._synchronize
-        self.has_exchanged |= self._synchronize
+            gradients.buffer.settle()
+        self.owed = self.owed.to(Owed.NOTHING if self.synchronises else Owed.SUMS)
+        self.has_exchanged |= self.synchronises
         self._learn_order()
         self._reset()
 
     def _see_held_up(self) -> None:
         late = [self._gradients[position] for position in self._order[self._cursor + 1 :]]
         is_late = any(one.is_complete and not one.waits_for_end for one in late if one.is_trained)
-        self.was_held_up |= self._order_is_learned and self._synchronize and is_late
+        self.was_held_up |= bool(self.learnt_order) and self.synchronises and is_late
 
     def _shows_averages(self) -> bool:
         """Whether code may meet a `.grad` that looks full where ranks have only added up theirs.
 
         It asks `if p.grad is not None`, and must find the same on every rank.
         """
-        shows = self._is_met() and not all(one.buffer.shows_sums for one in self._gradients)
+        shows = self._is_met and not all(one.buffer.shows_sums for one in self._gradients)
         for gradients in self._gradients if shows else ():
             gradients.buffer.observe_all()  # of all, since `settle` shows what it knows of all
         return shows
 
     def _flush_frozen(self) -> None:
         """Reduce what was accumulated before a unit was frozen, after all others on each rank."""
-        for gradients in (self._gradients[position] for position in self._order):
-            if not self._synchronize:
+        for gradients in [self._gradients[position] for position in self._order]:
+            if not self.synchronises:
                 gradients.is_owed |= gradients.accumulates and gradients.is_trained
                 continue
             if gradients.is_owed:
@@ -272,12 +284,12 @@ class Reducer:
 
     def reduce_owed(self) -> None:
         """Reduce gradients that `no_sync` has only accumulated, before an optimizer uses them."""
-        if self._owed:
-            before, self._synchronize = self._synchronize, True
+        if self.owed in HAS_SUMS:
+            before, self.synchronises = self.synchronises, True
             try:
                 self.flush()
             finally:
-                self._synchronize = before
+                self.synchronises = before
 
     def reduce_asked(self) -> None:
         """Reduce gradients that `no_sync` has only accumulated, for user code that asks for them.
@@ -285,32 +297,27 @@ class Reducer:
         Raises:
             ConfigError: Ranks have gradients of different parameters.
         """
-        if self._owed and not self._is_met():
+        if self.owed in HAS_SUMS and not self._is_met:
             self.usage.check_equal()
         self.reduce_owed()
-
-    @property
-    def learnt_order(self) -> list[int]:
-        """Positions of the buffers in the order of their reduction; empty before it is learnt."""
-        return list(self._order) if self._order_is_learned else []
 
     def follow(self, order: Sequence[int]) -> None:
         """Reduce in an order that another reducer of the same model has learnt, on each rank."""
         if order:
-            self._order, self._order_is_learned = list(order), True
+            self._order = self.learnt_order = [*order]
 
     def _learn_order(self) -> None:
-        if self._order_is_learned or not self._synchronize:
+        if self.learnt_order or not self.synchronises or not self._gradients:
             return
         completed = [self._gradients.index(one) for one in self._completed]
         rest = [position for position in self._order if position not in completed]
-        self._order = self._collectives.broadcast_object([*completed, *rest], src=0)
-        self._order_is_learned = True
+        order = self._collectives.broadcast_object([*completed, *rest], src=0)
+        self._order = self.learnt_order = order
 
     @as_they_are
     def _reset(self) -> None:
-        self._cursor, self._completed, self._awaiting_end = 0, {}, False
-        self.has_arrived = False
+        self._cursor, self._completed = 0, {}
+        self.owed = self.owed.to(Owed.SUMS if self.owed in HAS_SUMS else Owed.NOTHING)
         self._in_flight.clear()
         for gradients in self._gradients:
             gradients.end_backward()

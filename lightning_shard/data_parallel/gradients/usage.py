@@ -66,13 +66,9 @@ class UsageAgreement:
         device: Where the messages lie.
         unshards: Record of the unsharded units; None below stage 3.
         weights: Compares parameters where a rank's have moved; None where ranks train alone.
-
-    Attributes:
         may_differ_in_backward: Whether ranks wait for each other inside a backward, which those
             that have not used all of the model reduce at other moments.
     """
-
-    may_differ_in_backward = False
 
     def __init__(
         self,
@@ -81,7 +77,9 @@ class UsageAgreement:
         device: torch.device,
         unshards: UnshardRecord | None = None,
         weights: EqualWeights | None = None,
+        may_differ_in_backward: bool = False,
     ) -> None:
+        self.may_differ_in_backward = may_differ_in_backward
         self._gradients = gradients
         self._collectives = collectives
         self._device = device
@@ -218,6 +216,8 @@ def agreement(
     device: torch.device,
     unshards: UnshardRecord | None,
     weights: EqualWeights,
+    *,
+    may_differ: bool,
 ) -> UsageAgreement | UsageOfSeveral:
     """Return the agreement of an engine; see `UsageAgreement`.
 
@@ -228,11 +228,12 @@ def agreement(
         device: Where the messages lie.
         unshards: Record of the unsharded units; None below stage 3.
         weights: Compares parameters where a rank's have moved.
+        may_differ: Whether ranks wait for each other inside a backward.
     """
     shared = split.shared_out
     apart = [one for one in gradients if shared is not None and one.flat.groups is shared.data]
     common = [one for one in gradients if one not in apart]
-    first = UsageAgreement(common, reducing.dp, device, unshards, weights)
+    first = UsageAgreement(common, reducing.dp, device, unshards, weights, may_differ)
     if shared is None:
         return first
     return UsageOfSeveral(first, [UsageAgreement(apart, shared.reducing.dp, device)])

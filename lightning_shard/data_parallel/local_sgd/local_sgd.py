@@ -36,10 +36,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.compression import Compressor, Exchange, Tally
 from lightning_shard.data_parallel.content import content
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -57,21 +55,7 @@ from lightning_shard.errors import ConfigError
 
 
 class LocalEngine(DataParallelEngine):
-    """An engine of stage 0 whose gradients are averaged over changing groups of ranks.
-
-    Attributes:
-        is_alone: Whether ranks train by themselves now.
-        buffers_moved: Whether a training step alone may have changed buffers; code that makes them
-            equal on all ranks sets it back to False.
-    """
-
-    is_alone = False
-    buffers_moved = False
-
-    @property
-    def buffers(self) -> BufferSync:
-        """Synchronises the model's buffers."""
-        return self._buffers
+    """An engine of stage 0 whose gradients are averaged over changing groups of ranks."""
 
     def reduce_over(self, groups: DataGroups, *, alone: bool) -> None:
         """Average gradients over other ranks from now on; between two optimizer steps.
@@ -81,30 +65,14 @@ class LocalEngine(DataParallelEngine):
             alone: Whether these groups hold this rank only.
         """
         if alone:
-            self._buffers.end()  # as the next step together would
+            self.buffers.end()  # as the next step together would
         for gradients in self.gradients:
             gradients.reduce_over(groups)
         usage = UsageAgreement(self.gradients, groups.dp, self.device)
-        self.reducer = Reducer(self.gradients, groups.dp, usage)
-        self.view = OptimizerView(self.gradients, self.reducer, None, self.absent, self.edits)
+        self.reducer = Reducer(self.gradients, groups.dp, usage, self.phases)
+        users = self.absent, self.edits
+        self.view = OptimizerView(self.gradients, self.reducer, None, self.phases, *users)
         self.is_alone = alone
-
-    @property
-    @override
-    def ranks_of_loss(self) -> Collectives | None:
-        return None if self.is_alone else super().ranks_of_loss
-
-    @override
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        if not self.is_alone:
-            with super().step():
-                yield
-            return
-        self.adopt_assigned()
-        self.hook_trainable()
-        self.buffers_moved |= self.model.training and torch.is_grad_enabled()
-        yield
 
 
 def cut_into_fragments(numels: Mapping[str, int], num_fragments: int) -> list[list[str]]:
@@ -351,7 +319,7 @@ class LocalSGD:
         self._kept: dict[str, Tensor] | None = None  # own values, while the module has others
         self._kept_buffers: list[Tensor] = []  # the same of buffers that have been averaged
         self._shown: dict[str, Tensor] = {}  # what the module held when a method moved it
-        engine.around_methods = self._around_methods
+        engine.surround_methods(self._around_methods)
 
     def watch(self, *, has_stepped: bool) -> None:
         """Note what user code has set, or that from now on it is user code that sets something.

@@ -22,9 +22,10 @@ from lightning_shard.data_parallel.memory.equal_weights import EqualWeights
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.memory.shared_memory import overlapping
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
+from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard
-from lightning_shard.data_parallel.views.sharded_parameter import ValueSource, as_they_are
+from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.errors import ConfigError
 
 FullParameters = Callable[..., Iterable[tuple[nn.Parameter, Tensor]]]
@@ -164,10 +165,11 @@ class Adoption:
         split: How the model is split over other ranks.
         weights: Is told that ranks may have other weights now.
         rank: Global rank of this process, for error messages.
+        phases: What the engine does now: once it is off the model, nothing is taken over.
+        may_reformat: Whether parameters can be laid out anew in other formats at first.
 
     Attributes:
         ties: Parameters that user code has put on one memory.
-        sources: What was assigned to parameters in shards, as `UserCode` has it.
         handles: Handles of hooks in the model, which whoever makes this removes.
         on_replaced: Called with each parameter that was replaced, once it is in its place again.
         other_formats: Values that user code has given parameters in another format than the
@@ -184,17 +186,20 @@ class Adoption:
         split: ModelSplit,
         weights: EqualWeights,
         rank: int,
+        phases: Phases,
+        *,
+        may_reformat: bool,
     ) -> None:
         self._flats, self._homes = flats, homes
-        self._is_over = False
+        self._phases = phases
         has_hooks = any(flat.reshards for flat in flats) or not isinstance(split, Unsplit)
         self._places = ParameterPlaces(model, rank, fixed_modules=has_hooks)
         self._split, self._weights = split, weights
         self.ties = Ties(model, rank)
-        self.sources: dict[nn.Parameter, ValueSource | None] = {}
+        self._sources = phases.user_code.sources
         self._loaded = WeakSet[nn.Module]()
         self.other_formats: dict[nn.Parameter, Tensor] = {}
-        self.may_reformat = False
+        self.may_reformat = may_reformat
         self._model, self._rank = model, rank
         self.on_replaced: list[Callable[[ReplacedParameter], None]] = []
         self.handles = [
@@ -205,17 +210,13 @@ class Adoption:
         for flat in flats:
             flat.on_assigned = self._adopt_data
 
-    def end(self) -> None:
-        """Take nothing over any more: the parameters are the module's alone."""
-        self._is_over = True
-
     def adopt(self) -> None:
         """Take over values assigned to `param.data`, and those of parameters that were replaced.
 
         Raises:
             ConfigError: An assigned value cannot be the parameter's.
         """
-        if self._is_over:
+        if Phase.OVER in self._phases.open:  # the parameters are the module's alone
             return
         self._note_sources()
         self._adopt_data()
@@ -286,12 +287,12 @@ class Adoption:
 
     def _note_sources(self) -> None:
         """Note which parameters in shards were given the shards of others, or views of them."""
-        for param, source in self.sources.items():
+        for param, source in self._sources.items():
             if source is not None:
                 self.ties.note_view(param, source.param, source.positions)
-        if self.sources:
-            self.ties.renew(self.sources.keys())
-        self.sources.clear()
+        if self._sources:
+            self.ties.renew(self._sources.keys())
+        self._sources.clear()
 
     def _adopt_replaced(self, param: nn.Parameter, value: Tensor) -> None:
         if param in self._homes:

@@ -27,22 +27,20 @@ class ShownViews:
 
     Args:
         params: The parameters of one flat buffer, in its order.
+
+    Attributes:
+        are: The views that the parameters were last told to show.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
-        self._views: Sequence[Tensor] = ()
+        self.are: Sequence[Tensor] = ()
         self._addresses: list[int] = []
 
     def show(self, views: Sequence[Tensor]) -> None:
         """Note that the parameters show these views from now on."""
-        self._views = views
+        self.are = views
         self._addresses = addresses_of(views)
-
-    @property
-    def are(self) -> Sequence[Tensor]:
-        """The views that the parameters were last told to show."""
-        return self._views
 
     @property
     def stand(self) -> bool:
@@ -53,7 +51,7 @@ class ShownViews:
     def have_their_form(self) -> bool:
         """Whether every parameter has the shape and the strides of its view."""
         return all(
-            [*map(form, self._params)] == [*map(form, self._views)]
+            [*map(form, self._params)] == [*map(form, self.are)]
             for form in (Tensor.size, Tensor.stride)
         )
 
@@ -66,7 +64,7 @@ class ShownViews:
         """Return the indices of the parameters that show another tensor, by a close check."""
         return [
             index
-            for index, (param, view) in enumerate(zip(self._params, self._views, strict=False))
+            for index, (param, view) in enumerate(zip(self._params, self.are, strict=False))
             if not (param.data_ptr() == self._addresses[index] and _equal_form(param, view))
         ]
 

@@ -11,12 +11,12 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.gradients.gradient_shards import GradientShards
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit, is_shared_out
+from lightning_shard.data_parallel.phases import UserCode
 from lightning_shard.data_parallel.scripted import hookable
-from lightning_shard.data_parallel.units.unit import Unit
+from lightning_shard.data_parallel.units.unit import Unit, UnitState
 from lightning_shard.data_parallel.units.unsharding import Unsharder
 from lightning_shard.data_parallel.views.sharded_parameter import (
     ParameterHome,
-    UserCode,
     looks_full,
     present,
     settle_beside,
@@ -31,7 +31,8 @@ def look_full(
     shards: GradientShards,
     unsharder: Unsharder | None,
     split: ModelSplit,
-) -> UserCode:
+    user_code: UserCode,
+) -> None:
     """Let parameters look full whenever they are in shards and user code runs.
 
     Args:
@@ -40,11 +41,9 @@ def look_full(
         shards: The engine's gradients, which know how each parameter's elements are spread.
         unsharder: Unshards units for autograd; None below stage 3.
         split: How the model is split over other ranks.
-
-    Returns:
-        The flag that the caller sets while user code runs.
+        user_code: Knows whether user code runs.
     """
-    user_code, units = UserCode(), [*units]
+    units = [*units]
     named = {
         slot.name: param
         for unit in units
@@ -67,7 +66,9 @@ def look_full(
         return ParameterHome(spread, note, user_code, bring, named, is_of_part, is_rounded)
 
     def home_in(unit: Unit, flat: FlatParameters, index: int) -> ParameterHome:
-        return home(flat.params[index], partial(bring, unit), lambda: unit.is_hidden)
+        return home(
+            flat.params[index], partial(bring, unit), lambda: unit.state is UnitState.HIDDEN
+        )
 
     beside = set[nn.Parameter]()
     for unit in units:
@@ -79,9 +80,7 @@ def look_full(
                 settle_beside(param, partial(_brought_beside, unit, bring))
                 beside.add(param)
     if unsharder is not None:
-        unsharder.user_code = user_code
         _show_absent({*shards.absent()} - beside, home)
-    return user_code
 
 
 def _show_absent(
@@ -96,7 +95,7 @@ def _show_absent(
 
 def _brought_beside(unit: Unit, bring: Callable[[Unit], bool]) -> bool:
     """Bring a unit as a rank does of whose part of it more is asked for."""
-    return (unit.is_full and not unit.is_hidden) or bring(unit)
+    return unit.state is UnitState.FULL or bring(unit)
 
 
 class _OfOneStage:

@@ -1,6 +1,9 @@
 """A unit at work: its flat buffers and, under stage 3, whether its parameters are unsharded.
 
     SHARDED ── begin_unshard ──> UNSHARDING ── ensure_full ──> FULL ── reshard ──> SHARDED
+                                                   FULL ── hide ──> HIDDEN ── ensure_full ──> FULL
+    ROUNDED ── widen ──> WIDENED ── reshard ──> ROUNDED
+       └────── widen for good ──> EXACT
 
 Below stage 3 a unit is always FULL.
 """
@@ -10,10 +13,31 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
+from lightning_shard.core.states import State
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.memory.leftovers import is_given_back, mark_leftover
 from lightning_shard.data_parallel.offload.host_shard import Uploaded
 from lightning_shard.data_parallel.units.passages import Passages
+
+
+class UnitState(State):
+    """Where the full parameters of a unit are."""
+
+    SHARDED = "UNSHARDING"
+    UNSHARDING = "FULL SHARDED"  # on their way
+    FULL = "FULL HIDDEN SHARDED"
+    HIDDEN = "HIDDEN FULL SHARDED"  # here, but rounded, and parameters look sharded
+
+
+HERE = (UnitState.FULL, UnitState.HIDDEN)
+
+
+class Digits(State):
+    """Which digits the full parameters of a unit have."""
+
+    EXACT = "EXACT"  # those of their shards, from now on
+    ROUNDED = "WIDENED EXACT"  # the 16 bits of autocast's regions
+    WIDENED = "WIDENED ROUNDED EXACT"  # those of their shards, until the unit is resharded
 
 
 class Unit:
@@ -27,13 +51,12 @@ class Unit:
         on_unshard: Called when an unshard begins.
         stays: Whether the parameters stay for a whole step: those of the root unit, and all where
             they exist once per host, so that giving them back would free nothing.
+        state: Where the full parameters are.
+        digits: Which digits they have.
         kept: Whether the unit stays unsharded until the step ends, or an optimizer updates it,
             since a backward that its hooks do not see may need it.
-        brought: Whether the unit was unsharded for user code, which may change it until it is
-            resharded.
-        is_rounded: Whether full parameters are rounded to the 16 bits of autocast's regions.
-        was_met: Whether user code has run while the unit was unsharded, and may have changed it.
-        is_hidden: Whether parameters look sharded although rounded ones are here: see `hide`.
+        was_met: Whether user code has run while the unit was unsharded, or had it brought, and may
+            have changed it until it is resharded.
     """
 
     def __init__(
@@ -43,13 +66,13 @@ class Unit:
         self.modules = tuple(modules)
         self.flats = tuple(flats)
         self.passages = Passages()
-        self.kept = self.brought = self.was_met = self.is_hidden = False
+        self.kept = self.was_met = False
         self.stays = self.is_root
         self._forwarded: set[nn.Module] = set()
-        self._pending: list[Pending | Uploaded] | None = None
-        self.is_full = True
-        self.is_rounded = any(flat.has_master for flat in self.flats)
-        self._rounds_again = False  # when the unit is resharded
+        self._pending: list[Pending | Uploaded] = []
+        self.state = UnitState.FULL
+        is_rounded = any(flat.has_master for flat in self.flats)
+        self.digits = Digits.ROUNDED if is_rounded else Digits.EXACT
         self.on_unshard: Callable[[], None] = lambda: None
 
     @property
@@ -60,7 +83,7 @@ class Unit:
     @property
     def is_resharded(self) -> bool:
         """Whether the parameters are neither here nor on their way."""
-        return not self.is_full and self._pending is None
+        return self.state is UnitState.SHARDED
 
     @property
     def is_trained(self) -> bool:
@@ -77,37 +100,42 @@ class Unit:
         Raises:
             ConfigError: User code has assigned a parameter between its forward and its backward.
         """
-        if self.is_resharded:
+        if self.state is UnitState.SHARDED:
             for flat in self.flats if self.passages.open_calls else ():
                 flat.refuse_assigned()
             self.on_unshard()
             pending = [flat.begin_unshard() for flat in self.flats]
             self._pending = [handle for handle in pending if handle is not None]
+            self.state = self.state.to(UnitState.UNSHARDING)
 
     def ensure_full(self) -> None:
         """Let the module's parameters show their full shapes, waiting for them if need be."""
-        if self.is_full and not self.is_hidden:
+        if self.state is UnitState.FULL:
             return
         self.begin_unshard()
-        for handle in self._pending or ():
-            handle.wait()
-        self._pending = None
+        self._wait()
         self._present_full()
+
+    def _wait(self) -> None:
+        for handle in self._pending:
+            handle.wait()
+        self._pending = []
 
     def _present_full(self) -> None:
         for flat in self.flats:
             flat.present_full()
-        self.is_full, self.is_hidden = True, False
+        self.state = self.state.to(UnitState.FULL)
 
     def hide(self) -> None:
         """Let parameters that are rounded look sharded between blocks, to the code of a step.
 
         What reads one there has the unit brought unrounded.
         """
-        self.is_hidden = self.is_full and self.is_rounded
-        for flat in self.flats if self.is_hidden else ():
-            flat.present_local()
-            flat.present_shards(sharded=True)
+        if self.state in HERE and self.digits is Digits.ROUNDED:
+            self.state = self.state.to(UnitState.HIDDEN)
+            for flat in self.flats:
+                flat.present_local()
+                flat.present_shards(sharded=True)
 
     def widen(self, *, for_good: bool) -> None:
         """Have full parameters as their shards are, for code outside autocast; each must call.
@@ -118,15 +146,15 @@ class Unit:
             for_good: Whether to keep the format; else the parameters are rounded again when they
                 are resharded and no backward is to come.
         """
-        self._rounds_again = not for_good and (self.is_rounded or self._rounds_again)
-        if not self.is_rounded:
+        is_due, exact = self.digits is Digits.ROUNDED, for_good or self.digits is Digits.EXACT
+        self.digits = self.digits.to(Digits.EXACT if exact else Digits.WIDENED)
+        if not is_due:
             return
-        if self._pending is not None:
+        if self.state is UnitState.UNSHARDING:
             self.ensure_full()
-        was_full, are_saved = self.is_full, self.passages.are_open
+        was_full, are_saved = self.state in HERE, self.passages.are_open
         rounded = [flat for flat in self.flats if flat.has_master]
         before = [flat.gather_in(flat.master_dtype) for flat in rounded]
-        self.is_rounded = False
         if not (was_full or are_saved):
             return
         self.on_unshard()
@@ -134,6 +162,8 @@ class Unit:
         for handle in pending:
             if handle is not None:
                 handle.wait()
+        if not was_full:
+            self.state = self.state.to(UnitState.UNSHARDING)
         self._present_full()
         for flat, known in zip(rounded, () if was_full else before, strict=False):
             known.untyped_storage().resize_(known.nbytes)  # for the backwards that are to come
@@ -145,30 +175,29 @@ class Unit:
         Args:
             edited: Whether user code may have changed the full parameters, whose changes are kept.
         """
-        for handle in self._pending or ():
-            handle.wait()
-        if (edited or self.brought or self.was_met) and self.is_full:
+        self._wait()
+        if (edited or self.was_met) and self.state in HERE:
             for flat in self.flats:
                 flat.take_in_edits()
-        if self.is_full or self._pending is not None:
+        if self.state is not UnitState.SHARDED:
             for flat in self.flats:
                 flat.reshard()
-        self._pending, self.is_full, self.is_hidden = None, False, False
-        if self._rounds_again and not self.passages.are_open:
+            self.state = self.state.to(UnitState.SHARDED)
+        if self.digits is Digits.WIDENED and not self.passages.are_open:
             for flat in (one for one in self.flats if one.full.dtype != one.compute_dtype):
                 flat.gather_in(flat.compute_dtype)
-            self.is_rounded, self._rounds_again = True, False
-        self.brought = self.was_met = False
+            self.digits = self.digits.to(Digits.ROUNDED)
+        self.was_met = False
         self._forwarded.clear()
 
     def leave_as_is(self) -> None:
         """After a failure, leave full parameters in their own format where this rank has them."""
         for flat in (flat for flat in self.flats if not is_given_back(flat)):
             for param, view in zip(flat.params, flat.full_views, strict=True):
-                if self.is_full:
+                if self.state in HERE:
                     param.grad = None
                     param.data = view.to(flat.master_dtype, copy=True)
-                if not self.is_full:
+                if self.state not in HERE:
                     mark_leftover(param)
 
     def forget_calls(self, *, but_kept: bool = False) -> None:
@@ -179,7 +208,7 @@ class Unit:
         """
         self.passages.forget()
         self.kept = self.kept and but_kept
-        self.brought |= self.kept
+        self.was_met |= self.kept
 
     def note_forward(self, module: nn.Module) -> bool:
         """Note that a module's forward is over; return whether the module is the unit's last."""

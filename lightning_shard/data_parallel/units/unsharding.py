@@ -24,9 +24,11 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_shard.core.states import State
 from lightning_shard.data_parallel.gradients.usage import UnshardRecord
 from lightning_shard.data_parallel.graph_borders import LeftGraphs, outputs_with_gradient
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.torch_private import (
     GENERATES,
@@ -36,10 +38,9 @@ from lightning_shard.data_parallel.torch_private import (
     without_function_modes,
 )
 from lightning_shard.data_parallel.units.passages import Passage
-from lightning_shard.data_parallel.units.unit import Unit
+from lightning_shard.data_parallel.units.unit import HERE, Digits, Unit
 from lightning_shard.data_parallel.views.sharded_parameter import (
     ShardedParameter,
-    UserCode,
     as_they_are,
     copy_home,
     move_out,
@@ -137,7 +138,7 @@ class ShardCopies:
         self._shards = [(param, param.data) for param in params]
         self._gather(params)
 
-    def leave(self) -> None:
+    def leave(self, _: nn.Module) -> None:
         """End a call of a copied module."""
         self._depth -= 1
         if self._depth == 0:
@@ -237,6 +238,14 @@ class _Copier:
         )
 
 
+class Since(State):
+    """What has been since a model's parameters were laid out."""
+
+    START = "FIRST_STEP HELD"  # nothing: all are full, as model summaries count them
+    FIRST_STEP = "HELD"
+    HELD = "HELD"  # prediction has begun, for which all are full for good
+
+
 class Unsharder:
     """Unshards and reshards the units of a model.
 
@@ -245,12 +254,12 @@ class Unsharder:
         units: All units, in registration order.
         on_left: Called with a unit when backward has left its modules for good.
         units_ahead: Units that are unsharded ahead of the one that runs.
+        phases: What the engine does now.
 
     Attributes:
+        since: What has been since the parameters were laid out.
         record: The units that have been unsharded since the ranks last agreed.
         copies: Copies of the parameters that user code has made.
-        user_code: Knows whether user code runs between the steps, too.
-        is_updating: Whether the parameters show the optimizer its shards.
     """
 
     def __init__(
@@ -258,7 +267,8 @@ class Unsharder:
         model: nn.Module,
         units: Sequence[Unit],
         on_left: Callable[[Unit], None],
-        units_ahead: int = 1,
+        units_ahead: int,
+        phases: Phases,
     ) -> None:
         self._units = units
         self._units_ahead = units_ahead
@@ -269,17 +279,14 @@ class Unsharder:
         self._trace: dict[Unit, None] = {}  # in this step, in order
         self._awaited: dict[Passage, Unit] = {}  # a backward enters the last one first
         self._depth = 0
-        self._in_step = self._has_ended_in_step = False
-        self._has_stepped = False
-        self.user_code = UserCode()
-        self._holds = self.is_updating = self._watches_steps = False
-        self._within = False
-        self._handles: list[RemovableHandle] = []
-        self._is_removed = False
+        self._phases, self._user_code = phases, phases.user_code
+        self.since = Since.START
+        self._has_ended_in_step = False  # a backward
+        self._watches_steps = False
+        self._handles: list[RemovableHandle] = []  # none once they are removed
         self._device_type = next((f.full.device.type for one in units for f in one.flats), "cpu")
-        self.copies = ShardCopies(
-            [flat for unit in units for flat in unit.flats], lambda: self._in_step or self._holds
-        )
+        flats = [flat for unit in units for flat in unit.flats]
+        self.copies = ShardCopies(flats, self._shows_full)
         self.record = UnshardRecord()
         for index, unit in enumerate(units):
             unit.on_unshard = partial(self.record.note, index, unit.name)
@@ -292,6 +299,9 @@ class Unsharder:
             self._generating = [one for one in model.modules() if hasattr(one, GENERATES)]
         for module in self._generating:
             vars(module)[GENERATES_TOGETHER] = True
+
+    def _shows_full(self) -> bool:
+        return Phase.STEP in self._phases.open or self.since is Since.HELD
 
     def _install(self, model: nn.Module) -> None:
         inside: set[nn.Module] = set()
@@ -316,14 +326,14 @@ class Unsharder:
 
         def before_other(called: nn.Module, args: Any, kwargs: Any) -> None:
             # A copy that has full values, or none, is no block of the model.
-            if not self._enter_copy(called) and called in self._left_graphs:
+            if not self._as_copy(called, self.copies.enter) and called in self._left_graphs:
                 self._before_forward(unit, args, kwargs)
 
         def after(called: nn.Module, _: Any, output: Any) -> None:
             self._after_forward(unit, called, output)
 
         def after_other(called: nn.Module, _: Any, output: Any) -> None:
-            if not self._leave_copy(called) and called in self._left_graphs:
+            if not self._as_copy(called, self.copies.leave) and called in self._left_graphs:
                 self._after_forward(unit, called, output)
 
         make = self._outside_of_steps if unit.stays else _Hook
@@ -338,7 +348,7 @@ class Unsharder:
         hook = _Hook(function)
 
         def called(*args: Any) -> None:
-            if not self._in_step or self._watches_steps:
+            if Phase.STEP not in self._phases.open or self._watches_steps:
                 hook(*args)
 
         return TracedHook(called, of_copy)
@@ -354,16 +364,14 @@ class Unsharder:
         keep_full, widen = _Hook(keep), _Hook(partial(self._widen, unit))
 
         def before(_: nn.Module, __: Any) -> None:
-            if not unit.is_full:
+            if unit.state not in HERE:
                 keep_full()
-            elif unit.is_rounded and not torch.is_autocast_enabled(self._device_type):
+            elif unit.digits is Digits.ROUNDED and not torch.is_autocast_enabled(self._device_type):
                 widen()
 
         def before_other(called: nn.Module, _: Any) -> None:
-            if not self._is_copy(called):
+            if not self._as_copy(called, self.copies.check_entered):
                 before(called, _)
-            elif not self._is_removed:
-                self.copies.check_entered(called)
 
         self._handles.append(part.register_forward_pre_hook(TracedHook(before, before_other)))
 
@@ -371,44 +379,37 @@ class Unsharder:
         enter, leave = _Hook(self._enter_holder), _Hook(self._leave_holder)
 
         def before(_: nn.Module, __: Any) -> None:
-            if not self._in_step:  # where all is here
+            if Phase.STEP not in self._phases.open:  # where all is here
                 enter()
 
         def before_other(called: nn.Module, _: Any) -> None:
-            if not self._enter_copy(called):
+            if not self._as_copy(called, self.copies.enter):
                 before(called, _)
 
         def after(_: nn.Module, __: Any, ___: Any) -> None:
-            if not self._in_step:
+            if Phase.STEP not in self._phases.open:
                 leave()
 
         def after_other(called: nn.Module, _: Any, __: Any) -> None:
-            if not self._leave_copy(called):
+            if not self._as_copy(called, self.copies.leave):
                 after(called, _, __)
 
         first, last = TracedHook(before, before_other), TracedHook(after, after_other)
         self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         self._handles.append(module.register_forward_hook(last, always_call=True))
 
-    def _is_copy(self, called: nn.Module) -> bool:
-        """Whether a module is a copy of one of the model's: copies keep the hooks for good."""
-        return self._is_removed or self.copies.own(called)
+    def _as_copy(self, called: nn.Module, act: Callable[[nn.Module], None]) -> bool:
+        """Call `act` with a module that is a copy of one of the model's, and return whether it is.
 
-    def _enter_copy(self, called: nn.Module) -> bool:
-        is_copy = self._is_copy(called)
-        if is_copy and not self._is_removed:
-            self.copies.enter(called)
-        return is_copy
-
-    def _leave_copy(self, called: nn.Module) -> bool:
-        is_copy = self._is_copy(called)
-        if is_copy and not self._is_removed:
-            self.copies.leave()
-        return is_copy
+        Copies keep the hooks for good, after which they are modules as any.
+        """
+        if self._handles and self.copies.own(called):
+            act(called)
+            return True
+        return not self._handles
 
     def remove(self) -> None:
         """Take the hooks off the model."""
-        self._is_removed = True
         self._generate_apart()
         while self._handles:
             self._handles.pop().remove()
@@ -416,18 +417,16 @@ class Unsharder:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Keep what stays for a step here from now until its backward is over."""
-        if not self._has_stepped:  # until now, full parameters: model summaries count them
+        if self.since is Since.START:
             self.reshard_all()
-            self._has_stepped = True
+            self.since = self.since.to(Since.FIRST_STEP)
         self._follow_trace()
-        self._in_step, self._has_ended_in_step = True, False
-        try:
+        self._has_ended_in_step = False
+        with self._phases.within(Phase.STEP):
             self.unshard_staying()
             yield
-        finally:
-            self._in_step = False
-        awaits = self.user_code.is_a_loop and self._awaits_backward
-        if not (torch.is_grad_enabled() or self._holds or awaits):
+        awaits = self._user_code.is_a_loop and self._awaits_backward
+        if not (torch.is_grad_enabled() or self.since is Since.HELD or awaits):
             self.reshard_all()
         for unit in self._units if self._has_ended_in_step and not self._graphs_last else ():
             if unit.kept:
@@ -437,7 +436,7 @@ class Unsharder:
     @property
     def _graphs_last(self) -> bool:
         """Whether others may be there after a backward or an update: where user code calls both."""
-        return self._in_step or self.user_code.is_a_loop
+        return Phase.STEP in self._phases.open or self._user_code.is_a_loop
 
     @property
     def _awaits_backward(self) -> bool:
@@ -453,7 +452,7 @@ class Unsharder:
         for unit in self._units:
             unit.widen(for_good=False)  # which ranks could not do later
             unit.ensure_full()
-        self._holds = self._has_stepped = True
+        self.since = self.since.to(Since.HELD)
         self._generate_apart()
 
     def _generate_apart(self) -> None:
@@ -475,13 +474,12 @@ class Unsharder:
             if unrounded:
                 unit.widen(for_good=True)
             unit.begin_unshard()
-        self._within = True
         try:
-            for unit in used:
-                unit.ensure_full()
-            yield
+            with self._phases.within(Phase.APART):
+                for unit in used:
+                    unit.ensure_full()
+                yield
         finally:
-            self._within = False
             for unit in resharded:
                 unit.reshard()
 
@@ -493,11 +491,11 @@ class Unsharder:
         Returns:
             False outside of a step, where no backward comes, and inside of an update.
         """
-        brings = self._graphs_last and not self.is_updating
+        brings = self._graphs_last and Phase.UPDATE not in self._phases.open
         if brings:
             unit.widen(for_good=True)
             unit.ensure_full()
-            unit.kept = unit.brought = True
+            unit.kept = unit.was_met = True
         return brings
 
     def hide_rounded(self) -> None:
@@ -510,7 +508,7 @@ class Unsharder:
     def note_user_code(self) -> None:
         """Note that a hook or a step of the user's has run, which may have edited full units."""
         for unit in self._units:
-            unit.was_met |= unit.is_full
+            unit.was_met |= unit.state in HERE
 
     def unshard_staying(self) -> None:
         """Unshard the units that stay for a step, all at once."""
@@ -531,11 +529,11 @@ class Unsharder:
         if not is_used and self._awaits_backward:
             return
         self._see_assigned()
-        self._has_ended_in_step = self._in_step
+        in_step = self._has_ended_in_step = Phase.STEP in self._phases.open
         self._awaited.clear()
         for unit in self._units:
             unit.forget_calls(but_kept=self._graphs_last)
-            if not (unit.kept or (unit.stays and self._in_step)):
+            if not (unit.kept or (unit.stays and in_step)):
                 unit.reshard(edited=unit.stays)
 
     def reshard_all(self) -> None:
@@ -544,7 +542,7 @@ class Unsharder:
         self._awaited.clear()
         for unit in self._units:
             unit.forget_calls()
-            unit.reshard(edited=unit.stays or not self._has_stepped)
+            unit.reshard(edited=unit.stays or self.since is Since.START)
 
     @contextmanager
     def in_shards(self) -> Iterator[None]:
@@ -552,16 +550,18 @@ class Unsharder:
 
         What is full comes back where a backward or the rest of the step may read it.
         """
-        full = [unit for unit in self._units if not (unit.is_resharded or self._holds)]
+        held = self.since is Since.HELD
+        full = [unit for unit in self._units if not (unit.is_resharded or held)]
         if full:
             self._see_assigned()
         for unit in full:
-            unit.reshard(edited=unit.stays or not self._has_stepped)
+            unit.reshard(edited=unit.stays or self.since is Since.START)
         yield
         for unit in full:
-            if unit.kept or unit.passages.are_open or (unit.stays and self._in_step):
+            in_step = Phase.STEP in self._phases.open
+            if unit.kept or unit.passages.are_open or (unit.stays and in_step):
                 unit.ensure_full()
-                unit.brought |= unit.kept
+                unit.was_met |= unit.kept
 
     def _see_assigned(self) -> None:
         """Adopt assigned values before any reshard: they may lie in another unit's memory."""
@@ -575,7 +575,6 @@ class Unsharder:
         self.reshard_all()
         for unit in kept:
             unit.kept = True
-        self.is_updating = True
 
     def note_updated(self, params: Iterable[nn.Parameter]) -> None:
         """Note which parameters an optimizer updates: autograd allows no backward through them."""
@@ -589,12 +588,11 @@ class Unsharder:
 
     def after_update(self) -> None:
         """Unshard anew what stays: in a step (manual optimization), or for graphs of user code."""
-        self.is_updating = False
-        if self._in_step:
+        if Phase.STEP in self._phases.open:
             self.unshard_staying()
         for unit in (one for one in self._units if one.kept):
             unit.ensure_full()
-            unit.brought = True
+            unit.was_met = True
 
     @property
     def visited(self) -> list[int]:
@@ -614,13 +612,13 @@ class Unsharder:
             self._trace = {}
 
     def _before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not unit.is_full:
+        if unit.state not in HERE:
             refuse_transforms(OF_SHARDS)
         self._widen(unit)
         unit.ensure_full()
         if in_backward():  # recomputation of a checkpointed block
             return
-        if self._in_step:
+        if Phase.STEP in self._phases.open:
             self._trace.setdefault(unit)
         self._prefetch(self._next, unit)
         if not torch.is_grad_enabled():
@@ -630,7 +628,7 @@ class Unsharder:
     def _widen(self, unit: Unit) -> None:
         """Before what runs outside autocast, have a unit's parameters unrounded."""
         if not torch.is_autocast_enabled(self._device_type):
-            unit.widen(for_good=self._in_step)
+            unit.widen(for_good=Phase.STEP in self._phases.open)
 
     def _after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
         if in_backward():
@@ -643,18 +641,20 @@ class Unsharder:
             self._awaited.pop(passage, None)
             if outputs or unit.is_trained:
                 self._awaited[passage] = unit
-        stays = unit.kept or self._holds or (unit.stays and self._in_step)
+        in_step = Phase.STEP in self._phases.open
+        stays = unit.kept or self.since is Since.HELD or (unit.stays and in_step)
         if unit.note_forward(module) and not stays:
             unit.reshard(edited=True)  # a forward may keep its own weights small
-        elif self._in_step and not stays:
+        elif in_step and not stays:
             unit.hide()
 
     def _before_backward(self, unit: Unit, passage: Passage) -> None:
         unit.kept |= torch.is_grad_enabled()  # create_graph: a second backward reads it again
-        if passage in self._awaited and not self._within:
+        is_apart = Phase.APART in self._phases.open
+        if passage in self._awaited and not is_apart:
             self.catch_up(passage)
         unit.ensure_full()
-        if self._within or passage in unit.passages.open_backwards:
+        if is_apart or passage in unit.passages.open_backwards:
             return
         unit.passages.open_backwards.add(passage)
         self._prefetch(self._previous, unit)
@@ -675,7 +675,7 @@ class Unsharder:
             self._after_backward(unit, passage)
 
     def _after_backward(self, unit: Unit, passage: Passage) -> None:
-        if self._within:
+        if Phase.APART in self._phases.open:
             return
         passed_by = passage in self._awaited
         if passed_by:  # but for what it has returned as it came, whose gradient enters next
@@ -704,7 +704,7 @@ class Unsharder:
 
     def _leave_holder(self) -> None:
         self._depth -= 1
-        in_use = self._in_step or self._holds or in_backward() or torch.is_grad_enabled()
+        in_use = self._shows_full() or in_backward() or torch.is_grad_enabled()
         if self._depth == 0 and not in_use:
             self.reshard_all()
 

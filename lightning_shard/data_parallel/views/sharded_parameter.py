@@ -13,8 +13,7 @@ Parameters of split layers are shown full by a mode for torch functions instead,
 (`strategies/trainer/weights_in_hooks.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import EllipsisType, FunctionType
@@ -35,6 +34,7 @@ from lightning_shard.core.tensor_calls import (
     name_of,
 )
 from lightning_shard.data_parallel.graph_borders import gradient_edge
+from lightning_shard.data_parallel.phases import UserCode, ValueSource
 from lightning_shard.data_parallel.torch_private import (
     ACCESS_TO_BACKWARD_HOOKS,
     is_traced,
@@ -79,42 +79,6 @@ def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return called
-
-
-@dataclass(frozen=True, eq=False)
-class ValueSource:
-    """What a parameter was given: elements of another one.
-
-    Attributes:
-        param: The other one.
-        positions: Where each element lies in the flattened full `param`.
-    """
-
-    param: nn.Parameter
-    positions: Tensor
-
-
-class UserCode:
-    """Knows whether hooks or steps of the user's run on this rank.
-
-    Attributes:
-        runs: Whether user code runs now.
-        is_a_loop: Whether it runs between the steps, too, where graphs may begin and backwards end.
-        sources: By parameter that it has assigned in shards, whose memory it was given.
-    """
-
-    def __init__(self) -> None:
-        self.sources: dict[nn.Parameter, ValueSource | None] = {}
-        self.runs = self.is_a_loop = False
-
-    @contextmanager
-    def running(self, runs: bool = True) -> Iterator[None]:
-        """Set `runs` inside, and restore it on leaving."""
-        before, self.runs = self.runs, runs
-        try:
-            yield
-        finally:
-            self.runs = before
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from torch.utils import dlpack
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard.core.tensor_calls import Args
+from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.torch_private import (
     TRANSFORM_ENTRANCES,
     innermost_function_mode,
@@ -37,34 +38,38 @@ _LOOKS_FULL = (ParameterShard, ShardView, ShardedParameter)
 
 
 class SeesUnseenCalls(TorchFunctionMode):
-    """Gives full tensors to calls that would take a shard for one."""
+    """Gives full tensors to calls that would take a shard for one.
 
-    def __init__(self) -> None:
+    Args:
+        phases: What the engine does now: such calls are seen in hooks.
+    """
+
+    def __init__(self, phases: Phases) -> None:
         super().__init__()
-        self._is_on = self._is_entered = False
+        self._phases = phases
+        self._is_entered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_set = func in _SETTERS and not isinstance(args[0], _LOOKS_FULL)
-        if self._is_on and (is_set or (func in _MAKERS and _copies(func, *args, **kwargs))):
+        in_hook = Phase.HOOK in self._phases.open
+        if in_hook and (is_set or (func in _MAKERS and _copies(func, *args, **kwargs))):
             args, kwargs = _in_full((tuple(args), kwargs))
-        if self._is_on and func == _SET_DATA and type(args[1]) is AveragedGradient:
+        if in_hook and func == _SET_DATA and type(args[1]) is AveragedGradient:
             args = (args[0], args[1].full_tensor())
         return func(*args, **kwargs)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Run a hook inside, which may leave a mode of its own on torch's stack, above this one."""
-        before, self._is_on = self._is_on, True
         enters = not self._is_entered
         if enters:
             self.__enter__()  # type: ignore[no-untyped-call]
             self._is_entered = True
         try:
-            with makers_seen():
+            with makers_seen(), self._phases.within(Phase.HOOK):
                 yield
         finally:
-            self._is_on = before
             if enters and innermost_function_mode() is self:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 self._is_entered = False

@@ -44,6 +44,7 @@ class ContextDimension(ParallelDimension):
     @override
     def split(self, run: RunView) -> ModelSplit | None:
         group = run.groups[self.axis]
+        self.waits_in_backward = group.size > 1
         if group.size == 1:
             return None
         share_random_state(group, run.device)
@@ -55,7 +56,6 @@ class ContextDimension(ParallelDimension):
     def attach(self, engine: DataParallelEngine) -> None:
         if self._same_results is not None:
             run = self._run
-            engine.reducer.usage.may_differ_in_backward = True
             self._blocks = CutBlocks(run.model, run.groups[self.axis], joins_each=run.mesh.pp > 1)
             if run.mesh.size("ep") == 1:  # else they are given their tokens by the exchange
                 self._experts = OwnTokens(run.model)

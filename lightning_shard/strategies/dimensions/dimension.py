@@ -198,11 +198,13 @@ class ParallelDimension:
         has_own_samples: Whether its ranks are given different samples, as data-parallel ranks are,
             and average the gradients of what they all have; other parameters are shared out.
         num_parts: Number of parts that a batch is run in, while a run lasts.
+        waits_in_backward: Whether its ranks wait for each other in a backward, once it has split.
     """
 
     axis: ClassVar[Axis]
     averages_gradients: ClassVar[bool] = False
     has_own_samples: ClassVar[bool] = False
+    waits_in_backward = False
     _same_results: SameResults | None = None  # of ranks whose losses must be equal
 
     def __init__(self, size: int | None = None) -> None:
@@ -230,6 +232,13 @@ class ParallelDimension:
 
     def attach(self, engine: DataParallelEngine) -> None:
         """Work with the engine of the model that has been split."""
+
+    def backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return what makes the context of each backward, with its recomputed forwards, or None.
+
+        No hooks run in it. It is asked for once the model is split.
+        """
+        return None
 
     def wrapped(self, runner: StepRunner) -> StepRunner:
         """Return who runs the steps: what does more around `runner`, or stands in its place."""

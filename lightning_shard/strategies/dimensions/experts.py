@@ -27,8 +27,6 @@ from lightning_shard.strategies.dimensions.dimension import (
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.full_view import ViewsOfKeptParameters
 
-Around = Callable[[], AbstractContextManager[None]]
-
 
 class ExpertDimension(ParallelDimension):
     """Each rank has some of every mixture's experts, and all other parameters.
@@ -83,17 +81,9 @@ class ExpertDimension(ParallelDimension):
                 counts=self._run.mesh.size("cp") == 1 or self._run.groups["cp"].rank == 0,
             )
 
-            engine.around_backward = self._nested(engine.around_backward)
-
-    def _nested(self, around: Around) -> Around:
-        """Return what is around a backward or a step, with weights that look full inside."""
-
-        @contextmanager
-        def nested() -> Iterator[None]:
-            with around(), self._in_step():
-                yield
-
-        return nested
+    @override
+    def backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        return None if self._split is None else self._in_step
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:

@@ -142,7 +142,6 @@ class PipelineDimension(ParallelDimension):
             return
         self._pipeline.at_hand, self._pipeline.reformats = engine.at_hand, engine.reformats
         self._pipeline.lent = partial(engine.at_hand, unrounded=True)
-        engine.around_backward = partial(_after_schedule, engine.around_backward)
         assert self._run is not None
         assert self._split is not None
         assert self._logs is not None
@@ -161,6 +160,10 @@ class PipelineDimension(ParallelDimension):
             lists=self.options.batch_lists,
             on_training=self._warn_of_bubble,
         )
+
+    @override
+    def backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        return None if self._pipeline is None else partial(asking, AfterSchedule())
 
     @override
     def wrapped(self, runner: StepRunner) -> StepRunner:
@@ -252,12 +255,6 @@ class PipelineDimension(ParallelDimension):
                 f"expect each rank to be idle for about {idle:.0%} of a step. Set num_microbatches "
                 f"to {4 * ranks} or more, with a batch of as many samples."
             )
-
-
-@contextmanager
-def _after_schedule(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    with around(), asking(AfterSchedule()):
-        yield
 
 
 def _optimizers(module: "pl.LightningModule") -> Sequence[Optimizer]:

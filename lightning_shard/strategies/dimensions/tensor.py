@@ -101,7 +101,6 @@ class TensorDimension(ParallelDimension):
     @override
     def attach(self, engine: DataParallelEngine) -> None:
         self._engine = engine
-        engine.around_backward = self._in_step  # not around hooks
         if self._layers is not None and engine.split is self._layers:
             self._layers.copy_sharded()
 
@@ -117,6 +116,10 @@ class TensorDimension(ParallelDimension):
                 if isinstance(buffer, DimShardedTensor):
                     buffers[name] = full_tensor(buffer)
         return full_tensor(result)
+
+    @override
+    def backward_context(self) -> Callable[[], AbstractContextManager[None]]:
+        return self._in_step
 
     def _in_step(self) -> AbstractContextManager[None]:
         """Inside, weights of split layers look full to all code but the layers' own."""

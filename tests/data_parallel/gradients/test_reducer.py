@@ -47,10 +47,10 @@ def watch(engine: DataParallelEngine, monkeypatch: pytest.MonkeyPatch) -> list[i
     launched: list[int] = []
     begin = FlatGradients.begin_reduce
 
-    def begin_reduce(gradients: FlatGradients) -> None:
+    def begin_reduce(gradients: FlatGradients, **given: bool) -> None:
         if gradients in engine.gradients:
             launched.append(engine.gradients.index(gradients))
-        begin(gradients)
+        begin(gradients, **given)
 
     monkeypatch.setattr(FlatGradients, "begin_reduce", begin_reduce)
     return launched
@@ -116,10 +116,10 @@ def test_zeroed_averages_kept_their_memory_while_backward_took_more(
         held: list[bool] = []
         begin = FlatGradients.begin_reduce
 
-        def begin_reduce(gradients: FlatGradients) -> None:
+        def begin_reduce(gradients: FlatGradients, **given: bool) -> None:
             if gradients in engine.gradients and not held:
                 held.extend(one.buffer.local is not None for one in engine.gradients)
-            begin(gradients)
+            begin(gradients, **given)
 
         monkeypatch.setattr(FlatGradients, "begin_reduce", begin_reduce)
         backward(engine, [0, 1, 2])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.data_parallel.units.unit import Unit
+from lightning_shard.data_parallel.units.unit import HERE, Unit
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.test_training import SMALL_BUCKET_MB, Net
 
@@ -101,18 +101,18 @@ def recorded(engine: DataParallelEngine) -> Iterator[list[str]]:
         begin, ensure, reshard = unit.begin_unshard, unit.ensure_full, unit.reshard
 
         def begin_unshard() -> None:
-            if not unit.is_full and unit._pending is None:
+            if unit.is_resharded:
                 events.append(f"unshard {unit.name[-1]}")
             begin()
 
         def ensure_full() -> None:
-            was_full = unit.is_full
+            was_full = unit.state in HERE
             ensure()
             if not was_full:
                 events.append(f"use {unit.name[-1]}")
 
         def resharded(**options: bool) -> None:
-            if unit.is_full:
+            if unit.state in HERE:
                 events.append(f"reshard {unit.name[-1]}")
             reshard(**options)
 
@@ -190,11 +190,11 @@ def test_weights_at_hand_for_part_of_a_backward_go_again_and_what_was_here_stays
         with engine.step():
             loss = engine.model(torch.ones(2, 4)).square().mean()
             engine.units[-1].ensure_full()
-            before = [unit.is_full for unit in engine.units]
+            before = [unit.state in HERE for unit in engine.units]
             with engine.at_hand(list(model.blocks[1].parameters())):
-                inside = [unit.is_full for unit in engine.units]
+                inside = [unit.state in HERE for unit in engine.units]
                 torch.autograd.grad(loss, model.blocks[1].up.weight, retain_graph=True)
-            after = [unit.is_full for unit in engine.units]
+            after = [unit.state in HERE for unit in engine.units]
         reductions = engine.collectives.traffic.snapshot().get("reduce_scatter")
         return before, inside, after, 0 if reductions is None else reductions.calls
 

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 from lightning_shard import ZeRO3Strategy
+from lightning_shard.data_parallel.units.unit import Digits
 from tests.strategies.models import Trained
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
@@ -269,7 +270,7 @@ def test_only_what_a_step_computes_outside_autocast_stays_unrounded_under_zero3(
         def on_train_end(self) -> None:
             if isinstance(self.trainer.strategy, ZeRO3Strategy):
                 units = self.trainer.strategy.engine.units
-                self.rounded = {unit.name: unit.is_rounded for unit in units}
+                self.rounded = {unit.name: unit.digits is Digits.ROUNDED for unit in units}
 
     strategy = ZeRO3Strategy(backend="in_process", bucket_mb=SMALL_BUCKET_MB / 10)
     module, losses = fit(Called, strategy)

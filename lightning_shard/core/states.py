@@ -1,0 +1,53 @@
+"""Words for the state that an object is in, each with those that may follow it.
+
+    class Light(State):
+        RED = "GREEN"
+        GREEN = "AMBER"
+        AMBER = "RED"
+
+    self.light = self.light.to(Light.GREEN)      raises in AMBER
+
+One word says what several booleans would say, most of whose combinations cannot be. A change that
+is not allowed is a mistake of this package, not of its user: debug runs raise there, and so do
+tests. Other runs only assign.
+"""
+
+from enum import Enum
+from typing import ClassVar, Self, TypeVar
+
+_S = TypeVar("_S", bound="State")
+
+
+class Checks:
+    """Says whether changes are checked.
+
+    Attributes:
+        are_on: Whether they are, in all of this process: in debug runs and tests.
+    """
+
+    are_on: ClassVar[bool] = False
+
+
+class State(Enum):
+    """A state; a member's value names the members that may follow it.
+
+    Attributes:
+        then: Names of the members that may follow.
+    """
+
+    then: frozenset[str]
+
+    def __new__(cls, then: str) -> Self:
+        """Make a member; several may have the same ones that follow."""
+        member = object.__new__(cls)
+        member._value_ = len(cls.__members__)
+        member.then = frozenset(then.split())
+        return member
+
+    __hash__ = object.__hash__  # Enum's own is a call of Python
+
+    def to(self, after: _S) -> _S:
+        """Return the state that follows this one."""
+        if Checks.are_on:
+            assert after._name_ in self.then, f"{self} was changed to {after}"
+        return after

@@ -1,0 +1,33 @@
+"""Words for states, and tables of their changes."""
+
+import pytest
+
+from lightning_shard.core.states import Checks, State
+
+
+class Light(State):
+    RED = "GREEN"
+    GREEN = "AMBER"
+    AMBER = "RED"
+
+
+class Door(State):
+    OPEN = "SHUT"
+    AJAR = "SHUT"
+    SHUT = "OPEN AJAR"
+
+
+def test_a_change_that_is_not_allowed_raises() -> None:
+    assert Light.RED.to(Light.GREEN) is Light.GREEN
+    with pytest.raises(AssertionError, match=r"Light\.RED was changed to Light\.RED"):
+        Light.RED.to(Light.RED)
+
+
+def test_only_debug_runs_and_tests_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checks, "are_on", False)
+    assert Light.RED.to(Light.RED) is Light.RED
+
+
+def test_states_that_the_same_may_follow_are_two() -> None:
+    assert list(Door) == [Door.OPEN, Door.AJAR, Door.SHUT]
+    assert Door.OPEN is not Door.AJAR
