@@ -113,7 +113,8 @@ class _ShardCopier:
         if self._inner is not None:
             made: nn.Parameter = self._inner(memo)
         else:
-            made = type(param)(param.data.clone(), param.requires_grad)
+            copier: Any = type(param).__deepcopy__
+            made = copier(param, memo)
         self._copies.note_param(made, param)
         return made
 

@@ -36,7 +36,7 @@ class Sends(L.Callback):
         self._when, self._signum = (hook, step, 1), signum
 
     def _come(self, hook: str, trainer: L.Trainer) -> None:
-        here = (hook, trainer.global_step, trainer.global_rank)
+        here = (hook, trainer.global_step, trainer.strategy.mesh_rank)
         if here == self._when and not trainer.sanity_checking:
             for _ in range(2):
                 os.kill(os.getpid(), self._signum)

@@ -436,7 +436,8 @@ def test_ranks_that_disagree_over_gloo() -> None:
     for rank, errors in enumerate(run_processes(failures_over_gloo, 2)):
         shape, unequal, stream = errors
         assert shape[0] == "ConfigError", rank
-        assert "head.weight (2, 4)" in shape[1]
+        assert "head.weight is (1, 4) " in shape[1]
+        assert "on rank 0 and (2, 4) " in shape[1]
         assert unequal[0] == "ConfigError"
         assert "{0: 4, 1: 3}" in unequal[1]
         assert stream[0] == "ConfigError"

@@ -79,6 +79,33 @@ def test_a_teacher_that_torch_does_not_see_was_a_key_error_under_tensor_parallel
     assert_as_alone(style, scheme)
 
 
+class CopiesCopies(KeptTeacher):
+    """Keeps copies of a copy, which are used, moved and copied again; the last outlives the run."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        again = copy.deepcopy(self.kept[0])
+        for mine, theirs in zip(self.kept[0].parameters(), again.parameters(), strict=True):
+            self.move(mine, theirs)
+            theirs.data.mul_(1.01)
+        self.kept = [again]
+
+    def on_train_end(self) -> None:
+        self.kept.append(copy.deepcopy(self.kept[0]))
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("scheme", ["zero3", *(one for one in WITHOUT_STAGES if one != "zero3")])
+def test_copies_of_copies_are_as_on_one_device(scheme: str) -> None:
+    """Under stage 3 a copy of a copy did not know of what it was a shard: a bare KeyError."""
+    assert_as_alone(CopiesCopies, scheme)
+    num_ranks, make = DECODER_SCHEMES[scheme]
+    ours, alone = fit(CopiesCopies, make(), devices=num_ranks), fit(CopiesCopies)
+    for mine, theirs in zip(ours.model.kept, alone.model.kept, strict=True):
+        for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 class Averaged(Decoder):
     def __init__(self) -> None:
         super().__init__()

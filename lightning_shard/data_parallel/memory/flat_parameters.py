@@ -530,12 +530,24 @@ class FlatParameters:
     def _adopt_full(self, index: int, value: Tensor) -> None:
         """Write a full value; the master keeps its digits where the parameter has not changed."""
         local = self._updated_views[index]
-        part = self._own_part(index, value).to(local.device)
-        if self.has_master and value.dtype == self.full.dtype:
-            part = torch.where(part != local.to(part.dtype), part.to(local.dtype), local)
-        local.copy_(part)
+        local.copy_(self._edited(local, self._own_part(index, value).to(local.device)))
         if self.is_unsharded:
             self.full_views[index].copy_(value)
+
+    def _edited(self, local: Tensor, part: Tensor) -> Tensor:
+        """Return a shard with a part of the full tensor; where both are equal, all its digits."""
+        if not self.has_master or part.dtype != self.full.dtype:
+            return part
+        return torch.where(part != local.to(part.dtype), part.to(local.dtype), local)
+
+    @as_they_are
+    def own_value(self, index: int) -> Tensor:
+        """Return this rank's part of a parameter, with what user code has written to the full."""
+        self.see_assigned()
+        local = self.local_views[index]
+        if not self.is_unsharded:
+            return local
+        return self._edited(local, self._own_part(index, self.full_views[index]).to(local.device))
 
     def as_shown(self, index: int, value: Tensor) -> Tensor:
         """Return a tensor of a parameter's own shape as it shows itself; any other as is.
@@ -617,11 +629,7 @@ class FlatParameters:
         if self.host is not None and self.is_away:
             self.host.take_in(own)
             return
-        if not self.has_master:
-            self.shard.copy_(own)
-            return
-        edited = own != self.shard.to(own.dtype)
-        self.shard.copy_(torch.where(edited, own.to(self.shard.dtype), self.shard))
+        self.shard.copy_(self._edited(self.shard, own))
 
     def own_values(self) -> list[Tensor]:
         """Return this rank's part of what each parameter shows, in the format of compute."""

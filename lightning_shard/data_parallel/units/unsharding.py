@@ -89,12 +89,19 @@ class ShardCopies:
         param = flat.params[index]
         if full:
             return nn.Parameter(param.data.clone(), param.requires_grad)
-        flat.see_assigned()
-        made = nn.Parameter(flat.local_views[index].clone(), param.requires_grad)
-        copy_home(param, made)
+        return self._copied(home, param, flat.own_value(index))
+
+    def _copied(self, home: _Home, param: nn.Parameter, shard: Tensor) -> nn.Parameter:
+        made = nn.Parameter(shard.clone(), param.requires_grad)
+        copy_home(param, made, partial(self._copy_again, home))
         self._homes[made] = (home, self._made)
         self._made += 1
         return made
+
+    @as_they_are
+    @torch.no_grad()
+    def _copy_again(self, home: _Home, copy: nn.Parameter) -> nn.Parameter:
+        return self._copied(home, copy, copy.data)
 
     def _alive(self) -> dict[int, tuple[nn.Parameter, _Home]]:
         """Return by number the copies that user code still has, each with its original's place."""

@@ -95,6 +95,7 @@ class ParameterHome:
         is_of_part: Whether the model is split over other ranks, too, by layers that call on their
             parameters in the middle of user code.
         is_rounded: Returns whether the full parameter is here, but rounded for blocks.
+        copy: Of a copy: makes another one of it.
     """
 
     spread: Spread
@@ -104,6 +105,7 @@ class ParameterHome:
     named: Mapping[str, nn.Parameter]
     is_of_part: bool = False
     is_rounded: Callable[[], bool] = lambda: False
+    copy: Callable[[nn.Parameter], nn.Parameter] | None = None
 
     def bring_for_user(self) -> bool:
         """Call `bring`, where user code reads the parameter."""
@@ -123,11 +125,13 @@ def settle_beside(param: nn.Parameter, bring: Callable[[], bool]) -> None:
     vars(param)[_BRING] = bring
 
 
-def copy_home(param: nn.Parameter, made: nn.Parameter) -> None:
+def copy_home(
+    param: nn.Parameter, made: nn.Parameter, copy: Callable[[nn.Parameter], nn.Parameter]
+) -> None:
     """Give a copy of a shard the home of the parameter that it was copied from."""
     home: ParameterHome | None = vars(param).get(_HOME)
     if home is not None:
-        vars(made)[_HOME] = replace(home, note=None, bring=lambda: False)
+        vars(made)[_HOME] = replace(home, note=None, bring=lambda: False, copy=copy)
         present([made], sharded=True)
 
 
@@ -244,6 +248,13 @@ class ShardedParameter(nn.Parameter):
     def grad(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             _TENSOR.grad.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy a copy; the parameters of the model have what copies them as an attribute."""
+        copy = _home_of(self).copy
+        if copy is None:
+            return nn.Parameter(self.full_tensor(), self.requires_grad)
+        return copy(self)
 
     def full_tensor(self) -> Tensor:
         """Return the full parameter; each rank must call."""

@@ -162,10 +162,12 @@ class WeightsInHooks:
         if not params:
             return _with_full_gradients(func, args, kwargs, given)
         caller = _caller()
-        if func in _OF_THE_OBJECT or caller.startswith(_PACKAGE + "."):
-            if caller.startswith(_LAYERS) and self._engine.split.groups_of_layers:
-                args, kwargs = tree_map_only(nn.Parameter, self._shard, (tuple(args), kwargs))
+        if func in _OF_THE_OBJECT:
             return func(*args, **kwargs)
+        if caller.startswith(_PACKAGE + "."):
+            self._bring_back(params)
+            is_of_layers = caller.startswith(_LAYERS) and self._engine.split.groups_of_layers
+            return self._on_shards(func, args, kwargs) if is_of_layers else func(*args, **kwargs)
         if name_of(func) == "swap_tensors":
             raise self._swap_refused(params[0])
         if func == _SET_GRADIENT and self._is_spread(args[0]):
@@ -293,6 +295,18 @@ class WeightsInHooks:
         for param in self._engine.model.parameters() if kept else ():
             if not self._is_spread(param):
                 yield param, param.data
+
+    def _on_shards(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(nn.Parameter, self._shard, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @torch.no_grad()
+    def _bring_back(self, params: Sequence[nn.Parameter]) -> None:
+        """Write to this rank's shards what a hook has written to the full tensors that it keeps."""
+        kept = [self._kept[param] for param in dict.fromkeys(params) if param in self._kept]
+        with self._engine.view.suspended() if kept else nullcontext():
+            for full in kept:
+                self._write(full.param, full.tensor, to_new_memory=full.is_assigned)
 
     @torch.no_grad()
     def _settle(self, full: _Full) -> None:
