@@ -56,6 +56,7 @@ class Part:
         dim: The sharded dimension, counted from 0.
         group: Group of the W ranks that have the parts.
         num_blocks: Number of equal blocks along `dim`, of each of which a rank has 1 / W.
+        is_of_weight: Whether it is of a weight, or computed from one: views of it may be written.
         own_rules: Rules by operation that go before those of `dim_sharded_operations`.
     """
 
@@ -65,6 +66,7 @@ class Part:
     dim: int
     group: Collectives
     num_blocks: int = 1
+    is_of_weight: bool = False
 
     @property
     def place(self) -> int:
@@ -163,7 +165,14 @@ class Part:
 
 
 @untraced
-def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int = 1) -> Tensor:
+def from_local(
+    local: Tensor,
+    group: Collectives,
+    dim: int = -1,
+    num_blocks: int = 1,
+    *,
+    is_of_weight: bool = False,
+) -> Tensor:
     """Make a tensor that looks full of each rank's part, without sending anything.
 
     Args:
@@ -171,13 +180,15 @@ def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int
         group: Group of the ranks that have the parts.
         dim: The sharded dimension.
         num_blocks: Number of equal blocks along `dim`, each of which is sharded.
+        is_of_weight: Whether it is of a weight, to views of which a step may write.
 
     Returns:
         A `DimShardedTensor`; on a single rank `local`.
     """
     if group.size == 1:
         return local
-    return wrapped(Part(local=local, dim=dim % local.ndim, group=group, num_blocks=num_blocks))
+    place = {"dim": dim % local.ndim, "num_blocks": num_blocks}
+    return wrapped(Part(local=local, group=group, is_of_weight=is_of_weight, **place))
 
 
 @untraced
@@ -361,14 +372,101 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 
     full_args, full_kwargs = tree_map_only(DimShardedTensor, full, (args, kwargs))
     result = func(*full_args, **full_kwargs)
-    target = kwargs.get("out", args[0] if args and writes(func) else None)
-    if not isinstance(target, DimShardedTensor):
-        return result
-    part = target.part
-    written = gathered[id(target)].to(part.local.dtype)
-    part.local.copy_(part.split(written, part.dim))
-    target.note_change()
-    return target if isinstance(result, Tensor) else result
+    given = {id(one): one for one in tree_leaves((args, kwargs)) if id(one) in gathered}
+    targets = [one for one in _written(func, args, kwargs) if id(one) in gathered]
+    for target in targets:
+        part = target.part
+        written = gathered[id(target)].to(part.local.dtype)
+        part.local.copy_(part.split(written, part.dim))
+        target.note_change()
+    if targets:
+        return targets[0] if isinstance(result, Tensor) else result
+    parts = [(one.part, gathered[key]) for key, one in given.items() if one.part.is_of_weight]
+    return _shown(result, [Gathered(*one) for one in parts if not one[1].requires_grad])
+
+
+def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Return what an operation changes, several tensors where it is of a list."""
+    return tree_leaves(kwargs.get("out", args[0] if args and writes(func) else ()))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The full values of a weight, of which a step has a view.
+
+    Attributes:
+        part: This rank's part of the weight.
+        full: The values, gathered.
+    """
+
+    part: Part
+    full: Tensor
+
+    def renew(self) -> None:
+        """Bring the values up to date with what was written elsewhere; each rank must call."""
+        now = self.part.gather_detached()
+        if not torch.equal(now, self.full):  # else a graph may still need them
+            self.full.copy_(now)
+
+    def take(self) -> None:
+        """Let this rank's part have what was written."""
+        self.part.local.copy_(self.part.narrow(self.full))
+
+    def has(self, value: Any) -> bool:
+        """Whether a value is a view of these."""
+        return (
+            isinstance(value, Tensor)
+            and value.layout == torch.strided
+            and value is not self.full
+            and value.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
+        )
+
+
+class ViewOfGathered(Tensor):
+    """A view of a gathered weight in a step: what is written to it is written to the parts.
+
+    It was a plain tensor, and what a step wrote to `weight.data[0]` was lost.
+    """
+
+    of: Gathered
+
+    @classmethod
+    @untraced
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Do an operation on plain tensors, as they are now, and take over what it has written."""
+        kwargs = dict(kwargs or {})
+        views = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)}
+        homes = {id(one.of): one.of for one in views.values()}
+        with torch.no_grad():
+            for home in homes.values() if func not in _OF_VIEWS else ():
+                home.renew()
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = {key: one.as_subclass(Tensor) for key, one in views.items()}
+        args_, kwargs_ = tree_map_only(cls, lambda one: plain[id(one)], (args, kwargs))
+        result = func(*args_, **kwargs_)
+        targets = [one for one in _written(func, args, kwargs) if id(one) in views]
+        with torch.no_grad():
+            for target in targets:
+                target.of.take()
+        if targets:
+            return targets[0] if isinstance(result, Tensor) else result
+        return _shown(result, [*homes.values()])
+
+
+def _shown(result: Any, homes: Sequence[Gathered]) -> Any:
+    """Return a result whose views of gathered weights know of these."""
+
+    def shown(value: Tensor) -> Tensor:
+        home = next((one for one in homes if one.has(value)), None)
+        if home is None or isinstance(value, DimShardedTensor):
+            return value
+        view = value.as_subclass(ViewOfGathered)
+        view.of = home
+        return view
+
+    return tree_map_only(Tensor, shown, result) if homes else result
 
 
 def writes(func: Callable[..., Any]) -> bool:
@@ -380,6 +478,11 @@ def writes(func: Callable[..., Any]) -> bool:
 
 
 _READING = ("__index__", "__int__", "__invert__", "__iter__")  # the others are __iadd__ and so on
+
+
+_OF_VIEWS = {
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad")
+}
 
 
 @dataclass

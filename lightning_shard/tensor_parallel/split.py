@@ -234,7 +234,8 @@ class SplitModel(BaseSplit):
         key = (id(part), part.requires_grad, part.dtype, *modes)
         known, wide = self._shown.get(key, (None, part))
         if known is not part:
-            wide = from_local(part, self.group, sharding.dim, len(sharding.blocks))
+            dim, num_blocks = sharding.dim, len(sharding.blocks)
+            wide = from_local(part, self.group, dim, num_blocks, is_of_weight=True)
             pass_for_parameter(wide)
             self._shown[key] = part, wide
         return wide
