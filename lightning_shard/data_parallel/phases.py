@@ -28,7 +28,7 @@ class Phase(State):
     APART = "OVER"  # a part of a backward, which its blocks' hooks miss
     UPDATE = "STEP BACKWARD HOOK OVER"  # the optimizer's view, lent or not
     HOOK = "STEP BACKWARD APART UPDATE HOOK OVER"
-    OVER = ""  # the engine is off the model
+    OVER = "OVER"  # the engine is off the model; what ends a failed run may find it so
 
 
 @dataclass(frozen=True, eq=False)

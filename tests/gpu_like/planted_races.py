@@ -142,11 +142,11 @@ RACES: dict[str, tuple[str, Plant]] = {
     ),
     "gradients on their way are freed": (
         "zero2",
-        after(FlatGradients, "_send", lambda one, _: one.buffer.free_sent()),
+        after(FlatGradients, "_sent", lambda one, _: one.buffer.free_sent()),
     ),
     "gradients on their way are changed": (
         "zero3",
-        after(FlatGradients, "_send", _zeroes),
+        after(FlatGradients, "_sent", _zeroes),
     ),
     "a shard that is gathered is changed": (
         "zero3",

@@ -95,7 +95,7 @@ class ParameterHome:
         is_of_part: Whether the model is split over other ranks, too, by layers that call on their
             parameters in the middle of user code.
         is_rounded: Returns whether the full parameter is here, but rounded for blocks.
-        copy: Of a copy: makes another one of it.
+        copy: Makes another copy of a parameter that is a copy itself; None for the model's own.
     """
 
     spread: Spread
