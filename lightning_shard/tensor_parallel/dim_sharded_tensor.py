@@ -381,8 +381,7 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         target.note_change()
     if targets:
         return targets[0] if isinstance(result, Tensor) else result
-    parts = [(one.part, gathered[key]) for key, one in given.items() if one.part.is_of_weight]
-    return _shown(result, [Gathered(*one) for one in parts if not one[1].requires_grad])
+    return _shown(result, [Gathered(one, gathered[key]) for key, one in given.items()])
 
 
 def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
@@ -390,40 +389,75 @@ def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> lis
     return tree_leaves(kwargs.get("out", args[0] if args and writes(func) else ()))
 
 
-@dataclass(frozen=True)
 class Gathered:
-    """The full values of a weight, of which a step has a view.
+    """The full values of a tensor of which a step has a view.
 
-    Attributes:
-        part: This rank's part of the weight.
-        full: The values, gathered.
+    Args:
+        wide: The tensor, of which each rank has a part.
+        full: Its values, gathered.
     """
 
-    part: Part
-    full: Tensor
+    def __init__(self, wide: DimShardedTensor, full: Tensor) -> None:
+        self._wide, self.full = wide, full
+        self._local_was, self._full_was = _version(wide.part.local), _version(full)
 
-    def renew(self) -> None:
-        """Bring the values up to date with what was written elsewhere; each rank must call."""
-        now = self.part.gather_detached()
-        if not torch.equal(now, self.full):  # else a graph may still need them
-            self.full.copy_(now)
+    def look(self, *, writes: bool) -> None:
+        """Bring the values up to date with what was written elsewhere; each rank must call.
 
-    def take(self) -> None:
-        """Let this rank's part have what was written."""
-        self.part.local.copy_(self.part.narrow(self.full))
+        Raises:
+            ConfigError: They are in a graph already.
+        """
+        part, in_graph = self._wide.part, self.full.requires_grad
+        version = _version(part.local)
+        if part.is_of_weight and not in_graph:  # each `.data` counts versions of its own
+            is_late = True
+        else:
+            is_late = writes if version is None else version != self._local_was
+        now = part.gather_detached() if is_late else self.full
+        self._local_was = version
+        if now is self.full or torch.equal(now, self.full):  # a graph may still need these
+            return
+        if in_graph:
+            raise ConfigError(
+                f"Rank {part.group.rank}: a tensor of which each rank has a part was changed in "
+                f"place after a view of it was taken, expected the view of what it is now. Take "
+                f"the view again."
+            )
+        self.full.copy_(now)
 
-    def has(self, value: Any) -> bool:
-        """Whether a value is a view of these."""
+    def take(self, *, is_written: bool, before: Tensor | None) -> None:
+        """Let this rank's part have what was written, if anything was.
+
+        Args:
+            is_written: Whether something was, where nobody counts.
+            before: The values before, where views of several gathered tensors may be written.
+        """
+        version = _version(self.full)
+        if is_written if version is None else version != self._full_was:
+            part, full = self._wide.part, self.full
+            if before is not None:
+                full = torch.where(full != before, full, part.gather())
+            part.local.copy_(part.split(full, part.dim))
+            self._wide.note_change()
+        self._local_was, self._full_was = _version(self._wide.part.local), version
+
+    def has(self, value: Tensor) -> bool:
+        """Whether a tensor is a view of these."""
         return (
-            isinstance(value, Tensor)
+            value is not self.full
             and value.layout == torch.strided
-            and value is not self.full
+            and not isinstance(value, DimShardedTensor)
             and value.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
         )
 
 
+def _version(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed; None in inference mode, where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class ViewOfGathered(Tensor):
-    """A view of a gathered weight in a step: what is written to it is written to the parts.
+    """A view of a gathered tensor in a step: what is written to it is written to the parts.
 
     It was a plain tensor, and what a step wrote to `weight.data[0]` was lost.
     """
@@ -438,21 +472,21 @@ class ViewOfGathered(Tensor):
         """Do an operation on plain tensors, as they are now, and take over what it has written."""
         kwargs = dict(kwargs or {})
         views = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)}
-        homes = {id(one.of): one.of for one in views.values()}
-        with torch.no_grad():
-            for home in homes.values() if func not in _OF_VIEWS else ():
-                home.renew()
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = {key: one.as_subclass(Tensor) for key, one in views.items()}
-        args_, kwargs_ = tree_map_only(cls, lambda one: plain[id(one)], (args, kwargs))
-        result = func(*args_, **kwargs_)
+        homes = [*{id(one.of): one.of for one in views.values()}.values()]
         targets = [one for one in _written(func, args, kwargs) if id(one) in views]
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _OF_THE_OBJECT:
+                return func(*args, **kwargs)
+            plain = {key: one.as_subclass(Tensor) for key, one in views.items()}
         with torch.no_grad():
-            for target in targets:
-                target.of.take()
-        if targets:
-            return targets[0] if isinstance(result, Tensor) else result
-        return _shown(result, [*homes.values()])
+            for home in homes:
+                home.look(writes=bool(targets))
+        before = [home.full.detach().clone() if homes[1:] else None for home in homes]
+        args, kwargs = tree_map_only(cls, lambda one: plain[id(one)], (args, kwargs))
+        result = func(*args, **kwargs)
+        for home, values in zip(homes, before, strict=True):
+            home.take(is_written=bool(targets), before=values)
+        return targets[0] if targets and isinstance(result, Tensor) else _shown(result, homes)
 
 
 def _shown(result: Any, homes: Sequence[Gathered]) -> Any:
@@ -460,7 +494,7 @@ def _shown(result: Any, homes: Sequence[Gathered]) -> Any:
 
     def shown(value: Tensor) -> Tensor:
         home = next((one for one in homes if one.has(value)), None)
-        if home is None or isinstance(value, DimShardedTensor):
+        if home is None:
             return value
         view = value.as_subclass(ViewOfGathered)
         view.of = home
@@ -480,8 +514,15 @@ def writes(func: Callable[..., Any]) -> bool:
 _READING = ("__index__", "__int__", "__invert__", "__iter__")  # the others are __iadd__ and so on
 
 
-_OF_VIEWS = {
-    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad")
+_OF_THE_OBJECT = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("requires_grad", "grad_fn", "is_leaf", "_version")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("output_nr", "_base", "retains_grad")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
+    *(Tensor.register_hook, Tensor.retain_grad, Tensor.__hash__, Tensor.untyped_storage),
 }
 
 

@@ -1,12 +1,14 @@
-"""What a step writes to a view of a weight stays, where each rank has a part of the weight."""
+"""What a step writes to a view stays, where each rank has a part of the tensor: weights, logits."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lightning_shard.errors import ConfigError
 from tests.strategies.decoders import DECODER_SCHEMES, Decoder
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.stacks import fit
@@ -62,3 +64,58 @@ def test_what_a_step_writes_to_a_view_of_a_weight_stays(write: str, scheme: str)
     ours, alone = fit(style, make(), devices=num_ranks), fit(style)
     for mine, other in zip(ours.model.parameters(), alone.model.parameters(), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def _twice(logits: Tensor) -> None:
+    column = logits[..., 1]
+    column.mul_(2)
+    column.add_(0.1)
+
+
+IN_GRAPH: dict[str, Callable[[Tensor], Any]] = {
+    "masked column": lambda logits: logits[..., 3].fill_(-1e4),
+    "first position": lambda logits: logits[:, 0].mul_(2),
+    "narrow": lambda logits: logits.narrow(-1, 5, 3).zero_(),
+    "transposed": lambda logits: logits.transpose(0, -1)[1].mul_(2),
+    "detached": lambda logits: logits.detach()[..., 1].mul_(2),
+    "in place by name": lambda logits: F.relu(logits[..., 1:4], inplace=True),
+    "one by the other": lambda logits: logits[..., :6].add_(logits[..., 6:]),
+    "flat": lambda logits: logits.flatten(0, 1)[:, 2].mul_(3),
+    "twice": _twice,
+}
+
+
+class WritesLogits(Decoder):
+    write: Callable[[Tensor], Any]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.head(self.hidden(self.embed(batch[0]))) * 1.0
+        type(self).write(logits)
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+@pytest.mark.few_cases(4)
+@pytest.mark.parametrize("scheme", ["tensor", "context"])
+@pytest.mark.parametrize("write", IN_GRAPH)
+def test_what_a_step_writes_to_a_view_of_logits_stays(write: str, scheme: str) -> None:
+    """It was lost as well, with its gradient: masked logits were not."""
+    style: Any = type("Writes", (WritesLogits,), {"write": staticmethod(IN_GRAPH[write])})
+    num_ranks, make = DECODER_SCHEMES[scheme]
+    ours, alone = fit(style, make(), devices=num_ranks), fit(style)
+    for mine, other in zip(ours.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+class ReadsLate(Decoder):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.head(self.hidden(self.embed(batch[0]))) * 1.0
+        column = logits[..., 1]
+        logits.mul_(2)
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()) + column.mean()
+
+
+def test_a_view_in_a_graph_that_is_late_is_refused() -> None:
+    """It had the values of before."""
+    num_ranks, make = DECODER_SCHEMES["tensor"]
+    with pytest.raises(ConfigError, match="Take the view again"):
+        fit(ReadsLate, make(), devices=num_ranks)
