@@ -381,7 +381,13 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         target.note_change()
     if targets:
         return targets[0] if isinstance(result, Tensor) else result
-    return _shown(result, [Gathered(one, gathered[key]) for key, one in given.items()])
+    # In a graph torch itself refuses to write to views of weights, by which derivatives are taken.
+    shown = [
+        Gathered(one, gathered[key])
+        for key, one in given.items()
+        if not (one.part.is_of_weight and gathered[key].requires_grad)
+    ]
+    return _shown(result, shown)
 
 
 def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
@@ -475,7 +481,7 @@ class ViewOfGathered(Tensor):
         homes = [*{id(one.of): one.of for one in views.values()}.values()]
         targets = [one for one in _written(func, args, kwargs) if id(one) in views]
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _OF_THE_OBJECT:
+            if func in _OF_THE_OBJECT or func in _OF_THE_GRAPH:
                 return func(*args, **kwargs)
             plain = {key: one.as_subclass(Tensor) for key, one in views.items()}
         with torch.no_grad():
@@ -514,6 +520,7 @@ def writes(func: Callable[..., Any]) -> bool:
 _READING = ("__index__", "__int__", "__invert__", "__iter__")  # the others are __iadd__ and so on
 
 
+_OF_THE_GRAPH = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)  # of these nodes
 _OF_THE_OBJECT = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")),
     *(
