@@ -289,6 +289,7 @@ class CopiesCallbacks(pl.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:1 microbatches are fewer")
+@pytest.mark.filterwarnings("ignore:A step uses 2 parameters outside of their stage")
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "elastic", "pipeline_parallel"])
 def test_callbacks_beside_a_progress_bar_could_not_be_copied_in_a_hook(strategy: str) -> None:
