@@ -408,28 +408,23 @@ class Gathered:
         self._local_was, self._full_was = _version(wide.part.local), _version(full)
 
     def look(self, *, writes: bool) -> None:
-        """Bring the values up to date with what was written elsewhere; each rank must call.
+        """Have the values as they are now before something is written; each rank must write.
+
+        What only reads sends nothing: one rank alone may print a view.
 
         Raises:
-            ConfigError: They are in a graph already.
+            ConfigError: The tensor was written to since, and the view is read or in a graph.
         """
         part, in_graph = self._wide.part, self.full.requires_grad
-        version = _version(part.local)
-        if part.is_of_weight and not in_graph:  # each `.data` counts versions of its own
-            is_late = True
-        else:
-            is_late = writes if version is None else version != self._local_was
-        now = part.gather_detached() if is_late else self.full
-        self._local_was = version
-        if now is self.full or torch.equal(now, self.full):  # a graph may still need these
-            return
-        if in_graph:
+        if writes and not in_graph:
+            self.full.copy_(part.gather_detached())
+            self._full_was = _version(self.full)
+        elif _version(part.local) != self._local_was:
             raise ConfigError(
                 f"Rank {part.group.rank}: a tensor of which each rank has a part was changed in "
                 f"place after a view of it was taken, expected the view of what it is now. Take "
                 f"the view again."
             )
-        self.full.copy_(now)
 
     def take(self, *, is_written: bool, before: Tensor | None) -> None:
         """Let this rank's part have what was written, if anything was.
@@ -465,7 +460,7 @@ def _version(tensor: Tensor) -> int | None:
 class ViewOfGathered(Tensor):
     """A view of a gathered tensor in a step: what is written to it is written to the parts.
 
-    It was a plain tensor, and what a step wrote to `weight.data[0]` was lost.
+    A plain tensor would lose what a step writes to `weight.data[0]`.
     """
 
     of: Gathered
@@ -486,7 +481,7 @@ class ViewOfGathered(Tensor):
             plain = {key: one.as_subclass(Tensor) for key, one in views.items()}
         with torch.no_grad():
             for home in homes:
-                home.look(writes=bool(targets))
+                home.look(writes=bool(targets) or bool(kwargs.get("inplace")))
         before = [home.full.detach().clone() if homes[1:] else None for home in homes]
         args, kwargs = tree_map_only(cls, lambda one: plain[id(one)], (args, kwargs))
         result = func(*args, **kwargs)

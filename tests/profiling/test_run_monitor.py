@@ -255,7 +255,7 @@ def test_every_line_is_json_of_its_own(tmp_path: Path) -> None:
         assert json.loads(line)["rank"] == 0
 
 
-class GapsInData(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+class GapsInData(torch.utils.data.IterableDataset):
     """Gives None first, and between batches."""
 
     def __iter__(self) -> Any:

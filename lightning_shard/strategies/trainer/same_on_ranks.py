@@ -87,7 +87,8 @@ class SameBatches(_SharingRanks):
         """Take the next batch of a loader; each rank of the group must call.
 
         Args:
-            batch: Tensors, arrays, texts and numbers in any containers; others are not compared.
+            batch: Tensors, arrays, texts and numbers in any containers; of objects in it the
+                tensors that pickle finds.
             loader: Name of the loader that the batch comes from.
 
         Raises:

@@ -161,9 +161,9 @@ class WeightsInHooks:
         params = [one for one in given if self._is_spread(one)]
         if not params:
             return _with_full_gradients(func, args, kwargs, given)
-        caller = _caller()
         if func in _OF_THE_OBJECT:
             return func(*args, **kwargs)
+        caller = _caller()
         if caller.startswith(_PACKAGE + "."):
             self._bring_back(params)
             is_of_layers = caller.startswith(_LAYERS) and self._engine.split.groups_of_layers
