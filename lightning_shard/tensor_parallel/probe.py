@@ -9,6 +9,10 @@ else reads what only one of them has. Nor may a gradient leave but through the e
 summed; the parameters between the layers, such as a norm of each head, are found by theirs. Values
 are random, the same on every rank; no rank waits for another.
 
+Layers get sequences, rows and images, and are right if they are right with all that the owner
+takes: `h[:, 0]` is a position of a sequence, and a feature of a row. Where training computes
+something else than evaluation, both are tried.
+
 An attention that computes with the whole width is tried with query, key and value in parts that
 look full (`dim_sharded_tensor`). Then every operation gives what it gives of the full tensor, but
 may gather it first: which counts as wrong, since nothing would be gained.
@@ -48,7 +52,8 @@ from lightning_shard.tensor_parallel.wrappers import (
     wrapped_embedding,
 )
 
-_BATCH, _LENGTH = 2, 6
+_SHAPES = ((2, 6), (12,), (2, 3, 2))  # of the same inputs, without their last dimension
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _LARGEST = 16  # times the layers' own size: what is copied must not be the full model
 _ROUNDING = 1e-5  # of the largest gradient, in one that is zero, as of a bias before a softmax
 _TOLERANCE = 1e-4  # of the largest value; a wrong split is wrong by about as much as the values
@@ -87,19 +92,20 @@ def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
     is_large = _num_values(candidate.owner) > _LARGEST * sum(map(_num_values, layers))
     if is_large or any(map(_is_lightning_module, candidate.owner.modules())):
         return TrialResult(is_right=None)  # a copy of a LightningModule has a copy of its trainer
+    shapes = _SHAPES[:1] if candidate.is_attention else _SHAPES
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), without_hooks():
         try:
-            full = _run_full(candidate)
-            if candidate.is_attention and full.leaves_out(candidate.styles):
-                return TrialResult(is_right=None)
-            parts = [_run_part(full, candidate, rank, num_ranks) for rank in range(num_ranks)]
-            return _compare(full, parts, candidate)
-        except _CannotRunError as error:
-            return TrialResult(is_right=None, cause=_quoted(error.__cause__))
-        except (_NotCalledOnceError, _GatheredError):
-            return TrialResult(is_right=False)
-        except Exception as error:  # the owner knows another way how wide its layers are
-            return TrialResult(is_right=False, cause=_quoted(error))
+            trial = _Trial(candidate, num_ranks)
+        except Exception as error:  # a module may refuse to be copied
+            return TrialResult(is_right=None, cause=_quoted(error))
+        results = [trial.with_inputs(shape) for shape in shapes]
+    wrong = next((one for one in results if one.is_right is False), None)
+    right = [one for one in results if one.is_right]
+    if wrong or not right:
+        return wrong or results[0]
+    return TrialResult(
+        is_right=True, inner=tuple({name: None for one in right for name in one.inner})
+    )
 
 
 def _is_lightning_module(module: nn.Module) -> bool:
@@ -156,37 +162,52 @@ class _GatheredError(Exception):
     """A sharded tensor was gathered."""
 
 
+@dataclass(frozen=True)
+class _Call:
+    """How an owner is called: `owner`, as before each run, on inputs (*shape, width) or None."""
+
+    owner: nn.Module
+    out: str
+    widths: Sequence[int | None]
+    shape: tuple[int, ...]
+
+    def run(self) -> "_Run":
+        """Run a copy of the owner."""
+        return _Run(self, copy.deepcopy(self.owner))
+
+    def run_part(self, candidate: Candidate, full: "_Run", group: "Alone") -> "_Run":
+        """Run one rank's part, in which the full run's result takes the last layer's place."""
+        part = copy.deepcopy(self.owner)
+        split_alone(part, candidate.styles, group, counts_heads=candidate.counts_heads)
+        return _Run(self, part, stand_in=full.result.detach())
+
+
 class _Run:
     """A run of an owner on random activations.
 
     Attributes:
+        owner: A copy, as the run has left it.
         result: The result of the layer `out`, with its bias.
         given: The tensors that the owner returned.
     """
 
-    def __init__(
-        self,
-        owner: nn.Module,
-        out: str,
-        widths: Sequence[int | None],
-        stand_in: Tensor | None = None,
-    ) -> None:
-        self.owner, self.out, self.widths = owner, out, widths
+    def __init__(self, call: "_Call", owner: nn.Module, stand_in: Tensor | None = None) -> None:
+        self.call, self.owner = call, owner
         generator = torch.Generator().manual_seed(1)
         self._inputs = [
-            torch.randn(_BATCH, _LENGTH, width, generator=generator, requires_grad=True)
-            for width in widths
+            torch.randn(*call.shape, width, generator=generator, requires_grad=True)
+            for width in call.widths
             if width is not None
         ]
         given_inputs = iter(self._inputs)
-        args = [None if width is None else next(given_inputs).clone() for width in widths]
+        args = [None if width is None else next(given_inputs).clone() for width in call.widths]
         results: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, result: Tensor) -> Tensor:
             results.append(result)
             return result.clone() if stand_in is None else stand_in.clone()
 
-        handle = owner.get_submodule(out).register_forward_hook(TracedHook(keep))
+        handle = owner.get_submodule(call.out).register_forward_hook(TracedHook(keep))
         try:
             given = owner(*args)
         finally:
@@ -197,6 +218,14 @@ class _Run:
         leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         self.given = [leaf.detach() for leaf in leaves]
         self._ends = [leaf for leaf in (self.result, *leaves) if leaf.requires_grad]
+
+    def computes_as(self, other: "_Run") -> bool:
+        """Whether another run has computed the same of the same inputs, whatever their shapes."""
+        ours, theirs = (
+            [one.flatten(0, -2) if one.ndim > 2 else one for one in (run.result, *run.given)]
+            for run in (self, other)
+        )
+        return len(ours) == len(theirs) and all(map(is_close, ours, theirs))
 
     def leaves_out(self, layers: Iterable[str]) -> bool:
         """Whether a parameter outside the layers has no part in the owner's result."""
@@ -226,44 +255,89 @@ class _Run:
         return list(grads[:count]), dict(zip(params, grads[count:], strict=True))
 
 
-def _run_full(candidate: Candidate) -> _Run:
-    """Run the owner on activations, if need be without other arguments.
+class _Trial:
+    """Runs of a candidate's owner and of its parts, as far as no earlier run was the same."""
 
-    An attention gets all arguments that it asks for, which might be something of each head.
+    def __init__(self, candidate: Candidate, num_ranks: int) -> None:
+        self.candidate, self.num_ranks = candidate, num_ranks
+        self._owner = bare_copy(candidate.owner)
+        self._width = linear_sizes(self._owner.get_submodule(next(iter(candidate.styles))))[0]
+        for param in self._owner.parameters():
+            param.requires_grad_(True)
+        self._right: list[_Run] = []
 
-    Raises:
-        _CannotRunError: The owner raises each time; the cause is what it raised first.
-    """
-    raised: list[Exception] = []
-    others = _num_required(candidate.owner) - 1
-    ways = (False, True) if others and not candidate.is_attention else (False,)
-    for missing in ways:
+    def with_inputs(self, shape: tuple[int, ...]) -> TrialResult:
+        """Try the layers with inputs of a shape, in evaluation and, if it differs, in training."""
+        inner: tuple[str, ...] = ()
         try:
-            owner = bare_copy(candidate.owner)
-            width = linear_sizes(owner.get_submodule(next(iter(candidate.styles))))[0]
-            for param in owner.parameters():
-                param.requires_grad_(True)
-            return _Run(owner, candidate.out, [width, *[None if missing else width] * others])
-        except _NotCalledOnceError:
-            raise
-        except Exception as error:
-            raised.append(error)
-    raise _CannotRunError from raised[0]
+            for full in self._full_runs(shape):
+                if any(map(full.computes_as, self._right)):
+                    continue
+                result = self._compare_parts(full)
+                if not result.is_right:
+                    return result
+                inner += result.inner
+                self._right.append(full)
+            return TrialResult(is_right=True, inner=inner)
+        except _CannotRunError as error:
+            return TrialResult(is_right=None, cause=_quoted(error.__cause__))
+        except (_NotCalledOnceError, _GatheredError):
+            return TrialResult(is_right=False)
+        except Exception as error:  # the owner knows another way how wide its layers are
+            return TrialResult(is_right=False, cause=_quoted(error))
 
+    def _full_runs(self, shape: tuple[int, ...]) -> Iterator["_Run"]:
+        full = self._run_full(shape)
+        yield full
+        owner = copy.deepcopy(self._owner).train()
+        for module in owner.modules():
+            if isinstance(module, _DROPOUTS):
+                module.p = 0.0
+        call = dataclasses.replace(full.call, owner=owner)
+        try:
+            trained = call.run()
+            is_new = not any(map(trained.computes_as, self._right))
+            is_random = is_new and not trained.computes_as(call.run())
+        except Exception:  # it may need what a trial lacks, such as a trainer
+            return
+        if is_new and not is_random:
+            yield trained
 
-def _run_part(full: _Run, candidate: Candidate, rank: int, num_ranks: int) -> _Run:
-    """Run one rank's part, in which the full run's result takes the place of its last layer's."""
-    part = copy.deepcopy(full.owner)
-    split_alone(part, candidate.styles, Alone(rank, num_ranks), counts_heads=candidate.counts_heads)
-    return _Run(part, full.out, full.widths, stand_in=full.result.detach())
+    def _run_full(self, shape: tuple[int, ...]) -> "_Run":
+        """Run the owner on activations, if need be without other arguments.
+
+        An attention gets all arguments that it asks for, which might be something of each head.
+
+        Raises:
+            _CannotRunError: The owner raises each time; the cause is what it raised first.
+        """
+        raised: list[Exception] = []
+        others = _num_required(self._owner) - 1
+        ways = (False, True) if others and not self.candidate.is_attention else (False,)
+        for missing in ways:
+            widths = [self._width, *[None if missing else self._width] * others]
+            try:
+                return _Call(self._owner, self.candidate.out, widths, shape).run()
+            except _NotCalledOnceError:
+                raise
+            except Exception as error:
+                raised.append(error)
+        raise _CannotRunError from raised[0]
+
+    def _compare_parts(self, full: "_Run") -> TrialResult:
+        if self.candidate.is_attention and full.leaves_out(self.candidate.styles):
+            return TrialResult(is_right=None)
+        groups = (Alone(rank, self.num_ranks) for rank in range(self.num_ranks))
+        parts = [full.call.run_part(self.candidate, full, group) for group in groups]
+        return _compare(full, parts, self.candidate)
 
 
 def _compare(full: _Run, parts: Sequence[_Run], candidate: Candidate) -> TrialResult:
     total = torch.stack([part.result.detach() for part in parts]).sum(0)
-    bias = bias_of(full.owner.get_submodule(full.out))
+    bias = bias_of(full.owner.get_submodule(full.call.out))
     total = total - (len(parts) - 1) * bias  # each part has it
     # An attention may give its heads' weights as well.
-    stop = 1 if candidate.is_attention else max(len(full.given), len(parts[0].given))
+    stop = 1 if candidate.is_attention else None
     follows = all(
         len(part.given) == len(full.given)
         and all(map(is_close, part.given[:stop], full.given[:stop]))

@@ -84,6 +84,70 @@ def test_a_pair_with_another_function_between_is_left_full(between: Any) -> None
     assert "computes something else in parts" in reasons(Net(model))["block.first"]
 
 
+def only_images(x: Tensor) -> Tensor:
+    _, _, _, _ = x.shape
+    return torch.cat((x[..., :4].exp(), x[..., 4:]), -1)
+
+
+def zeroed_column(x: Tensor) -> Tensor:
+    x = x * 1.0
+    x[:, 0].mul_(2)
+    return x
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        zeroed_column,
+        only_images,
+        nn.BatchNorm1d(HIDDEN),
+        lambda x: torch.cat((x[:, :16].relu(), x[:, 16:]), 1),
+        lambda x: x - x.mean(1, keepdim=True),
+        lambda x: x * x.flip(1) if x.ndim == 2 else x,
+        lambda x: x.flip(3) if x.ndim == 4 else x,
+    ],
+)
+def test_a_pair_is_tried_with_rows_and_images_as_well(between: Any) -> None:
+    """Dimension 1 of sequences is a position: rows (batch, width) were cut, without a word."""
+    assert blocks(FeedForward(between)) == {}
+
+
+class OnlyInTraining(FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(self.first(x), 0.5, self.training)
+        return self.second(self.between(hidden) if self.training else hidden.relu())
+
+
+class Counting(FeedForward):
+    """A function between that is another after each call."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(between)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.first(x) * self.calls
+        return self.second(self.between(hidden) if self.training else hidden.relu())
+
+
+class Quiet(OnlyInTraining):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(self.between(hidden) if self.training else hidden.relu())
+
+
+@pytest.mark.parametrize("kind", [Quiet, Counting])
+def test_a_pair_is_tried_in_training_as_well(kind: type[FeedForward]) -> None:
+    """Trials evaluated: what only training computes of the whole width was cut."""
+    assert blocks(kind(lambda x: x - x.mean(-1, keepdim=True))) == {}
+    assert blocks(kind(torch.tanh)) == {"first": "colwise", "second": "rowwise"}
+
+
+def test_what_is_random_in_training_is_tried_in_evaluation_alone() -> None:
+    assert blocks(OnlyInTraining(torch.tanh)) == {"first": "colwise", "second": "rowwise"}
+
+
 class Leak(FeedForward):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.first(x).relu()
