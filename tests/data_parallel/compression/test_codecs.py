@@ -14,8 +14,8 @@ from lightning_shard.data_parallel.compression import (
     OneBit,
     TopK,
     Turn,
-    wire,
 )
+from lightning_shard.data_parallel.compression.codec import all_sound, form_of, read_row, write_row
 from lightning_shard.data_parallel.compression.one_bit import pack_bits, unpack_signs
 from lightning_shard.data_parallel.compression.top_k import greatest
 from lightning_shard.errors import ConfigError
@@ -68,7 +68,7 @@ def test_zeros_come_back_as_zeros(name: str) -> None:
 def test_the_form_depends_on_the_number_of_values_alone(name: str, numel: int) -> None:
     codec = CODECS[name]
     forms = {
-        wire.form_of(codec.encode(some, Turn(TURN.step, seed)))
+        form_of(codec.encode(some, Turn(TURN.step, seed)))
         for seed, some in enumerate([torch.zeros(numel), torch.ones(numel), torch.randn(numel)])
     }
     assert len(forms) == 1
@@ -198,7 +198,7 @@ def test_bits_lie_lowest_first() -> None:
 )
 def test_how_many_times_fewer_bytes(name: str, least: float) -> None:
     numel = 100_000
-    form = wire.form_of(CODECS[name].encode(torch.randn(numel), TURN))
+    form = form_of(CODECS[name].encode(torch.randn(numel), TURN))
     assert 4 * numel / form.num_bytes >= least
 
 
@@ -210,14 +210,14 @@ def test_tensors_come_back_from_a_row_of_bytes() -> None:
         torch.randn(2, 2).T,
         torch.empty(0),
     ]
-    form = wire.form_of(tensors)
+    form = form_of(tensors)
     rows = torch.zeros(2, form.num_bytes, dtype=torch.uint8)
-    wire.write(rows[0], form, tensors, torch.tensor(True))
-    wire.write(rows[1], form, tensors, torch.tensor(False))
-    for got, tensor in zip(wire.read(rows[1], form), tensors, strict=True):
+    write_row(rows[0], form, tensors, torch.tensor(True))
+    write_row(rows[1], form, tensors, torch.tensor(False))
+    for got, tensor in zip(read_row(rows[1], form), tensors, strict=True):
         assert torch.equal(got, tensor)
-    assert wire.all_sound(rows[:1])
-    assert not wire.all_sound(rows)
+    assert all_sound(rows[:1])
+    assert not all_sound(rows)
 
 
 @pytest.mark.parametrize(
