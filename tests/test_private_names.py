@@ -43,7 +43,7 @@ MAY_TOUCH_THEM = {
     "data_parallel/torch_private.py",
     "elastic/_lightning.py",
     "elastic/data_loaders.py",
-    "elastic/learning_rate.py",
+    "elastic/data_assignment.py",
     "elastic/loop.py",
     "fabric/_lightning.py",
     "fabric/for_trainer.py",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.known_modules import KnownModules
+from lightning_shard.data_parallel.graph_borders import KnownModules
 from lightning_shard.data_parallel.torch_private import is_persistent, with_buffers
 from lightning_shard.data_parallel.views.tensor_properties import VERSION
 

@@ -27,10 +27,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.checkpoint.random_state import load_random_state
 from lightning_shard.elastic import _lightning
-from lightning_shard.elastic.early_end import EarlyEnd
 from lightning_shard.elastic.membership.generation import EvictedError
 from lightning_shard.elastic.reconfigurable import ElasticFit
-from lightning_shard.elastic.recovery import NextGeneration
+from lightning_shard.elastic.recovery import EarlyEnd, NextGeneration
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
 from lightning_shard.errors import CollectiveMismatchError, ConfigError, DeadlockError
 

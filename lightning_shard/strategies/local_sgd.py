@@ -38,8 +38,12 @@ from lightning_shard.data_parallel.local_sgd.optimizer_state import (
     state_by_name,
     with_state_by_name,
 )
-from lightning_shard.data_parallel.local_sgd.outer import outer_factory, plain_average
-from lightning_shard.data_parallel.local_sgd.rules import OuterOptimization, SyncRule
+from lightning_shard.data_parallel.local_sgd.rules import (
+    OuterOptimization,
+    SyncRule,
+    outer_factory,
+    plain_average,
+)
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
 from lightning_shard.data_parallel.read_when_asked import mean_of_ranks

@@ -205,7 +205,7 @@ def no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Progress", FakeProgress)
     monkeypatch.setattr(_lightning, "epoch_of_samplers", lambda _: 0)
     monkeypatch.setattr(_lightning, "begin_anew", lambda *_, **__: None)
-    monkeypatch.setattr("lightning_shard.elastic.early_end.mark_terminated", lambda _: None)
+    monkeypatch.setattr("lightning_shard.elastic.recovery.mark_terminated", lambda _: None)
     monkeypatch.setattr(ElasticRanks, "of_process", None)
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shard.backends.shm import common
+from lightning_shard.backends.shm import backend as shm_backend
 from tests.processes import run_processes
 
 WIDTH, NUM_RANKS = 96, 2  # of whose matrices pages hold elements of two ranks
@@ -163,7 +163,7 @@ def fit(script: type[Model], strategy: str, backend: str) -> tuple[list[float], 
     model = script()
     data = TensorDataset(torch.randn(48, WIDTH))
     shared: list[Any] = []
-    share = common.share
+    share = shm_backend.share
 
     def noted(*args: Any) -> Any:
         shared.append(share(*args))

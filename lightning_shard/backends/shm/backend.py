@@ -3,9 +3,12 @@
 `ShmCollectives`, the facade over a group, says what buffers are made of, and who averages.
 """
 
+import ctypes
+import mmap
 import os
 import platform
 import sys
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,16 +25,327 @@ from lightning_shard.backends.c10d_transfers import copy_unless_same
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.common_buffer import CommonBuffer
 from lightning_shard.backends.debug_wrapper import register_debug
+from lightning_shard.backends.free_memory import free_host_bytes
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.group_handle import ranks_of
-from lightning_shard.backends.pending import StartedTransfer
+from lightning_shard.backends.pending import Pending, StartedTransfer
 from lightning_shard.backends.python_group import PythonGroup
 from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName
-from lightning_shard.backends.shm.common import share
 from lightning_shard.backends.shm.doorbell import SYSTEM_CALLS
-from lightning_shard.backends.shm.heap import own_heap
+from lightning_shard.backends.shm.heap import PAGE_BYTES, own_heap
+from lightning_shard.backends.shm.peers import open_file
 from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
 from lightning_shard.backends.shm.two_levels import TwoLevelGroup
+from lightning_shard.errors import BackendUnavailableError
+
+_READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_FIXED, _NO_RESERVE = 0x10, 0x4000  # of Linux's mmap, which Python does not name everywhere
+_DONT_NEED = 4
+_FAILED = ctypes.c_void_p(-1).value
+_ENTRY_BYTES = 8  # of the page map
+_OF_FILE, _SWAPPED = 1 << 61, 1 << 62  # bits of an entry; that a page is present is its sign
+
+
+class CopyOnWrite:
+    """A file in memory as this process sees it: its writes are its own.
+
+    Args:
+        file: Number of an open file; it is closed with the mapping.
+        num_bytes: Size of the file.
+
+    Attributes:
+        own: The memory with this process's edits, shape (num_bytes,), uint8.
+        common: The file itself, where a write is seen by all.
+    """
+
+    def __init__(self, file: int, num_bytes: int) -> None:
+        self._file, self._size = file, pages(num_bytes) * PAGE_BYTES
+        self._address = _map(None, self._size, mmap.MAP_PRIVATE | _NO_RESERVE, file, 0)
+        self._common_address = _map(None, self._size, mmap.MAP_SHARED, file, 0)
+        self.own = _tensor(self._address, self._size)[:num_bytes]
+        self.common = _tensor(self._common_address, self._size)[:num_bytes]
+        _at_end(self, lambda: os.close(file))
+
+    def has_edits(self, start: int, stop: int) -> bool:
+        """Whether this process has pages of its own among these bytes."""
+        first, end = start // PAGE_BYTES, pages(stop)
+        return start < stop and bool(
+            _is_own(self._address // PAGE_BYTES + first, end - first).any()
+        )
+
+    def open(self, start: int, stop: int) -> None:
+        """Let writes of the pages of these bytes go to the file; edits of theirs are lost."""
+        self._map_again(start, stop, mmap.MAP_SHARED)
+
+    def close(self, start: int, stop: int) -> None:
+        """End `open`: writes are this process's own again."""
+        self._map_again(start, stop, mmap.MAP_PRIVATE | _NO_RESERVE)
+
+    def forget_edits(self, start: int, stop: int) -> None:
+        """See the file again in the pages of these bytes."""
+        first = start // PAGE_BYTES * PAGE_BYTES
+        _advise(self._address + first, pages(stop) * PAGE_BYTES - first)
+
+    def rest(self) -> None:
+        """Let go of the pages of `common`, which stay in the file."""
+        _advise(self._common_address, self._size)
+
+    def separate(self) -> None:
+        """Make every page this process's own: it no longer follows the file."""
+        self.own.bitwise_or_(0)
+
+    def _map_again(self, start: int, stop: int, flags: int) -> None:
+        first = start // PAGE_BYTES * PAGE_BYTES
+        size = pages(stop) * PAGE_BYTES - first
+        if start < stop:
+            _map(self._address + first, size, flags | _FIXED, self._file, first)
+
+
+def pages(num_bytes: int) -> int:
+    """Return how many pages so many bytes take."""
+    return -(-num_bytes // PAGE_BYTES)
+
+
+@cache
+def works_here() -> bool:
+    """Whether this system copies on write as meant, and tells which pages were."""
+    try:
+        file = os.memfd_create("lightning_shard", os.MFD_CLOEXEC)
+        os.posix_fallocate(file, 0, 2 * PAGE_BYTES)
+        memory = CopyOnWrite(file, 2 * PAGE_BYTES)
+        memory.common.fill_(1)
+        before = memory.has_edits(0, 2 * PAGE_BYTES) or int(memory.own[0]) != 1
+        memory.own[PAGE_BYTES] = 2
+        edits = [memory.has_edits(0, PAGE_BYTES), memory.has_edits(PAGE_BYTES, 2 * PAGE_BYTES)]
+        return not before and edits == [False, True] and int(memory.common[PAGE_BYTES]) == 1
+    except OSError:
+        return False
+
+
+@cache
+def _library() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    number, address = ctypes.c_size_t, ctypes.c_void_p
+    library.mmap.restype = address
+    library.mmap.argtypes = (address, number, *[ctypes.c_int] * 3, ctypes.c_long)
+    library.munmap.argtypes = (address, number)
+    library.madvise.argtypes = (address, number, ctypes.c_int)
+    return library
+
+
+def _map(address: int | None, size: int, flags: int, file: int, offset: int) -> int:
+    found = _library().mmap(address, size, _READ_AND_WRITE, flags, file, offset)
+    if found == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(found)
+
+
+def _advise(address: int, size: int) -> None:
+    _library().madvise(address, size, _DONT_NEED)
+
+
+def _tensor(address: int, size: int) -> Tensor:
+    """Return mapped memory as a tensor, whose end unmaps it."""
+    span = (ctypes.c_char * size).from_address(address)
+    _at_end(span, lambda: _library().munmap(address, size))
+    return torch.frombuffer(span, dtype=torch.uint8, count=size)
+
+
+def _at_end(thing: Any, function: Callable[[], Any]) -> None:
+    process = os.getpid()
+
+    def run() -> None:
+        if os.getpid() == process:  # a forked child has the parent's objects, and ends by itself
+            function()
+
+    weakref.finalize(thing, run).atexit = False
+
+
+@cache
+def _page_map(process: int) -> int:
+    """Return the open page map of this process, whose number keeps a fork from its parent's."""
+    del process
+    return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _is_own(first: int, count: int) -> Tensor:
+    """Return for so many pages whether each is this process's own."""
+    content = bytearray(count * _ENTRY_BYTES)
+    got = os.preadv(_page_map(os.getpid()), [content], first * _ENTRY_BYTES)
+    if got != len(content):
+        raise OSError(f"/proc/self/pagemap gave {got} of {len(content)} bytes")
+    entries = torch.frombuffer(content, dtype=torch.int64)
+    is_there = (entries < 0) | ((entries & _SWAPPED) != 0)
+    return is_there & ((entries & _OF_FILE) == 0)
+
+
+class SharedFile(CommonBuffer):
+    """The common buffer of a group on shared memory.
+
+    A buffer that the ranks of one group have in common, in a file in memory that each maps.
+
+    Its first rank makes the file, the others open it below `/proc/<process>/fd`; it has no name,
+    and goes with the last process that maps it.
+
+    Each rank may edit it for itself, by Linux's copy-on-write:
+
+        file       [ p0 | p1 | p2 | p3 ]       one copy on the host
+        process A  [  .  | p1'|  .  |  . ]     reads it until it writes: then the page is its own
+        process B  [  .  |  . |  .  |  . ]     does not see p1'
+
+    A range may be opened for a while: what is written there is then in the file, for all to see.
+    Which pages a process has of its own is read from `/proc/self/pagemap`, some 10 ns for each.
+
+    Args:
+        ranks: The group whose ranks have it.
+        memory: The mapped file.
+        dtype: Format of the elements.
+        start: First element of this rank's part.
+        stop: End of this rank's part.
+    """
+
+    def __init__(
+        self, ranks: Collectives, memory: CopyOnWrite, dtype: torch.dtype, start: int, stop: int
+    ) -> None:
+        self.group = ranks.group
+        self._ranks, self._memory = ranks, memory
+        self._own, self._common = memory.own.view(dtype), memory.common.view(dtype)
+        self._part = slice(start, stop)
+        self._bytes = start * dtype.itemsize, stop * dtype.itemsize
+        self._is_open = self._has_left = self._has_edits = False
+
+    @property
+    @override
+    def tensor(self) -> Tensor:
+        return self._own
+
+    @property
+    @override
+    def part(self) -> Tensor:
+        return (self._own if self._has_left else self._common)[self._part]
+
+    @override
+    def meet(self) -> None:
+        self._ranks.barrier()
+
+    @override
+    def open(self) -> None:
+        if self._is_open or self._has_left:
+            return
+        if self._memory.has_edits(*self._bytes):
+            self.write_part()
+        self._memory.open(*self._bytes)
+        self._is_open = True
+
+    @override
+    def give_edits(self) -> None:
+        if self._is_open or self._has_left or not self._memory.has_edits(*self._bytes):
+            return
+        self.write_part()
+        self._memory.forget_edits(*self._bytes)
+
+    @override
+    def gather(self) -> Pending:
+        group: Any = self.group
+        self._ranks.traffic.count("all_gather", 0, self._own.itemsize)  # nothing is sent
+        return self._ranks.start(
+            "all_gather", lambda: StartedTransfer(works=[group.gather_common(self)])
+        )
+
+    @override
+    def leave(self) -> Tensor:
+        self._own = self._own.clone()
+        if not self._has_left:
+            self._close()
+            self._memory.separate()
+        self._has_left = True
+        return self._own
+
+    # --- for the operation that gathers ---------------------------------------------------------
+
+    def look(self) -> bool:
+        """Return whether this rank has edits of its own part, and note whether of any."""
+        self._has_edits = self._has_left or self._memory.has_edits(0, self._memory.own.numel())
+        return self._has_left or (self._has_edits and self._memory.has_edits(*self._bytes))
+
+    def write_part(self) -> None:
+        """Write this rank's part for all."""
+        self._common[self._part].copy_(self._own[self._part])
+        self._memory.rest()
+
+    def see(self) -> None:
+        """See what all ranks have written, and edit alone from now on."""
+        if self._has_left:
+            self._own.copy_(self._common)
+            self._memory.rest()
+            return
+        self._close()
+        if self._has_edits:
+            self._memory.forget_edits(0, self._memory.own.numel())
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._memory.close(*self._bytes)
+            self._is_open = False
+
+
+def share(ranks: Collectives, values: Tensor, start: int, stop: int) -> SharedFile | None:
+    """Return a common buffer with the values of a tensor; each rank of the group must call.
+
+    Args:
+        ranks: The group, whose ranks are on one host.
+        values: Shape (F,); this rank's part of it is taken.
+        start: First element of this rank's part.
+        stop: End of this rank's part.
+
+    Returns:
+        None where the system of a rank cannot.
+
+    Raises:
+        BackendUnavailableError: The host has no memory for it.
+        ConfigError: A process is another user's, or cannot be seen from here.
+        RankFailedError: A rank has ended.
+    """
+    size = pages(values.nbytes) * PAGE_BYTES
+    file, problem = -1, ""
+    able = works_here()
+    if able and ranks.rank == 0:
+        try:
+            file = _make(size)
+        except OSError as error:
+            problem = str(error)
+    place = (os.getpid(), file, os.fstat(file).st_ino) if file >= 0 else None
+    told = ranks.all_gather_object((able, place, problem))
+    if not all(one for one, _, _ in told):
+        return None
+    _, first, problem = told[0]
+    if first is None:
+        raise BackendUnavailableError(
+            f"The backend 'shm' got no {size} bytes of shared memory: {problem}. It "
+            f"has {own_heap().used_bytes} bytes in this process. Give the job more memory, use "
+            f"fewer ranks on this host, or pass backend='gloo'."
+        )
+    file = open_file(*first) if ranks.rank else file
+    made = SharedFile(ranks, CopyOnWrite(file, values.nbytes), values.dtype, start, stop)
+    made._common[start:stop].copy_(values[start:stop])
+    made._memory.rest()
+    ranks.barrier()
+    return made
+
+
+def _make(size: int) -> int:
+    free = free_host_bytes()
+    if free is not None and free < size:
+        raise OSError(f"the host has {free} bytes left")
+    file = os.memfd_create("lightning_shard", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
 
 _OPS = C10D_OPS | {"avg": dist.ReduceOp.AVG}  # a sum in float32 for halves, rounded once
 

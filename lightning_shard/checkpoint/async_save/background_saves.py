@@ -11,26 +11,533 @@
     another exception           gives the save up: the checkpoint before stays
 
 Outside a fit's steps, and while callbacks hear of an exception, saves are complete at once.
+
+One save, from the copy of what each rank has until its folders are in their places.
+
+    writing    each rank's thread writes its file, and sums it up
+    placing    rank 0's thread writes index and checksums, and gives the folder its name
+    complete
+
+Ranks go from one phase to the next together, at the boundary of a step at which each rank's thread
+has finished. A thread that fails takes all of them along, and the folder is removed. A second
+folder of the same moment, as `ModelCheckpoint(save_last=True)` asks for, comes along.
+
+What a rank writes is copied into host memory that serves again for the next save:
+
+    ┌ weight ┬ bias ┬─ exp_avg ─┬ ...  one buffer, each tensor at a multiple of 64 bytes
+
+Each copy has a storage of its own size over the buffer: a view would be written with all of it.
 """
 
+import io
 import os
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from threading import Event
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.async_save.save_in_flight import (
-    FAILED,
-    FINISHED,
-    SaveInFlight,
-    ToSave,
-)
 from lightning_shard.checkpoint.async_save.save_plans import SavePlans
+from lightning_shard.checkpoint.files.checksums import Checksum, complete_folder, write_checked
+from lightning_shard.checkpoint.files.new import not_saved
+from lightning_shard.checkpoint.files.open_folder import META_FILE, OpenFolder, on_one_filesystem
 from lightning_shard.checkpoint.host_buffers import HostBuffers
-from lightning_shard.checkpoint.sharded.writing import write_folder
+from lightning_shard.checkpoint.sharded.box_writer import BoxWriter, renamed
+from lightning_shard.checkpoint.sharded.writing import BoxSavePlanner, made_folder, write_folder
 from lightning_shard.errors import CheckpointError
+
+_ALIGNMENT = 64  # bytes
+FAILED, WORKING, FINISHED = -1, 0, 1
+_POLL_SECONDS = 0.1
+
+
+class SaveCancelledError(Exception):
+    """What is raised in a writer whose save has been given up."""
+
+
+class StagedItems:
+    """What one rank writes, as it was when this was made.
+
+    Args:
+        items: What there is to write.
+        resolve: Returns the tensor, or the pickled bytes, of an item.
+        buffers: Lends the memory; see `give_back`.
+
+    Attributes:
+        num_bytes: Bytes of all copied tensors.
+        num_written: Bytes of those that the writer has asked for.
+        cancelled: Once set, the writer ends at the next item.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[WriteItem],
+        resolve: Callable[[WriteItem], Tensor | io.BytesIO],
+        buffers: HostBuffers,
+    ) -> None:
+        self._items = list(items)
+        resolved = {item.index: resolve(item) for item in self._items}
+        tensors = {key: one.detach() for key, one in resolved.items() if isinstance(one, Tensor)}
+        self.num_bytes = sum(map(_num_bytes, tensors.values()))
+        self.num_written = 0
+        self.cancelled = Event()
+        self._buffers = buffers
+        self._buffer: Tensor | None = buffers.lend(sum(map(_aligned_bytes, tensors.values())))
+        self._staged: dict[MetadataIndex, Any] = {**resolved, **_copied(tensors, self._buffer)}
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        """Return what the writer asks for; called by the writer's thread.
+
+        Raises:
+            SaveCancelledError: The save has been given up.
+        """
+        if self.cancelled.is_set():
+            raise SaveCancelledError
+        value = self._staged[item.index]
+        if isinstance(value, Tensor):
+            self.num_written += _num_bytes(value)
+        return value
+
+    def holds(
+        self, items: Iterable[WriteItem], resolve: Callable[[WriteItem], Tensor | io.BytesIO]
+    ) -> bool:
+        """Whether other items are the same ones, bit by bit.
+
+        Args:
+            items: What there is to write.
+            resolve: Returns the tensor, or the pickled bytes, of an item.
+        """
+        others = list(items)
+        return others == self._items and all(
+            _are_alike(self._staged[item.index], resolve(item)) for item in others
+        )
+
+    def give_back(self) -> None:
+        """Let the next save have the memory; nothing reads it any more."""
+        self._staged = {}
+        if self._buffer is not None:
+            self._buffers.give_back(self._buffer)
+            self._buffer = None
+
+
+def _are_alike(copy: Tensor | io.BytesIO, value: Tensor | io.BytesIO) -> bool:
+    if isinstance(copy, Tensor) and isinstance(value, Tensor):
+        return copy.dtype == value.dtype and torch.equal(_bits(copy), _bits(value.detach().cpu()))
+    if isinstance(copy, io.BytesIO) and isinstance(value, io.BytesIO):
+        return copy.getbuffer() == value.getbuffer()
+    return False
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the elements as bytes, in which those that are no numbers are alike, too."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _copied(tensors: dict[MetadataIndex, Tensor], buffer: Tensor) -> dict[MetadataIndex, Tensor]:
+    """Return copies of tensors in a buffer, complete."""
+    copies = dict(zip(tensors, _laid_out(tensors.values(), buffer), strict=True))
+    for key, copy in copies.items():
+        copy.copy_(tensors[key], non_blocking=True)
+    for device in {one.device for one in tensors.values() if one.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def _laid_out(tensors: Iterable[Tensor], buffer: Tensor) -> Iterator[Tensor]:
+    memory, at = buffer.numpy(), 0
+    for one in tensors:
+        if one.layout is not torch.strided or not one.numel():
+            yield torch.empty_like(one, device="cpu")
+        else:
+            flat = torch.frombuffer(memory, dtype=one.dtype, count=one.numel(), offset=at)
+            yield flat.view(one.shape)
+        at += _aligned_bytes(one)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return prod(tensor.shape) * tensor.element_size()
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
+
+
+Staging: TypeAlias = Callable[[SavePlan, SavePlanner], StagedItems | None]
+"""Copies what a rank writes by a plan; None where an earlier copy does not hold the same."""
+
+
+@dataclass(frozen=True)
+class ToSave:
+    """What is to be saved, and where; alike on each rank but for the elements.
+
+    Attributes:
+        path: Where the folder is to be.
+        state: As for `write_folder`.
+        meta: As for `write_folder`; it is pickled when a folder is begun.
+    """
+
+    path: Any
+    state: Mapping[str, Any]
+    meta: Mapping[str, Any] | None
+
+
+class StagedWriter(BoxWriter):
+    """Copies what this rank writes by a plan, and writes it when asked.
+
+    Args:
+        folder: The folder to write into.
+        rank: Number of this rank.
+    """
+
+    def __init__(self, folder: OpenFolder, rank: int) -> None:
+        super().__init__(folder)
+        self.set_up_storage_writer(rank == 0, rank=rank)
+        self.staged: StagedItems | None = None
+        self._plan: SavePlan | None = None
+
+    def copy(self, plan: SavePlan, planner: SavePlanner, staging: Staging) -> bool:
+        """Copy what this rank writes; return False where an earlier copy does not hold the same."""
+        self._plan, self.staged = plan, staging(plan, planner)
+        return self.staged is not None
+
+    def write_staged(self) -> list[WriteResult]:
+        """Write this rank's file, and return where in it everything is."""
+        assert self._plan is not None
+        staged: Any = self.staged  # of a planner it has the one method that is asked for
+        results: list[WriteResult] = self.write_data(self._plan, staged).value()
+        return results
+
+
+class UnfinishedFolder:
+    """A folder that has no name yet; each rank must make one, with the same path.
+
+        begin, plan,   on the ranks' own threads, which talk to each other once (and to plan anew);
+        copy           nothing is on the disk yet
+        write          this rank's file, and on rank 0 meta.pt: in the thread
+        link           the same where another folder has the same elements: one file with two names
+        complete       index, checksums and the folder's name: in rank 0's thread
+
+    Args:
+        saved: What the folder is to hold.
+        collectives: Group of all ranks; None where this process is alone.
+        plans: The plans of the save before, which are made anew where they do not stand.
+        staging: Copies what this rank writes, or compares it with an earlier copy.
+
+    Attributes:
+        has_copy: Whether this rank has a copy, see `staging`.
+        written: Where in its file this rank has put what, and checksums, once it has.
+
+    Raises:
+        CheckpointError: Some rank could not begin.
+    """
+
+    def __init__(
+        self,
+        saved: ToSave,
+        collectives: Collectives | None,
+        plans: SavePlans,
+        staging: Staging,
+    ) -> None:
+        self.path = saved.path
+        self.written: Any = None
+        self._rank = 0 if collectives is None else collectives.rank
+        with ExitStack() as stack:
+            self._meta: memoryview | None = None
+            made: tuple[OpenFolder | None, str] = None, ""
+            if self._rank == 0:
+                made = made_folder(saved.path, stack, partial(self._keep, saved.meta))
+            self._begin(made, saved.state, collectives, plans)
+            self._metadata = plans.metadata if self._rank == 0 else None
+            self.has_copy = self.writer.copy(plans.final, self._planner, staging)
+            self._place = stack.pop_all()
+
+    def _begin(
+        self,
+        made: tuple[OpenFolder | None, str],
+        state: Mapping[str, Any],
+        collectives: Collectives | None,
+        plans: SavePlans,
+    ) -> None:
+        """Agree on the folder that rank 0 has made, and on what each rank writes."""
+        local, failure = self._local_plan(state)
+        known = set[int]() if local is None else plans.numbers_of(local, collectives)
+        told = [(made, known, failure)]
+        if collectives is not None:
+            told = collectives.all_gather_object(told[0])
+        (folder, reason), _, _ = told[0]
+        if folder is None:
+            raise CheckpointError(reason)
+        failed = {rank: one for rank, (_, _, one) in enumerate(told) if one}
+        if failed or local is None:
+            raise CheckpointError(explained(failed))
+        self._folder = folder
+        self.writer = StagedWriter(self._folder, self._rank)
+        if standing := known.intersection(*(numbers for _, numbers, _ in told)):
+            plans.choose(max(standing))
+        else:
+            plans.make(local, self._planner, self.writer, collectives)
+
+    def _local_plan(self, state: Mapping[str, Any]) -> tuple[SavePlan | None, str]:
+        """Return what there is to write on this rank, or None and why nobody can tell."""
+        self._planner = BoxSavePlanner()
+        try:
+            self._planner.set_up_planner(dict(state), is_coordinator=self._rank == 0)
+            return self._planner.create_local_plan(), ""
+        except Exception as error:  # torch's, of what it cannot save
+            return None, repr(error)
+
+    def _keep(self, meta: Mapping[str, Any] | None, _: OpenFolder) -> None:
+        """Pickle what is meta.pt, as it is now."""
+        file = io.BytesIO()
+        torch.save(meta, file)
+        self._meta = file.getbuffer()
+
+    def write(self) -> None:
+        """Write this rank's files; runs in the thread."""
+        with _explaining(self.path):
+            meta = self._write_meta()
+            results = self.writer.write_staged()
+            self.written = results, self.writer.checksums | meta
+
+    def link(self, other: "UnfinishedFolder") -> None:
+        """Give this rank's files in `other`, which has the same elements, second names here."""
+        with _explaining(self.path):
+            meta = self._write_meta()
+            names = self._folder.take_over(other._folder, list(other.writer.checksums))
+            results, sums = other.written
+            found = {names[name]: one for name, one in sums.items() if name in names}
+            self.written = renamed(results, names), {**found, **meta}
+
+    def complete(self, written: Sequence[Any]) -> None:
+        """Complete the folder from what all ranks have written, and give it its name."""
+        with _explaining(self.path):
+            assert self._metadata is not None
+            self.writer.finish(self._metadata, [results for results, _ in written])
+            index = self.writer.index
+            sums = {name: one for _, each in written for name, one in each.items()}
+            complete_folder(self._folder, index, sums)
+            self._place.close()
+
+    def discard(self) -> None:
+        """Remove the folder, on rank 0."""
+        with suppress(SaveCancelledError), self._place:
+            raise SaveCancelledError
+
+    def _write_meta(self) -> dict[str, Checksum]:
+        if self._meta is None:
+            return {}
+        content, self._meta = self._meta, None
+        name = self._folder.named(META_FILE)
+        return {name: write_checked(self._folder, name, content)}
+
+
+@contextmanager
+def _explaining(path: Any) -> Iterator[None]:
+    """Raise the operating system's reason where there is one: torch tells another story."""
+    try:
+        yield
+    except BaseException as error:
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, OSError):
+            found = found.__cause__ or found.__context__
+        if found is None:
+            raise
+        raise not_saved(path, found) from error
+
+
+def explained(failed: Mapping[int, str]) -> str:
+    """Return what is told on every rank of the ranks that have failed, first those by themselves.
+
+    Args:
+        failed: By rank, why it has.
+    """
+    own = {rank: one for rank, one in failed.items() if SaveCancelledError.__name__ not in one}
+    told = "; ".join(f"rank {rank}: {one}" for rank, one in (own or failed).items())
+    return (
+        f"A checkpoint that was being written while training went on was not saved ({told}). "
+        f"Earlier checkpoints are as they were."
+    )
+
+
+class SaveInFlight:
+    """A checkpoint that is copied, and then written; each rank must make one, with the same path.
+
+    Args:
+        saved: What is copied here, and is to be written.
+        collectives: Group of all ranks; None where this process is alone.
+        buffers: Lends the host memory of the copy.
+        plans: As for `UnfinishedFolder`.
+
+    Raises:
+        CheckpointError: Some rank could not begin.
+    """
+
+    def __init__(
+        self,
+        saved: ToSave,
+        collectives: Collectives | None,
+        buffers: HostBuffers,
+        plans: SavePlans,
+    ) -> None:
+        self._collectives = None if collectives is None or collectives.size == 1 else collectives
+        self._rank = 0 if self._collectives is None else self._collectives.rank
+
+        def staging(plan: SavePlan, planner: SavePlanner) -> StagedItems:
+            return StagedItems(plan.items, planner.resolve_data, buffers)
+
+        first = UnfinishedFolder(saved, self._collectives, plans, staging)
+        assert first.writer.staged is not None
+        self.staged = first.writer.staged
+        self._folders, self._plans = [first], plans
+        self._afterwards: deque[Callable[[], None]] = deque()
+        self._is_placing = False
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="async-save")
+        self._jobs: list[Future[None]] = []
+        self.is_started = False
+
+    def start(self) -> None:
+        """Let the thread write, once every rank is known to have its copy."""
+        self.is_started = True
+        self._jobs.append(self._executor.submit(self._folders[0].write))
+
+    @property
+    def paths(self) -> list[Any]:
+        """Where its folders are to be."""
+        return [folder.path for folder in self._folders]
+
+    def join(self, saved: ToSave) -> bool:
+        """Have a second folder of the same elements written along; each rank must call.
+
+        Args:
+            saved: What is compared with what was copied; `meta` may differ.
+
+        Returns:
+            Whether it will be. If not, some rank has other elements than before.
+
+        Raises:
+            CheckpointError: Some rank could not begin.
+        """
+        if self._is_placing or os.fspath(saved.path) in map(os.fspath, self.paths):
+            return False
+        if not on_one_filesystem(saved.path, self.paths[0]):
+            return False
+
+        def staging(plan: SavePlan, planner: SavePlanner) -> StagedItems | None:
+            same = self.staged.holds(plan.items, planner.resolve_data)
+            return self.staged if same else None
+
+        first = self._folders[0]
+        folder = UnfinishedFolder(saved, self._collectives, self._plans, staging)
+        if not all(self._gather(folder.has_copy)):
+            folder.discard()
+            return False
+        self._folders.append(folder)
+        self._jobs.append(self._executor.submit(folder.link, first))
+        return True
+
+    @property
+    def progress(self) -> int:
+        """Whether this rank's thread has FAILED, is WORKING or has FINISHED its phase."""
+        if any(job.done() and job.exception() is not None for job in self._jobs):
+            return FAILED
+        return FINISHED if all(job.done() for job in self._jobs) else WORKING
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Have rank 0 do something once the folder is in its place, and never if that fails."""
+        if self._rank == 0:
+            self._afterwards.append(action)
+
+    def advance(self, *, has_failed: bool) -> bool:
+        """Go to the next phase, once all ranks are ready or one has failed; each rank must call.
+
+        Args:
+            has_failed: Whether some rank's thread has failed.
+
+        Returns:
+            Whether the checkpoint is complete.
+
+        Raises:
+            CheckpointError: Some rank has failed; the folder has been removed.
+        """
+        if has_failed:
+            self.staged.cancelled.set()
+        told = self._gather((self._wait(), [folder.written for folder in self._folders]))
+        failed = {rank: one for rank, (one, _) in enumerate(told) if one is not None}
+        if failed:
+            self.discard()
+            raise CheckpointError(explained(failed))
+        if self._is_placing:
+            self._end()
+            return True
+        self.staged.give_back()
+        self._is_placing = True
+        self._jobs = []
+        if self._rank == 0:
+            self._jobs = [self._executor.submit(self._put_in_place, [own for _, own in told])]
+        return False
+
+    def finish(self, tell: Callable[[int], None] = lambda _: None) -> None:
+        """Wait until the checkpoint is complete; each rank must call.
+
+        Args:
+            tell: Is told at times how many bytes of this rank's are written.
+
+        Raises:
+            CheckpointError: Some rank has failed; the folder has been removed.
+        """
+        while True:
+            while wait(self._jobs, _POLL_SECONDS).not_done:
+                tell(self.staged.num_written)
+            tell(self.staged.num_written)
+            if self.advance(has_failed=False):
+                return
+
+    def discard(self) -> None:
+        """Give the save up, and remove what this rank has written of it; no other rank is asked."""
+        self.staged.cancelled.set()
+        self._wait()
+        self._afterwards.clear()
+        for folder in self._folders:
+            folder.discard()
+        self._end()
+
+    def _end(self) -> None:
+        self._do_afterwards()
+        self.staged.give_back()
+        self._executor.shutdown(wait=False)
+
+    def _put_in_place(self, written: list[list[Any]]) -> None:
+        """Complete the folders; runs in rank 0's thread."""
+        for number, folder in enumerate(self._folders):
+            folder.complete([each[number] for each in written])
+        self._do_afterwards()
+
+    def _do_afterwards(self) -> None:
+        while self._afterwards:
+            self._afterwards.popleft()()
+
+    def _wait(self) -> str | None:
+        """Wait for this rank's thread, and return why it has failed; None where it has not."""
+        errors = [error for job in self._jobs if (error := job.exception()) is not None]
+        if not errors:
+            return None
+        first = errors[0]
+        return str(first) if isinstance(first, CheckpointError) else repr(first)
+
+    def _gather(self, own: Any) -> list[Any]:
+        return [own] if self._collectives is None else self._collectives.all_gather_object(own)
 
 
 class BackgroundSaves:

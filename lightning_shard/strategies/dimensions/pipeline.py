@@ -17,7 +17,6 @@ from typing_extensions import override
 from lightning_shard.data_parallel.agreement import check_same_model, refuse_embeddings_of_batches
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.gradients.edit_marks import EditMarks
 from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.memory.quantised import refuse_quantised_parts
 from lightning_shard.data_parallel.model_split import ModelSplit
@@ -29,6 +28,7 @@ from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
+from lightning_shard.pipeline_parallel.step_edits import EditMarks
 from lightning_shard.planning.description import Description, Measure
 from lightning_shard.strategies.dimensions.dimension import (
     ParallelDimension,

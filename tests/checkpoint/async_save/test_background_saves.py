@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
-from lightning_shard.checkpoint.async_save.save_in_flight import SaveInFlight
+from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves, SaveInFlight
 from lightning_shard.checkpoint.sharded.folder import is_sharded_folder
 
 STATE: dict[str, Any] = {"state_dict": {"weight": torch.arange(6.0)}}

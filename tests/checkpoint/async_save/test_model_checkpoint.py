@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_shard.checkpoint.async_save.save_in_flight import SaveInFlight, StagedWriter
+from lightning_shard.checkpoint.async_save.background_saves import SaveInFlight, StagedWriter
 from lightning_shard.checkpoint.sharded.folder import is_sharded_folder
 from tests.checkpoint.async_save.test_async_saves import made, sharded
 from tests.checkpoint.sharded.runs import NUM_STEPS, fit

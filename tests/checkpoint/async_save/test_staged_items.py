@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lightning_shard.checkpoint.async_save.save_in_flight import SaveCancelledError, StagedItems
+from lightning_shard.checkpoint.async_save.background_saves import SaveCancelledError, StagedItems
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 
 STATE: dict[str, Any] = {

@@ -1,15 +1,25 @@
-"""Buffers that a part of a step needs keep their views, and nothing that user code still reads."""
+"""Buffers that a part of a step needs keep their views, and nothing that user code still reads.
+
+The states of a buffer's gradients, event by event, as the picture of `gradient_state` says.
+"""
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.gradients.gradient_buffer import GradientBuffer, KeptViews
+from lightning_shard.data_parallel.gradients.gradient_buffer import (
+    GradientBuffer,
+    GradientStates,
+    KeptViews,
+)
 from lightning_shard.data_parallel.memory.flat_memory import FlatMemory
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.testing import run_ranks
@@ -112,3 +122,44 @@ def spares_of_a_dropped_buffer(rank: int) -> list[bool]:
 
 def test_a_buffer_that_lets_go_of_all_keeps_no_views() -> None:
     assert run_ranks(spares_of_a_dropped_buffer, 2) == [[True, False]] * 2
+
+
+# by event and state, the state after it; all other states stay
+CHANGES: dict[str, dict[str, str]] = {
+    "arrive": {"NONE": "LOCAL", "REDUCED": "BOTH"},
+    "leave": {"LOCAL": "NONE", "BOTH": "REDUCED"},
+    "come": {"NONE": "REDUCED", "LOCAL": "BOTH"},
+    "show": {"NONE": "REDUCED", "LOCAL": "BOTH"},
+    "forget": {"LOCAL": "NONE", "REDUCED": "NONE", "BOTH": "NONE"},
+}
+EVENTS: dict[str, list[Callable[[GradientStates], None]]] = {
+    "arrive": [lambda states: states.arrive(0), lambda states: states.all_arrive([0])],
+    "leave": [lambda states: states.leave(0), GradientStates.all_leave],
+    "come": [GradientStates.all_come],
+    "show": [lambda states: states.show(0)],
+    "forget": [lambda states: states.forget([0])],
+}
+
+
+def state_of(states: GradientStates) -> str:
+    words = {(0, 0): "NONE", (1, 0): "LOCAL", (0, 1): "REDUCED", (1, 1): "BOTH"}
+    return words[states.is_local[0], states.is_reduced[0]]
+
+
+@given(st.lists(st.sampled_from([*EVENTS])))
+def test_events_change_states_as_the_picture_shows(events: list[str]) -> None:
+    states = GradientStates(1)
+    for event in events:
+        before = state_of(states)
+        for change in EVENTS[event]:
+            change(states)
+        assert state_of(states) == CHANGES[event].get(before, before)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_is_forgotten_is_none_again(event: str) -> None:
+    states = GradientStates(1)
+    for change in EVENTS[event]:
+        change(states)
+    states.forget([0])
+    assert states.is_none(0)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.common_buffer import CommonBuffer, begin_update
-from lightning_shard.backends.shm import common
-from lightning_shard.backends.shm.common import CopyOnWrite, works_here
+from lightning_shard.backends.shm import backend
+from lightning_shard.backends.shm.backend import CopyOnWrite, works_here
 from lightning_shard.backends.shm.heap import PAGE_BYTES
 from lightning_shard.errors import BackendUnavailableError
 from tests.backends.shm.test_process_group import join
@@ -150,7 +150,7 @@ def test_several_are_waited_for_in_any_order() -> None:
 
 def without_memory() -> str:
     ranks = join()
-    with patch.object(common, "_make", side_effect=OSError(errno.ENOMEM, "no memory")):
+    with patch.object(backend, "_make", side_effect=OSError(errno.ENOMEM, "no memory")):
         try:
             shared(ranks)
         except BackendUnavailableError as error:
@@ -167,8 +167,8 @@ def test_every_rank_is_told_that_the_host_has_no_memory() -> None:
 def where_one_cannot() -> bool:
     ranks = join()
     if ranks.rank == 1:
-        common.works_here.cache_clear()
-        with patch.object(common, "_page_map", side_effect=PermissionError):
+        backend.works_here.cache_clear()
+        with patch.object(backend, "_page_map", side_effect=PermissionError):
             return ranks.share(torch.zeros(NUMEL), SPLIT, NUMEL) is None
     return ranks.share(torch.zeros(NUMEL), 0, SPLIT) is None
 
@@ -294,7 +294,7 @@ def test_edits_are_found_by_the_page(writes: list[tuple[int, int]], asked: list[
 
 def test_a_system_that_hides_its_page_map_is_found_out() -> None:
     works_here.cache_clear()
-    with patch.object(common, "_page_map", side_effect=PermissionError):
+    with patch.object(backend, "_page_map", side_effect=PermissionError):
         assert not works_here()
     works_here.cache_clear()
     assert works_here()

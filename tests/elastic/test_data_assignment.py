@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR
 
-from lightning_shard.elastic.learning_rate import GROUP_RATES, SCHEDULER_RATES, rescale
+from lightning_shard.elastic.data_assignment import GROUP_RATES, SCHEDULER_RATES, rescale
 from lightning_shard.errors import ConfigError
 
 NUM_STEPS = 24
