@@ -56,7 +56,6 @@ class Part:
         dim: The sharded dimension, counted from 0.
         group: Group of the W ranks that have the parts.
         num_blocks: Number of equal blocks along `dim`, of each of which a rank has 1 / W.
-        is_of_weight: Whether it is of a weight, or computed from one: views of it may be written.
         own_rules: Rules by operation that go before those of `dim_sharded_operations`.
     """
 
@@ -66,7 +65,6 @@ class Part:
     dim: int
     group: Collectives
     num_blocks: int = 1
-    is_of_weight: bool = False
 
     @property
     def place(self) -> int:
@@ -165,14 +163,7 @@ class Part:
 
 
 @untraced
-def from_local(
-    local: Tensor,
-    group: Collectives,
-    dim: int = -1,
-    num_blocks: int = 1,
-    *,
-    is_of_weight: bool = False,
-) -> Tensor:
+def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int = 1) -> Tensor:
     """Make a tensor that looks full of each rank's part, without sending anything.
 
     Args:
@@ -180,7 +171,6 @@ def from_local(
         group: Group of the ranks that have the parts.
         dim: The sharded dimension.
         num_blocks: Number of equal blocks along `dim`, each of which is sharded.
-        is_of_weight: Whether it is of a weight, to views of which a step may write.
 
     Returns:
         A `DimShardedTensor`; on a single rank `local`.
@@ -188,7 +178,7 @@ def from_local(
     if group.size == 1:
         return local
     place = {"dim": dim % local.ndim, "num_blocks": num_blocks}
-    return wrapped(Part(local=local, group=group, is_of_weight=is_of_weight, **place))
+    return wrapped(Part(local=local, group=group, **place))
 
 
 @untraced
@@ -385,9 +375,14 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     shown = [
         Gathered(one, gathered[key])
         for key, one in given.items()
-        if not (one.part.is_of_weight and gathered[key].requires_grad)
+        if not (gathered[key].requires_grad and _is_of_leaf(one.part.local))
     ]
     return _shown(result, shown)
+
+
+def _is_of_leaf(local: Tensor) -> bool:
+    """Whether a part is of a weight, and not computed from one."""
+    return local.is_leaf or (local._base is not None and local._base.is_leaf)
 
 
 def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
@@ -475,6 +470,8 @@ class ViewOfGathered(Tensor):
         views = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)}
         homes = [*{id(one.of): one.of for one in views.values()}.values()]
         targets = [one for one in _written(func, args, kwargs) if id(one) in views]
+        if func in _OF_THE_GRAPH and DimShardedTensor in types:
+            return DimShardedTensor.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_THE_OBJECT or func in _OF_THE_GRAPH:
                 return func(*args, **kwargs)

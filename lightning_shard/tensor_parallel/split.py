@@ -235,7 +235,7 @@ class SplitModel(BaseSplit):
         known, wide = self._shown.get(key, (None, part))
         if known is not part:
             dim, num_blocks = sharding.dim, len(sharding.blocks)
-            wide = from_local(part, self.group, dim, num_blocks, is_of_weight=True)
+            wide = from_local(part, self.group, dim, num_blocks)
             pass_for_parameter(wide)
             self._shown[key] = part, wide
         return wide
