@@ -294,6 +294,8 @@ class DimShardedTensor(Tensor):
         kwargs = dict(kwargs or {})
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
+        if _writes_several(func, args):
+            return _in_turn(func, args, kwargs)
         if func in BY_ADDRESS:
             raise memory_refused(func, args[0], "each rank of a layer has a part of it")
         if func in _rules.of_wrapper:
@@ -467,6 +469,8 @@ class ViewOfGathered(Tensor):
     ) -> Any:
         """Do an operation on plain tensors, as they are now, and take over what it has written."""
         kwargs = dict(kwargs or {})
+        if _writes_several(func, args):
+            return _in_turn(func, args, kwargs)
         views = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)}
         homes = [*{id(one.of): one.of for one in views.values()}.values()]
         targets = [one for one in _written(func, args, kwargs) if id(one) in views]
@@ -485,6 +489,22 @@ class ViewOfGathered(Tensor):
         for home, values in zip(homes, before, strict=True):
             home.take(is_written=bool(targets), before=values)
         return targets[0] if targets and isinstance(result, Tensor) else _shown(result, homes)
+
+
+def _writes_several(func: Callable[..., Any], args: Any) -> bool:
+    """Whether an operation changes the tensors of a list, of which one may be a view of another."""
+    is_of_list = name_of(func).startswith("foreach") and bool(args)
+    return is_of_list and writes(func) and len(args[0]) > 1
+
+
+def _in_turn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Change each tensor of a list by itself, in their order."""
+    for index in range(len(args[0])):
+
+        def own(value: Any, index: int = index) -> Any:
+            return [value[index]] if isinstance(value, (list, tuple)) else value
+
+        func(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
 
 
 def _shown(result: Any, homes: Sequence[Gathered]) -> Any:

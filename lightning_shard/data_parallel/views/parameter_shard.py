@@ -35,6 +35,7 @@ from lightning_shard.core.tensor_calls import (
 from lightning_shard.data_parallel.torch_private import (
     is_composite,
     outside_transforms,
+    storage_key,
     wraps_tensors,
 )
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
@@ -78,7 +79,9 @@ class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
             return func.decompose(*args, **kwargs)  # as under inference mode
         for base in _bases(written_by(func, args, kwargs)):
             base.spread.lent.changed()
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+        has_views = any(isinstance(one, ShardView) for one in tree_leaves(lists))
+        if not has_views and torch.Tag.nondeterministic_seeded not in func.tags:
             try:
                 return super().dispatched(func, args, kwargs)
             except NotShardedError:
@@ -312,17 +315,17 @@ def on_full_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     Each rank must call. Random values are drawn for all elements, as on a single device.
     """
     written = written_by(func, args, kwargs)
-    overwrites = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
-    fulls: dict[int, Tensor] = {}
+    is_random = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
+    overwrites = is_random and len(_bases((args, kwargs))) == 1
+    fulls: dict[tuple[int, int], Tensor] = {}
     values: dict[int, Tensor] = {}
 
     def full(base: ShardedTensor) -> Tensor:
-        if id(base) not in fulls:
+        key = _elements(base)
+        if key not in fulls:
             unread = overwrites and base is args[0]
-            fulls[id(base)] = (
-                base.local.new_empty(base.shape) if unread else base.full_tensor().clone()
-            )
-        return fulls[id(base)]
+            fulls[key] = base.local.new_empty(base.shape) if unread else base.full_tensor().clone()
+        return fulls[key].view(base.shape)
 
     def value(tensor: Tensor) -> Tensor:
         if isinstance(tensor, ShardView):
@@ -339,8 +342,13 @@ def on_full_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     for tensor in written:
         base = tensor.base if isinstance(tensor, ShardView) else tensor
         if isinstance(base, ShardedTensor):
-            _put_back(base, fulls[id(base)])
+            _put_back(base, fulls[_elements(base)])
     return tree_map_only(Tensor, lambda one: values.get(id(one), one), result)
+
+
+def _elements(base: ShardedTensor) -> tuple[int, int]:
+    """Return what is the same for all that show one tensor's elements."""
+    return id(base.spread), storage_key(base.local)
 
 
 def _put_back(base: ShardedTensor, full: Tensor) -> None:

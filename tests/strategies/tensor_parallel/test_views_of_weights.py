@@ -39,6 +39,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "of each other": lambda weight: weight[0].copy_(weight[1]),
     "foreach": lambda weight: torch._foreach_mul_([weight], 1.1),
     "foreach of rows": lambda weight: torch._foreach_mul_([weight[0], weight[2]], 1.1),
+    "foreach of it and a row": lambda weight: torch._foreach_mul_([weight, weight[0]], 1.1),
+    "foreach of a row and it": lambda weight: torch._foreach_add_([weight[1], weight], 0.1),
     "kept": _kept,
 }
 
@@ -62,7 +64,7 @@ class WritesInStep(Decoder):
 
 
 @pytest.mark.few_cases(4)
-@pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3"])
+@pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3", "zero3"])
 @pytest.mark.parametrize("write", WRITES)
 def test_what_a_step_writes_to_a_view_of_a_weight_stays(write: str, scheme: str) -> None:
     """It was written to a gathered copy, and lost: weights were 13 % to 180 % off."""
@@ -104,6 +106,30 @@ class WritesLogits(Decoder):
 def test_what_a_step_writes_to_a_view_of_logits_stays(write: str, scheme: str) -> None:
     """It was lost as well, with its gradient: masked logits were not."""
     style: Any = type("Writes", (WritesLogits,), {"write": staticmethod(IN_GRAPH[write])})
+    assert_same_weights(style, scheme)
+
+
+class WritesComputed(Decoder):
+    write: Callable[[Tensor], Any]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        doubled, squared = 2 * self.head.weight, self.blocks[0].down.weight.square()
+        type(self).write(doubled)
+        type(self).write(squared)
+        loss = super().training_step(batch, batch_idx)
+        return loss + doubled.square().mean() + squared.t().sum(0).square().mean()
+
+
+COMPUTED = {name: IN_GRAPH[name] for name in ("masked column", "first position", "detached")}
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3", "zero3"])
+@pytest.mark.parametrize("write", COMPUTED)
+def test_what_a_step_writes_to_a_view_of_what_it_computed_from_a_weight_stays(
+    write: str, scheme: str
+) -> None:
+    """Only views of activations stayed: those of `2 * weight` were plain copies, and lost."""
+    style: Any = type("Writes", (WritesComputed,), {"write": staticmethod(COMPUTED[write])})
     assert_same_weights(style, scheme)
 
 
