@@ -24,7 +24,7 @@ from tests.strategies.parity import ignore_upstream_warnings
 
 
 class Sends(L.Callback):
-    """Sends this process a signal, each time twice, in a hook of one rank.
+    """Sends this process a signal, twice at once, in the first of such hooks of one rank.
 
     Args:
         hook: Name of the hook.
@@ -34,10 +34,12 @@ class Sends(L.Callback):
 
     def __init__(self, hook: str, step: int, signum: int = signal.SIGTERM) -> None:
         self._when, self._signum = (hook, step, 1), signum
+        self._has_sent = False  # one that comes again after seconds would end the process
 
     def _come(self, hook: str, trainer: L.Trainer) -> None:
         here = (hook, trainer.global_step, trainer.strategy.mesh_rank)
-        if here == self._when and not trainer.sanity_checking:
+        if here == self._when and not (self._has_sent or trainer.sanity_checking):
+            self._has_sent = True
             for _ in range(2):
                 os.kill(os.getpid(), self._signum)
             _wait_until_it_is_handled(trainer.strategy)

@@ -52,7 +52,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "byol": dict.fromkeys(STAGED, "no list of repeated blocks|sync_batchnorm")
     | {
         "tensor_parallel": "found nothing in BYOL to split",
-        "hybrid_parallel of split layers": "sync_batchnorm=True asks for statistics",
         "local_sgd": "sync_batchnorm=True makes ranks wait",
     },
     "lora": {},
