@@ -41,6 +41,7 @@ def vanish_on_rank_one() -> str:
     return os.environ["WORD"]
 
 
+@pytest.mark.slow
 def test_each_rank_has_the_variables_of_mpirun_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
     assert run_mpi(describe, 2, word="hi") == [("hi", "0", "0", "2"), ("hi", "1", "1", "2")]

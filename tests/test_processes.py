@@ -50,6 +50,7 @@ def test_a_failure_shows_the_output() -> None:
         run_processes(fail_on_rank_one, 2)
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_long_is_ended() -> None:
     with pytest.raises(ProcessesFailedError, match="rank 0 ended with -9"):
         run_processes(sleep_long, 1, timeout_seconds=2)

@@ -41,6 +41,7 @@ def faults_of_a_step_of_a_thread() -> int:
         return thread.submit(faults_of_a_step).result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [faults_of_a_step, faults_of_a_step_of_a_thread])
 def test_a_step_faulted_in_what_the_last_one_had_freed(faults: Callable[[], int]) -> None:
     (found,) = run_processes(faults, 1, fresh=True)

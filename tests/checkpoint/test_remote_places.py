@@ -99,6 +99,7 @@ def check_style(style: str, kind: str, memory: Any) -> None:
     torch.testing.assert_close(dict(stored), dict(whole.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("style", "kind"), QUICK)
 def test_a_url_was_a_local_folder(style: str, kind: str, memory: Any) -> None:
     check_style(style, kind, memory)

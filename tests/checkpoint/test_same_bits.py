@@ -127,6 +127,7 @@ def test_a_resumed_fit_dropped_others_and_began_the_epoch_anew(
     assert deviation(broken, whole) == 0.0
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("at", [WITHIN, AT_END])
 def test_dropout_of_elastic_ranks_was_that_of_another_run(at: int, tmp_path: Path) -> None:
     def make() -> ElasticStrategy:

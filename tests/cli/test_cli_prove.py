@@ -50,6 +50,7 @@ def test_an_equal_run(command: Command, capsys: pytest.CaptureFixture[str]) -> N
     assert "'train_loss' is logged at each step" in printed
 
 
+@pytest.mark.slow
 def test_a_mistake_as_json(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"--model={__name__}.{ScaledByRanks.__name__}"
     assert command("gpt_zero3.yaml", model, *SMALL, "--json", "--ranks=3") == 1

@@ -79,6 +79,7 @@ def test_the_peak_of_a_step_falls_as_the_ranks_rise(
         assert alone / ranks < max(peaks(ranks, length, heads)) < 1.2 * alone / ranks
 
 
+@pytest.mark.slow
 def test_a_sequence_that_one_rank_cannot_hold_trains_on_eight() -> None:
     length, limit = 2048, 1_500_000
     with pytest.raises(LimitError):

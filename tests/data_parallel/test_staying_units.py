@@ -184,6 +184,7 @@ def test_a_block_that_was_not_all_used_holds_the_others_up_but_once() -> None:
         assert min(first, *others) >= NUM_BLOCKS - 1
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("backend", "mixed"), [("gloo", False), ("shm", True)])
 def test_only_the_root_stays_where_each_rank_has_parameters_of_its_own(
     backend: str, mixed: bool

@@ -46,7 +46,7 @@ class StopAtStepFive(Callback):
             trainer.should_stop = True
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults", [A_LOSS_AND_A_NEWCOMER[:1], A_LOSS_AND_A_NEWCOMER], ids=["lost", "and joined"]
 )
@@ -141,6 +141,7 @@ class Stranger(Classifier):
         return DataLoader(samples(), batch_size=BATCH_SIZE, sampler=sampler)
 
 
+@pytest.mark.slow
 def test_a_newcomer_with_another_order_of_samples_ended_the_job() -> None:
     journal = Journal()
     trainer = new_trainer()
@@ -237,6 +238,7 @@ class FailsAlike(Callback):
             raise ConfigError("of the third step")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [[], [Fault(1, 1, "drop", at_step=0)]], ids=["", "after a loss"])
 def test_an_error_of_all_ranks_was_followed_by_one_of_a_generation_that_was_left(
     faults: list[Fault],
@@ -282,6 +284,7 @@ ENDS: dict[str, tuple[list[Fault], Any, str, str]] = {
 }
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:Thread . of the in-process ranks failed")
 @pytest.mark.parametrize("end", ENDS)
 def test_callbacks_heard_of_an_engine_that_is_gone_instead_of_the_error(

@@ -17,7 +17,7 @@ _SECONDS = 240
 _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_the_port_of_an_elastic_fit_after_others_was_taken_by_theirs(num_nodes: int) -> None:
     kinds = ["zero3", "fabric", "elastic", "local_sgd", "elastic"]

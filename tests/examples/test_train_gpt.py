@@ -78,7 +78,7 @@ def test_documentation_of_cpython_is_the_default_text() -> None:
     assert 1.5 < data.bigram_loss < 3.0
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", *(f"{stage}_in_process" for stage in STAGES)])
 def test_it_beats_the_bigram_model_under_every_stage(
     strategy: str,

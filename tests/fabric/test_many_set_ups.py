@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 import lightning_shard.fabric  # noqa: F401  (its names)
 
 
+@pytest.mark.slow
 def test_every_module_ever_set_up_stayed_alive() -> None:
     """The strategy held each until the launch ended, and each backward went through all of them."""
     kept: list[nn.Module] = []

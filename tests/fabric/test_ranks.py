@@ -42,6 +42,7 @@ def fitted(fabric: Fabric, module: nn.Module, optimizer: Any, num_steps: int = 2
     return model
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_the_callers_objects_are_trained_and_full_afterwards(stage: str) -> None:
     """Passed, or in the function's closure; optimizers have full states, and go on from there."""

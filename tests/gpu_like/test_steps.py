@@ -54,7 +54,7 @@ def check(name: str, seen: dict[str, Any]) -> None:
         assert seen["waits"] == []
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_step_waits_for_nothing(name: str) -> None:
     assert not may_wait(name)

@@ -182,6 +182,7 @@ def test_views_that_are_kept_after_some_gradients_were_zeroed_stay_and_have_memo
         assert found == pytest.approx(expected, rel=1e-5), rank
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_kept_gradient_stays_where_a_rank_has_none_for_its_buffer(stage: int) -> None:
     def make(params: Any) -> Remembering:

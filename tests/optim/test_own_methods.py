@@ -67,6 +67,7 @@ def validated(strategy: Any, num_ranks: int) -> tuple[float, list[Tensor]]:
     return float(trainer.callback_metrics["val"]), [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SOME)
 def test_a_validation_with_averaged_weights_got_state_of_another_shape(scheme: str) -> None:
     """`optimizer.eval()` met full weights and a shard of the state."""
@@ -183,6 +184,7 @@ def _plain_trainer(strategy: Any, num_ranks: int, num_epochs: int) -> L.Trainer:
     )  # fmt: skip
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SOME)
 def test_a_count_of_the_optimizers_own_ended_the_fit(scheme: str, tmp_path: Any) -> None:
     """`state["k"]`, which torch allows, was taken for the state of a parameter."""

@@ -138,6 +138,7 @@ class Fails(Muon):
         return super()._muon(grad, state)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failed_step_left_the_optimizer_without_other_ranks_parameters(stage: int) -> None:
     def fn(rank: int) -> None:
@@ -168,6 +169,7 @@ class Careless(Optimizer):
                 param.grad = None
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_tensors_that_an_optimizer_assigns_are_the_parameters(stage: int) -> None:
     def run(stage: int | None) -> list[torch.Tensor]:

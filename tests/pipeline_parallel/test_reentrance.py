@@ -33,7 +33,7 @@ class Around(Stack):
         return self.head(x)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("style", [Inside, Around])
 def test_a_reentrant_checkpoint_could_not_give_the_gradients_of_a_stage(

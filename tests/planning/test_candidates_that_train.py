@@ -285,7 +285,7 @@ def trained(kind: type[L.LightningModule], options: dict[str, Any], samples: int
     return module.state_dict()
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(2)
 @pytest.mark.filterwarnings("ignore:offload=.* saves nothing on CPU ranks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_recommended_trains_as_on_one_device(
@@ -315,6 +315,7 @@ class SparseRows(Net):
         self.embed = nn.Embedding(8, 8, sparse=True)  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_gradients_of_some_rows_are_planned_for() -> None:
     """Torch's error of a sparse tensor's storage ended the plan."""
     found = plan(

@@ -121,7 +121,7 @@ def assert_same(census: Census, dry: DryRun) -> None:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "zero_stage", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW), 3]
 )

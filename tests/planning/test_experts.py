@@ -74,7 +74,7 @@ def test_tokens_travel_as_the_dry_run_says(stage: int) -> None:
     assert found.ranks[0].sent_elements["ep"] == expected
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_each_rank_holds_its_share_of_the_experts(model: str) -> None:
     module = EXPERT_MODELS[model]()

@@ -76,7 +76,7 @@ def measured(strategy: Any) -> Measured:
     return model
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [None, "full", "selective"])
 @pytest.mark.parametrize("name", MAKES)
 def test_bytes_on_device_and_host(name: str, choice: Any) -> None:
@@ -101,7 +101,7 @@ def of_stages(choice: Any, **options: Any) -> Any:
     return strategy.dry_run(ExampleGPT(num_layers=8), text(GLOBAL_BATCH), world_size=2)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [None, "full"])
 def test_stages_keep_what_they_receive_and_send(
     choice: Any, monkeypatch: pytest.MonkeyPatch

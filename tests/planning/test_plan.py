@@ -78,6 +78,7 @@ def test_layers_of_a_module_on_meta_are_not_searched_and_the_table_says_so(plan:
     assert "Not searched: tensor parallel over 2 ranks" in str(plan)
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_said_with_the_least(tmp_path: Path) -> None:
     found = planned(device_memory=1000, devices=2)
     assert found.recommendation is None

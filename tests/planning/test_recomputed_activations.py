@@ -81,6 +81,7 @@ def of_stages(choice: Any, schedule: str = "1f1b", **options: Any) -> Any:
     return strategy.dry_run(model, text(GLOBAL_BATCH), world_size=2)
 
 
+@pytest.mark.slow
 def test_stages_keep_the_inputs_of_their_blocks() -> None:
     plain, full, selective = map(of_stages, (None, "full", "selective"))
     for kept, some, every in zip(full.ranks, selective.ranks, plain.ranks, strict=True):
@@ -90,6 +91,7 @@ def test_stages_keep_the_inputs_of_their_blocks() -> None:
         assert kept.sent == every.sent
 
 
+@pytest.mark.slow
 def test_halves_of_a_backward_are_joined() -> None:
     """Each would compute the block again; the idle share says what that costs."""
     plain, full = of_stages(None, "zbv"), of_stages("full", "zbv")

@@ -48,6 +48,7 @@ def test_a_tensor_is_counted_while_it_is_alive_and_a_view_never() -> None:
     assert live.most == 4040
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_keep_little_and_make_it_again() -> None:
     with torch.device("meta"):
         model = ExampleGPT(num_layers=4)

@@ -151,6 +151,7 @@ def train_mixed_over_gloo() -> dict[str, Formats]:
     return {strategy: _train_mixed(strategy, "gloo")[2] for strategy in STRATEGIES}
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bf16_mixed_keeps_and_saves_fp32(strategy: str, tmp_path: Path) -> None:
     trainer, model, formats = _train_mixed(strategy, "in_process")

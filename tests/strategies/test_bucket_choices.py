@@ -217,6 +217,7 @@ def test_a_fit_tells_its_choice_once_and_an_evaluation_keeps_it(
     assert units.found == [1, NUM_UNITS[1], NUM_UNITS[1]]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_another_size_goes_on_from_a_checkpoint(given: Give, tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
 
@@ -259,7 +260,7 @@ def test_a_replay_has_the_size_that_was_chosen(
     assert found.is_bitwise
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2"])
 def test_elastic_ranks_keep_what_the_first_ones_chose(given: Give, scheme: Any) -> None:
     given(*[SMALL_BUCKET_MB] * 4, 25)  # of four ranks, and of a newcomer alone
@@ -269,6 +270,7 @@ def test_elastic_ranks_keep_what_the_first_ones_chose(given: Give, scheme: Any) 
     assert trainer.strategy.bucket_choice.mb == SMALL_BUCKET_MB
 
 
+@pytest.mark.slow
 def test_fabric_chooses_for_each_module(given: Give) -> None:
     given(1, 1, 2, 2)
 

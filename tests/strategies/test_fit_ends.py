@@ -42,6 +42,7 @@ def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", CASES)
 def test_a_fit_that_leaves_shards_saves_and_goes_on_as_one_that_gathers(
     scheme: str, tmp_path: Path

@@ -118,7 +118,7 @@ class HookedActivations(OfRanks):
         return F.cross_entropy(self.head(x), batch[1])
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline", "hybrid"])
 def test_hooks_on_activations_failed_on_stages_that_have_them_not(scheme: str) -> None:
     assert_as_alone(HookedActivations, scheme)
@@ -272,7 +272,7 @@ class AssignedThenRead(OfRanks):
             param.grad = param.grad / (1 + total)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["pipeline", "tensor", "zero2", "hybrid"])
 def test_norms_of_assigned_gradients_are_known_to_all_ranks_alike(scheme: str) -> None:
     """Stages disagreed on whose norms were known, and one waited for messages of others."""
@@ -324,7 +324,7 @@ class OddMicrobatches(OddBatches):
         assert self.there == [batch_idx // 2 % 2 == 0] * 2
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:.*parameters outside of their stage")
 @pytest.mark.parametrize("style", [OddBatches, OddMicrobatches])
 @pytest.mark.parametrize("scheme", ["pipeline", "hybrid", "tensor", "zero2", "zero3"])

@@ -134,6 +134,7 @@ SCHEMES: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_hooks_had_kept_was_of_no_use_after_the_fit(scheme: str) -> None:

@@ -42,7 +42,7 @@ class Counters(L.Callback):
         )
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_slow_rank_held_the_others_up_at_every_batch_long_before_the_bound(slow: int) -> None:
     counters = Counters()
@@ -349,6 +349,7 @@ class LeavesOut(Tiny):
             optimizer.step()
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_one_rank_may_leave_out_a_step(way: str) -> None:
     """The others' exchange waited for it, and under async_sgd the next validation hung."""

@@ -49,6 +49,7 @@ def fit(optimizer: str, strategy: Any, epochs: int, path: Path | None = None) ->
     return trainer, [param.detach() for param in module.parameters()]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_that_looks_at_all_parameters_was_refused_on_one_rank(

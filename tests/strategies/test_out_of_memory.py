@@ -202,6 +202,7 @@ class WithMuon(Full):
         optimizer.ends = self.trainer.global_step == STEP
 
 
+@pytest.mark.slow
 def test_what_an_owner_gathers_for_its_update_was_not_told() -> None:
     strategy = TensorParallelStrategy(**RANKS, plan=PLANS["gpt"])
     note = note_of(strategy, "", of=WithMuon)

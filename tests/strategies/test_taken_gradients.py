@@ -256,7 +256,7 @@ class RecomputedReentrant(Recomputed):
     reentrant = True
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["2x2x2_zero3", "tensor_zero3", "context", "context_zero3"])
 @pytest.mark.parametrize("style", [RecomputedInside, Recomputed, RecomputedReentrant])
 def test_what_a_backward_recomputes_saw_no_split_tensors_or_more_than_the_forward(

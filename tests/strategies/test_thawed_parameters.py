@@ -175,7 +175,7 @@ def resumed(style: type[Tuned], scheme: str, kept: str = "full") -> dict[str, Te
     return dict(model.state_dict())
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("style", [TunedBackbone, TunedInStages, TunedAtStart])
 def test_a_run_whose_hooks_add_groups_resumes_as_on_a_single_device(

@@ -66,7 +66,7 @@ def style(way: Way, hook: str) -> type[OfRanks]:
 alone: Any = cache(fit)
 
 
-@pytest.mark.few_cases(9)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("way", [transposed, the_same, a_row])

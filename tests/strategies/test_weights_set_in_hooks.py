@@ -79,7 +79,7 @@ def style(way: Callable[[Any], None], hook: str) -> type[OfRanks]:
 alone: Any = cache(fit)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("way", "hook"), CASES)
 def test_weights_set_in_a_hook_part_from_a_single_devices(

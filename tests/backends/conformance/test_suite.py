@@ -62,6 +62,7 @@ def run_bad_checks(folder: str) -> None:
     run_all(Collectives(dist.group.WORLD), CPU, names, folder, patience_seconds=3)
 
 
+@pytest.mark.slow
 def test_a_failed_check_spoils_no_other_and_a_lost_rank_ends_the_run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_processes(run_bad_checks, 2, vanishing_ranks={1}, folder=folder)

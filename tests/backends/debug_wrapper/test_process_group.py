@@ -228,6 +228,7 @@ def test_the_store_does_not_grow(ranks: list[dict[str, Any]]) -> None:
         assert counts[2] - counts[1] <= 6, counts  # the meetings in between; of 80 operations, none
 
 
+@pytest.mark.slow
 def test_a_group_of_the_same_name_starts_afresh(ranks: list[dict[str, Any]]) -> None:
     assert [r["group_made_again_after_a_mismatch"] for r in ranks] == [[2.0, 2.0]] * 2
 

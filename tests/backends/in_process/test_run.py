@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,6 +37,7 @@ class Collecting(Dataset[int]):
         return os.getpid()
 
 
+@pytest.mark.slow
 def test_a_forked_worker_ended_what_its_parent_had_left(tmp_path: Path) -> None:
     notes = tmp_path / "ended_in"
 

@@ -100,6 +100,7 @@ thread.start()
 """
 
 
+@pytest.mark.slow
 def test_a_thread_inside_of_torch_comes_back_before_python_ends() -> None:
     """One that was given up came back while Python ended, and the process aborted."""
     done = subprocess.run(

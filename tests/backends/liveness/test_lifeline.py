@@ -390,6 +390,7 @@ def fit(folder: Path) -> str:
     raise AssertionError("nobody was missed")
 
 
+@pytest.mark.slow
 def test_the_rank_that_others_wait_for_writes_where_it_is(tmp_path: Path) -> None:
     waited, computed = run_processes(fit, 2, folder=tmp_path)
     assert "in compute_for_long" in written(computed, 1).read_text()

@@ -212,6 +212,7 @@ def end_in_an_exception(rank: int, port: int, error: BaseException | None) -> No
         raise error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ValueError("on purpose"), SystemExit(3), None, SystemExit(0)])
 def test_a_process_of_multiprocessing_that_raised_had_left_in_order(
     error: BaseException | None,

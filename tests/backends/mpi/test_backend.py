@@ -305,6 +305,7 @@ def raise_on(rank: int) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_does_not_wait_for_its_peers_at_exit() -> None:
     with pytest.raises(AssertionError, match="ValueError: on purpose") as caught:
         run_mpi(raise_on, 2, rank=1, timeout_seconds=50)

@@ -239,6 +239,7 @@ def wait_for_nobody() -> tuple[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_an_error_after_the_time_out() -> None:
     assert run_processes(wait_for_nobody, 2)[0][0] == RankFailedError.__name__
 

@@ -66,6 +66,7 @@ def halves_and_kinds(hosts: str) -> list[object]:
     return [halves[0].item(), *kinds]
 
 
+@pytest.mark.slow
 def test_halves_were_rounded_on_each_host() -> None:
     found = run_processes(halves_and_kinds, 4, hosts="AABB")
     assert found == [[258.0, TwoLevelGroup, ShmGroup]] * 4

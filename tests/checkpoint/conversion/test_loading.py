@@ -51,7 +51,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, T
     return folder / "hf", state
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("layout", "hook"),
     [

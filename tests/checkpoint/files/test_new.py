@@ -159,6 +159,7 @@ print("survived")
 """
 
 
+@pytest.mark.slow
 def test_a_full_filesystem_is_told_by_name(tmp_path: Path) -> None:
     mounts = (
         f'mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'

@@ -22,7 +22,7 @@ def kill(case: Case, where: Path, kills: int, seed: int) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_killed_training_goes_on_where_it_was_saved(kind: str, tmp_path: Path) -> None:
     assert kill(Case("zero3", kind, num_steps=6), tmp_path, 2, seed=0)["checkpoints read"] > 0

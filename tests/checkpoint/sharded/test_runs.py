@@ -118,6 +118,7 @@ def test_nothing_is_gathered_while_saving_and_loading(
     assert not gathered
 
 
+@pytest.mark.slow
 def test_saved_after_the_fit(tmp_path: Path) -> None:
     for layout in ("zero3-4", "pipeline-2"):
         model = made()

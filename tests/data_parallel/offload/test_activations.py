@@ -138,6 +138,7 @@ def test_what_has_not_left_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -
     assert moved(host) == (saved_bytes(), 0)
 
 
+@pytest.mark.slow
 def test_memory_is_used_again_and_given_back(in_flight: int) -> None:
     host, needed = new(), saved_bytes()
     for _ in range(3):

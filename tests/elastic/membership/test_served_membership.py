@@ -73,6 +73,7 @@ def test_a_newcomer_is_wanted_and_let_in_when_all_have_arrived() -> None:
             member.leave()
 
 
+@pytest.mark.slow
 def test_who_is_left_goes_on_and_whoever_waits_is_told_that_the_job_is_over() -> None:
     with running_server(RULES) as server:
         zero, one = begun(server)
@@ -309,6 +310,7 @@ def test_signals_are_not_written_to_the_pipe_of_a_member_that_has_left() -> None
             signal.set_wakeup_fd(-1)
 
 
+@pytest.mark.slow
 def test_signals_have_somewhere_to_go_when_the_server_is_lost() -> None:
     with running_server(RULES) as server:
         zero, one = begun(server)

@@ -62,7 +62,7 @@ def test_it_is_as_much_as_without(choice: Any) -> None:
     assert of(choice) == of(None)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_exchanges_activations_of_a_block_again_but_the_last(
     sequence_parallel: bool,

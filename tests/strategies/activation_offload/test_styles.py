@@ -78,7 +78,7 @@ def all_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostActivations, "in_flight_bytes", 4_000)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("choice", [None, "full", "selective"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("style", [*styles.AUTOMATIC, *styles.MANUAL])
@@ -151,7 +151,7 @@ def test_models_that_checkpoint_themselves(name: str, reentrant: bool) -> None:
     assert strategy.activation_traffic["up"].bytes > 0
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("choice", [None, "full", "selective"])
 @pytest.mark.parametrize("model", ["mixtral", "listed"])
@@ -163,7 +163,7 @@ def test_experts(model: str, choice: Any, stage: int) -> None:
     assert_parity(run, experts.single_device(model), num_steps=LONG_STEPS)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [None, "full", "selective"])
 @pytest.mark.parametrize("name", ["zero3", "1f1b", "zbv"])
 def test_dropout_is_the_same_to_the_bit(name: str, choice: Any) -> None:

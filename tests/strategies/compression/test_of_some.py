@@ -159,7 +159,7 @@ def test_one_group_had_the_momentum_of_another() -> None:
     assert model.seen["moments"] == pytest.approx(exact.seen["moments"], rel=1e-4)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
     [

@@ -163,6 +163,7 @@ def test_modules_run_on_their_rows_only_if_they_need_nothing_else(
     assert ("Sequential" in on_rows) == INNER[kind][1]
 
 
+@pytest.mark.slow
 def test_a_network_that_is_compiled_as_a_whole_is_refused() -> None:
     module = build("llama")
     module.network.compile(backend="eager")

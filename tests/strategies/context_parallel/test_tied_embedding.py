@@ -20,6 +20,7 @@ def build() -> Trained:
     return gemma3()
 
 
+@pytest.mark.slow
 def test_ranks_waited_for_each_other_in_a_block_that_only_some_ran() -> None:
     strategy = HybridParallelStrategy(
         context_parallel_size=2,

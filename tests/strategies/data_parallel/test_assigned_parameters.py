@@ -263,7 +263,7 @@ class KeptSmall(Taught):
             block.up.__class__ = layer
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [Renormed, AssigningForward])
 def test_block_forgets_what_its_forward_did_to_its_weight(layer: type[Renormed]) -> None:
     make = partial(KeptSmall, layer)

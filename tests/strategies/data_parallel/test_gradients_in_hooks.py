@@ -173,7 +173,7 @@ def assert_same(got: Reader, expected: Reader, rtol: float = 1e-4, atol: float =
                 )
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
 def test_ranks_see_norms_of_their_own_shards(name: str) -> None:
     """With clipping and accumulation."""

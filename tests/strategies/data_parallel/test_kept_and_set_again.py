@@ -228,6 +228,7 @@ def programs(schemes: Sequence[str]) -> list[Any]:
     return [*quick, *(pytest.param(*one, marks=pytest.mark.slow) for one in slow)]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("number", "scheme"), programs(["zero1", "zero2", "zero3", "tensor"]))
 def test_what_a_step_keeps_of_gradients_and_sets_again_is_trained(number: int, scheme: str) -> None:
     """Biases got no update: to read what was kept looked at `.grad`, saw None and forgot it."""
@@ -235,6 +236,7 @@ def test_what_a_step_keeps_of_gradients_and_sets_again_is_trained(number: int, s
     torch.testing.assert_close(got, alone(ByHand, number), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("number", "scheme"), programs(["zero2", "zero3", "tensor", "pipeline"]))
 def test_what_hooks_keep_of_gradients_and_set_again_is_trained(number: int, scheme: str) -> None:
     """In a pipeline ranks disagreed who knew which norms, and gradients set again were lost."""

@@ -156,7 +156,7 @@ def averaged(hook: str, make: Callable[[nn.Module], Any], **options: Any) -> Own
     return callback
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [AverageOfState, torchs_average])
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
 def test_average_of_a_callback_has_full_tensors_or_keeps_shards(
@@ -262,6 +262,7 @@ class SavingAverage(OwnAverage):
         return {"average": self.average.module.state_dict()}
 
 
+@pytest.mark.slow
 def test_checkpoint_has_shards_of_what_a_hook_has_put_there(tmp_path: Path) -> None:
     files = []
     for number, options in enumerate([{}, {"strategy": zero3(), "devices": 3}]):

@@ -63,7 +63,7 @@ def test_weights_equal_a_single_devices(name: str, layout: str) -> None:
     assert_same(fit(name, layout), alone(name))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["copies-4", "pipeline-zero2-4"])
 def test_owners_within_a_copy_of_the_state_and_within_a_stage(layout: str) -> None:
     assert_same(fit("muon", layout), alone("muon"))
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_that_of_a_single_device(name: str, tmp_path: Path) -> N
     assert_same(model, alone(name, 4), 2)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_state_and_traffic(strategy: str, num_ranks: int) -> None:

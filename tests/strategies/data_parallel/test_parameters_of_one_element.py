@@ -65,7 +65,7 @@ def trained(
 EDIT_CASES = [(name, edit) for edit in EDITS_OF_ONE for name in SCHEMES]
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("name", "edit"), EDIT_CASES)
 def test_a_gradient_of_one_element_could_not_be_scaled_by_a_tensor(name: str, edit: str) -> None:
     """`torch.nn.utils.clip_grad_norm_` of a model with a bias of one element was refused."""
@@ -76,7 +76,7 @@ def test_a_gradient_of_one_element_could_not_be_scaled_by_a_tensor(name: str, ed
 OPTIMIZERS = (torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_parameters_of_one_element_are_optimized(

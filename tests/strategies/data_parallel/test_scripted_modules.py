@@ -77,6 +77,7 @@ def assert_same(got: L.Trainer, expected: L.Trainer) -> None:
         torch.testing.assert_close(values[name], value, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_module_with_parts_of_torchscript_did_not_train(scheme: str, tmp_path: Path) -> None:

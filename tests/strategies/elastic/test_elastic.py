@@ -115,6 +115,7 @@ def test_options_of_the_trainer_stay_in_force(trainer_options: Any, scheme: Any)
     assert journal.losses() == pytest.approx(expected.losses(), rel=rel)
 
 
+@pytest.mark.slow
 def test_the_rest_of_an_epoch_weighs_the_same_on_fewer_ranks() -> None:
     options = {"accumulate_grad_batches": 3}  # 48 samples in a step, and 4 in the last one
     expected, _ = fit(trainer_options=options)
@@ -135,6 +136,7 @@ def test_validation_comes_at_the_same_steps_where_more_batches_are_accumulated()
     assert journal.validations.keys() == expected.validations.keys()
 
 
+@pytest.mark.slow
 def test_hooks_that_change_the_checkpoints_weights_find_their_names() -> None:
     class WithHooks(Classifier):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -226,6 +228,7 @@ def test_too_many_lost_without_a_checkpoint_is_an_error_that_says_so() -> None:
         fit(faults)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_the_callbacks_have_forgotten_is_found(tmp_path: Path) -> None:
     faults = [Fault(3, 3, "drop", at_step=5), Fault(0, 4, "drop", at_step=5)]  # buddies
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1)

@@ -22,7 +22,7 @@ def fit_on_fewer(most: int, **options: Any) -> Journal:
         return fit(max_ranks=most, **options)[0]
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("most", "options"),
     [
@@ -43,6 +43,7 @@ def test_fewer_ranks_than_asked_for_take_the_same_steps(most: int, options: Any)
     assert got.validations.keys() == expected.validations.keys()
 
 
+@pytest.mark.slow
 def test_a_global_batch_that_is_asked_for_counts_on_fewer_ranks() -> None:
     expected, _ = fit(global_batch_size=24)
     got = fit_on_fewer(2, global_batch_size=24)

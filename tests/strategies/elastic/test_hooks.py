@@ -126,7 +126,7 @@ class Thawing(Net):
             self.body.requires_grad_(self._thaws)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("thaws", [True, False], ids=["thaws", "freezes"])
 @pytest.mark.parametrize("faults", [LOST, ENDS, JOINS], ids=["lost", "ends", "joins"])
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero1", "zero2", "zero3"])
@@ -197,7 +197,7 @@ class Curriculum(Net):
         return self.weight * self.factors["loss"] * self.scale * self.loss(batch) / (1 + self.late)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
     [
@@ -243,6 +243,7 @@ class CollectsInValidation(Net):
         self.total.zero_()
 
 
+@pytest.mark.slow
 def test_a_validation_that_is_done_again_collects_nothing_twice() -> None:
     """Lists and sums kept what the part that was cut short had added."""
     expected = fit(made(CollectsInValidation), validates=True)
@@ -276,6 +277,7 @@ class Raises(Callback):
             raise ZeroDivisionError("once")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Thread 3 of the in-process ranks failed")
 def test_values_of_each_rank_are_not_told_to_who_joins() -> None:
     """Nobody said that newcomers lack them."""

@@ -62,6 +62,7 @@ def test_a_checkpoint_of_a_validation_within_an_epoch_was_resumed_a_step_further
     assert journal.samples()[1] == EVERY_SAMPLE[1]
 
 
+@pytest.mark.slow
 def test_weights_alone_were_taken_for_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
     callbacks = [
         ModelCheckpoint(tmp_path, "whole-{step}", every_n_train_steps=4, save_top_k=-1),
@@ -77,6 +78,7 @@ def test_weights_alone_were_taken_for_a_checkpoint_to_go_back_to(tmp_path: Path)
     assert journal.samples() == EVERY_SAMPLE
 
 
+@pytest.mark.slow
 def test_a_file_whose_writer_was_lost_was_taken_for_a_checkpoint(tmp_path: Path) -> None:
     class Broken(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -205,7 +207,7 @@ def test_schedules_went_another_way_after_a_change(
     assert journal.samples() == EVERY_SAMPLE
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [4, 2])
 def test_data_that_configure_optimizers_had_asked_for_was_not_that_of_the_checkpoint(
     num_ranks: int, tmp_path: Path

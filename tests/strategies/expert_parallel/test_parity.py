@@ -100,7 +100,7 @@ class Products(Gradients):
         self.of_params[-1] += [abs(product) for product in found]
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ep2-stage1", "ep2-dp2-stage2"])
 def test_a_gradient_is_computed_with_on_the_ranks_that_have_its_expert(layout: str) -> None:
     """Ranks that had it asked those that had not, and waited for ever."""

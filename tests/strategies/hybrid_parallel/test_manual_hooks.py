@@ -33,7 +33,7 @@ class ByHand(Stack):
             param.grad.add_(param.detach(), alpha=0.1)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_of_split_layers_are_full_in_hooks_of_a_step(stage: int) -> None:
     """On some ranks they were parts, so that ranks waited for each other in other calls."""

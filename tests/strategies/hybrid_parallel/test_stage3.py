@@ -117,6 +117,7 @@ def assert_same(got: Fitted, expected: Fitted) -> None:
     torch.testing.assert_close(got.weights, expected.weights, rtol=1e-5, atol=2e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "schedule"),
     [
@@ -129,7 +130,7 @@ def test_weights_are_here_for_both_halves_of_a_backward(style: type[Stack], sche
     assert_same(fit_stack(style, schedule), fit_stack(style, None))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=SLOW)])
 def test_weights_whose_format_changed_had_no_gradient(schedule: str, precision: Any) -> None:

@@ -49,6 +49,7 @@ def sent_bytes(strategy: Any, num_steps: int) -> float:
     return sent.sent / num_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fragments", slow_but([1], [1, 4]))
 def test_diloco_sends_a_fiftieth(fragments: int) -> None:
     """The whole of it: usage of parameters, counters and what else goes with a step, too."""
@@ -69,6 +70,7 @@ def test_compression_comes_on_top() -> None:
     assert dense / sent_bytes(LocalSGDStrategy(**options, compression="int8"), 5) > 3.9
 
 
+@pytest.mark.slow
 def test_a_model_without_buffers_sends_nothing_between_meetings() -> None:
     assert sent_bytes(LocalSGDStrategy(backend="in_process", sync_every=50), 4) == 0
 

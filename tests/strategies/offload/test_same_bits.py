@@ -160,6 +160,7 @@ class Free(Plain):
         return torch.optim.SGD(self.parameters(), momentum=momentum, **options)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["SGD", "momentum", "AdamW"])
 @pytest.mark.parametrize("place", PLACES)

@@ -122,7 +122,7 @@ class Computed(Hooked):
         self.look()
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", COMPUTED)
 @pytest.mark.parametrize("strategy", [pipeline, replicas])

@@ -97,6 +97,7 @@ class MemberByMember(Decoder):
     block = ByMember
 
 
+@pytest.mark.slow
 def test_a_block_of_a_shared_sequence_is_called_by_vmap_or_refused_by_name() -> None:
     """Rows are as on one device; weights of several members met a batching rule that is missing."""
     assert_decoder_as_alone(RowByRow, "context")

@@ -195,6 +195,7 @@ def test_callbacks_that_watch_stop_and_save_on_every_rank_alike(tmp_path: Any) -
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 def test_the_callers_module_is_full_and_free_after_a_fit(num_ranks: int, schedule: str) -> None:
     torch.manual_seed(0)

@@ -144,7 +144,7 @@ def test_a_parameter_of_another_stage_was_refused(
     torch.testing.assert_close(logged, expected, rtol=1e-5, atol=2e-7)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_with_layers_in_parts_and_other_copies_too(zero_stage: int) -> None:
     strategy = HybridParallelStrategy(

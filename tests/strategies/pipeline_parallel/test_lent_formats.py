@@ -146,7 +146,7 @@ def check_in(precision: str, style: type[Stack], zero_stage: int) -> None:
         )
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("style", USES)
 def test_what_is_lent_has_the_format_that_user_code_sees(
@@ -156,7 +156,7 @@ def test_what_is_lent_has_the_format_that_user_code_sees(
     check_in(precision, style, zero_stage=3)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("style", [*USES, *HOOKS])
@@ -186,7 +186,7 @@ class UsesBetweenTheBits(Stack):
         return torch.optim.SGD(own, lr=0.0)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", FORMATS)
 def test_what_is_lent_is_not_rounded(precision: str) -> None:
     staged = fit_in(precision, UsesBetweenTheBits, hybrid(3))

@@ -103,6 +103,7 @@ class PlainDropout(CheckpointedDropout):
     forward = Stack.forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 def test_checkpointing_draws_the_same_dropout_again(num_ranks: int, schedule: str) -> None:
     plain = fit(PlainDropout, pipeline(num_ranks, schedule))

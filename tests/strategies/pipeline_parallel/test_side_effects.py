@@ -184,7 +184,7 @@ STYLES = [
 ]
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("style", STYLES)
 def test_values_beside_the_results(style: type[Stack], num_ranks: int, schedule: str) -> None:
@@ -313,6 +313,7 @@ class PenaltyOfTrained(Stack):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_what_is_trained_later_is_lent_from_then_on(schedule: str) -> None:
@@ -332,6 +333,7 @@ class PenaltyOfOwnClass(PenaltyOfList):
         self.listed = list(self.parameters())
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("style", [PenaltyOfList, PenaltyOfGroups])

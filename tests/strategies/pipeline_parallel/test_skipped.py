@@ -70,7 +70,7 @@ def test_a_batch_without_a_loss_is_skipped(
     assert staged.trainer.global_step == alone.trainer.global_step
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("style", [LeavesOut, LeavesOutLate])
 def test_microbatches_without_a_loss_are_left_out_of_the_mean(

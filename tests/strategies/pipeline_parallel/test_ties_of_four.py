@@ -32,6 +32,7 @@ class Tied(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.5)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("first", "second"), [(0, 2), (1, 3), (1, 2)])
 def test_ranks_of_two_sets_did_not_meet(first: int, second: int) -> None:
     """Groups were named by how many a rank had made: ranks of both sets had made more."""

@@ -109,6 +109,7 @@ def test_resume(before: Scheme, after: Scheme, saved: Save) -> None:
     assert_goes_on(build_double("gpt"), "gpt", file, after, saved("gpt", PLAIN))
 
 
+@pytest.mark.slow
 def test_plain_torch_loads_the_weights(saved: Save) -> None:
     file = saved("gpt", TP2_STAGES[3]).last_epoch
     model = build_double("gpt")

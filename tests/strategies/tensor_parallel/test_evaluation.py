@@ -70,6 +70,7 @@ def test_evaluation_without_a_fit() -> None:
     assert_shares(got[2], expected[2], 2)
 
 
+@pytest.mark.slow
 def test_the_callers_module_is_full_and_free_after_a_fit() -> None:
     model = seeded(EvaluatedGPT)
     shapes = {name: param.shape for name, param in model.named_parameters()}

@@ -141,7 +141,7 @@ SCHEMES: dict[str, tuple[int, Callable[[], Any]]] = {
 PLACES = ["init", "on_fit_start", "training_step", "configure_model"]
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("since", [*PLACES, "on_fit_start, globally", "training_step, globally"])
 def test_what_hooks_logged_and_kept_was_of_this_rank(since: str, scheme: str) -> None:

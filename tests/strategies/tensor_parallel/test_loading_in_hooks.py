@@ -26,6 +26,7 @@ def other() -> Model:
     return Model()
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
 def test_full_weights_loaded_in_a_hook_met_shards_of_parts(grid: str, hook: str) -> None:

@@ -75,7 +75,7 @@ LAYOUTS |= {
 }
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor-2", "tensor-4", "tensor-4-stage0", "pp2-tp2"])
 @pytest.mark.parametrize("name", ["adafactor", "transformers", "muon", "shampoo"])
 def test_weights_equal_a_single_devices(name: str, layout: str) -> None:
@@ -172,7 +172,7 @@ def test_a_run_goes_on_on_another_layout(
     assert_goes_on(name, before, kept_as, after, tmp_path)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor-2", "tensor-4", "pp2-tp2"])
 @pytest.mark.parametrize("name", ["adafactor", "shampoo"])
 def test_a_checkpoint_is_that_of_a_single_device(name: str, layout: str, tmp_path: Path) -> None:

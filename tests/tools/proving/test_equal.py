@@ -71,7 +71,7 @@ def _check(name: str, strategy: str) -> None:
     assert verdict.exit_status == (2 if refused else 0)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), QUICK)
 def test_the_example_gpt(name: str, strategy: str) -> None:
     _check(name, strategy)

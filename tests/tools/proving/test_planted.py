@@ -74,6 +74,7 @@ def test_a_hook_that_adds_up_over_ranks_was_said_to_use_its_own_samples() -> Non
     assert "the number of ranks, or a collective call" in verdict.cause.because
 
 
+@pytest.mark.slow
 def test_an_exact_run_drew_numpys_numbers_of_the_run_before() -> None:
     state = np.random.get_state()[1].tolist()
     verdicts = [prove(MORE_PLANTED["mixup by numpy"].module(), loader()) for _ in range(2)]

@@ -344,6 +344,7 @@ def test_what_differs_by_design_is_compared_without_it(strategy: str, said: str)
     assert said in verdict.remarks[0]
 
 
+@pytest.mark.slow
 def test_under_diloco_each_rank_is_one_device_until_they_meet() -> None:
     strategy = LocalSGDStrategy(
         sync_every=2, outer_optimizer="nesterov", compression="int8", warmup_steps=1
