@@ -19,7 +19,7 @@ from lightning_shard.data_parallel.compression.compressor import Exchange, FlatB
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.model_split import ModelSplit, is_shared_out, ranks_of
+from lightning_shard.data_parallel.model_split import ModelSplit, ranks_of
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.units.unit import Unit
@@ -112,13 +112,12 @@ def build_units(
         owners: Rank of the shard group that has a parameter full; none for those in shards.
         copier: Copies to host memory, under offload.
     """
-    shared = split.shared_out
     specs = find_units(
         model,
         classes=options.units,
         bucket_mb=options.unit_mb,
         is_here=split.is_here,
-        undivided=() if shared is None else shared.lists,
+        undivided=split.undivided,
     )
     units = [_build_unit(spec, groups, options, split, owners, copier) for spec in specs]
     all_stay = exist_once(units)
@@ -142,7 +141,7 @@ def _build_unit(
     def kind(item: tuple[str, nn.Parameter]) -> tuple[object, ...]:
         param = item[1]
         formats = map(str, (param.dtype, formats_of(param), travels_as(param)))
-        is_apart = is_shared_out(param, split)
+        is_apart = ranks_of(param, groups, split) is not groups
         return *formats, spec.matching.flags_of(param), param in owners, is_apart
 
     def place(item: tuple[str, nn.Parameter]) -> tuple[object, ...]:
@@ -220,8 +219,8 @@ def build_gradients(
 
 def reducing_of(flat: FlatParameters, reducing: DataGroups, split: ModelSplit) -> DataGroups:
     """Return the ranks over which a buffer's gradients are averaged."""
-    shared = split.shared_out
-    return shared.reducing if shared is not None and flat.groups is shared.data else reducing
+    fewer = (one.reducing for one in split.fewer_ranks if flat.groups is one.data)
+    return next(fewer, reducing)
 
 
 def _exchange(

@@ -5,8 +5,9 @@ parallelism a rank has some of the parameters only. The engine keeps what is her
 ranks that hold the same; saving, loading and the norm of the gradient ask the split for the rest.
 """
 
-from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -40,22 +41,18 @@ class LayerParts(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SharedOut:
-    """Parameters of which ranks that average gradients have parts: experts, on their ranks.
-
-    Each such parameter is averaged over fewer ranks than the others are, those with equal parts.
+class FewerRanks:
+    """Ranks that average some parameters, fewer than average the others: those with equal parts.
 
     Attributes:
         group: The ranks that have different parts, which are given different samples.
         data: Those that have equal parts.
         reducing: Second groups of those, for gradients.
-        lists: Lists of modules of which ranks have some each; no unit is made of them.
     """
 
     group: Collectives
     data: DataGroups
     reducing: DataGroups
-    lists: Container[nn.Module] = field(default_factory=frozenset)
 
 
 class ModelSplit(Protocol):
@@ -74,8 +71,12 @@ class ModelSplit(Protocol):
         """Return the one group of ranks that have parts of the same layers; None for no one."""
 
     @property
-    def shared_out(self) -> SharedOut | None:
-        """Return what ranks that average gradients have parts of; None for nothing."""
+    def fewer_ranks(self) -> Sequence[FewerRanks]:
+        """Return the ranks that average what not all ranks have that average gradients."""
+
+    @property
+    def undivided(self) -> AbstractSet[nn.Module]:
+        """Return the modules of whose children each rank has some; no unit is made of them."""
 
     @property
     def full_shapes(self) -> Mapping[nn.Parameter, torch.Size]:
@@ -141,7 +142,8 @@ class BaseSplit:
     groups_of_layers: Sequence[Collectives] = ()
     group_sets: Sequence[Sequence[Collectives]] = ((),)
     full_shapes: Mapping[nn.Parameter, torch.Size] = {}
-    shared_out: SharedOut | None = None
+    fewer_ranks: Sequence[FewerRanks] = ()
+    undivided: AbstractSet[nn.Module] = frozenset()
     is_first = True
 
     @property
@@ -204,9 +206,9 @@ def has_parts(split: ModelSplit | None) -> bool:
     return split is not None and len(split.groups) > len(split.groups_of_layers)
 
 
-def is_shared_out(param: nn.Parameter, split: ModelSplit) -> bool:
-    """Whether ranks that average gradients have parts of a parameter."""
-    return split.shared_out is not None and split.shared_out.group in split.groups_of(param)
+def fewer_ranks_of(groups: Sequence[Collectives], split: ModelSplit) -> FewerRanks | None:
+    """Return the ranks that average what is split over `groups`; None for those of all others."""
+    return next((one for one in split.fewer_ranks if one.group in groups), None)
 
 
 def ranks_of(param: nn.Parameter, groups: DataGroups, split: ModelSplit) -> DataGroups:
@@ -214,11 +216,11 @@ def ranks_of(param: nn.Parameter, groups: DataGroups, split: ModelSplit) -> Data
 
     Args:
         param: A parameter of the model.
-        groups: Those of parameters that are not shared out.
+        groups: Those of parameters that all ranks average.
         split: How the model is split.
     """
-    shared = split.shared_out
-    return shared.data if shared is not None and is_shared_out(param, split) else groups
+    fewer = fewer_ranks_of(split.groups_of(param), split)
+    return groups if fewer is None else fewer.data
 
 
 def shards_over(
@@ -231,16 +233,13 @@ def shards_over(
         shard: The groups over which shards of others lie; none where each rank has all of them.
         split: How the model is split.
     """
-    shared = split.shared_out
-    if shard and shared is not None and shared.group in groups:
-        return [shared.data.shard]
-    return list(shard)
+    fewer = fewer_ranks_of(groups, split)
+    return [fewer.data.shard] if shard and fewer is not None else list(shard)
 
 
 def beyond_shards(shard: Sequence[Collectives], split: ModelSplit) -> list[Collectives]:
     """Return the groups of a split over whose ranks elements lie that no group of shards spans."""
-    shared = split.shared_out
-    return [one for one in split.groups if not (shard and shared and one is shared.group)]
+    return [one for one in split.groups if not shard or fewer_ranks_of([one], split) is None]
 
 
 def in_place(shape: Sequence[int]) -> PlacedBox:

@@ -16,7 +16,7 @@ from lightning_shard.core.layout.boxes import PlacedBox, whole
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.memory.values_at_start import give_memory
-from lightning_shard.data_parallel.model_split import BaseSplit, SharedOut, in_place
+from lightning_shard.data_parallel.model_split import BaseSplit, FewerRanks, in_place
 from lightning_shard.expert_parallel.finding import Mixture
 
 
@@ -48,7 +48,7 @@ class ExpertSplit(BaseSplit):
         self._batched: dict[nn.Parameter, torch.Size] = {}
         self._owners: dict[nn.Parameter, int] = {}
         self._alike: dict[nn.Parameter, nn.Parameter] = {}  # that of an expert which is here
-        lists = set()
+        lists = set[nn.Module]()
         for one in mixtures:
             if one.is_batched:
                 shapes = {p: p.shape for p in one.module.parameters(recurse=False)}
@@ -62,9 +62,8 @@ class ExpertSplit(BaseSplit):
                 self._alike |= dict(zip(expert.parameters(), first.parameters(), strict=True))
         self._shapes = {param: param.shape for param in self._owners}
         self.groups_of_layers = self.groups if self._owners else ()
-        self.shared_out: SharedOut = SharedOut(
-            group=group, data=data, reducing=reducing, lists=lists
-        )
+        self.fewer_ranks = (FewerRanks(group=group, data=data, reducing=reducing),)
+        self.undivided = lists
         absent = {p: shape for p, shape in self._shapes.items() if not self.is_here(p)}
         self.full_shapes = {**self._batched, **absent}
         for param in (*self._batched, *self._owners):

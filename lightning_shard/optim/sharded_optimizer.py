@@ -575,7 +575,7 @@ def _check_parts(optimizer: Optimizer, engine: DataParallelEngine) -> None:
         cut = f"ZeRO stage {engine.options.stage} gives each rank 1-D shards of the parameters"
         reason = why_not_as_they_lie(optimizer, engine)
     elif has_parts(engine.split):
-        shares = engine.split.shared_out is not None
+        shares = bool(engine.split.fewer_ranks)
         cut = "expert parallel gives each rank some of the experts in a tensor" if shares else ""
         cut = cut or "tensor parallel gives each rank its part of every layer"
         reason = why_not_as_they_lie(optimizer, engine)

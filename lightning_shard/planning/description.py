@@ -1,12 +1,15 @@
 """A strategy's description of itself for a dry run: its ranks, options, and a model's cuts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import nn
 
-from lightning_shard.core.mesh import ParallelMesh
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.mesh import Axis, ParallelMesh
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.options import EngineOptions, Offload
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
@@ -18,6 +21,32 @@ Measure = Callable[[BlockList, Literal["flops", "memory"]], BlockCosts]
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimulatedShare:
+    """What a rank has of a simulated model that the ranks along an axis share.
+
+    Attributes:
+        split: How the parameters that are there make up full ones.
+        forget: Lets go of activations that layers keep between two calls.
+    """
+
+    split: ModelSplit = field(default_factory=Unsplit)
+    forget: Callable[[], None] = lambda: None
+
+
+class SharedModel(Protocol):
+    """What ranks along an axis share of a model; see `strategies.dimensions.dimension`."""
+
+    axis: ClassVar[Axis]
+    averages_gradients: ClassVar[bool]
+    has_own_samples: ClassVar[bool]
+
+    def simulated(
+        self, model: nn.Module, found: "Description", group: Collectives
+    ) -> SimulatedShare:
+        """Change a model without elements as on the first rank of a simulated group."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Description:
     """A strategy's options on a simulated world.
 
@@ -25,8 +54,8 @@ class Description:
         mesh: Grid of the simulated ranks.
         engine: Options of the data-parallel engine.
         shard_size: Number of data-parallel ranks that shard one copy of the state.
+        dimensions: What ranks share of a model, the one that splits it first before the others.
         layers: Layers that tensor parallelism splits.
-        sequence_parallel: Whether activations between split layers are in slices.
         cut: Cuts a model, whose layers are split, into stages; None without a pipeline.
         stage_ranks: Pipeline rank of each stage.
         schedule: Makes the pipeline's schedule for a number of microbatches; None without a
@@ -38,13 +67,25 @@ class Description:
     mesh: ParallelMesh
     engine: EngineOptions
     shard_size: int
+    dimensions: Sequence[SharedModel] = ()
     layers: Sequence[PlannedLayer] = ()
-    sequence_parallel: bool = False
     cut: Callable[[nn.Module], Partition] | None = None
     stage_ranks: tuple[int, ...] = (0,)
     schedule: Callable[[int], Schedule] | None = None
     num_microbatches: int = 1
     offload: Offload | None = None
+
+    @property
+    def num_averaging(self) -> int:
+        """Number of ranks that average gradients."""
+        along = [one.axis for one in self.dimensions if one.averages_gradients]
+        return self.mesh.dp * prod(map(self.mesh.size, along))
+
+    @property
+    def num_with_samples(self) -> int:
+        """Number of ranks that are given different samples."""
+        along = [one.axis for one in self.dimensions if one.has_own_samples]
+        return self.mesh.dp * prod(map(self.mesh.size, along))
 
 
 Step = Callable[[nn.Module, Any], Any]

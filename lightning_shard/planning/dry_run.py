@@ -122,7 +122,7 @@ def dry_run(
         zero_stage=options.engine.stage,
         schedule="" if table is None else table.name,
         num_microbatches=1 if table is None else table.num_microbatches,
-        batch_size=size * options.mesh.dp * options.mesh.size("ep"),
+        batch_size=size * options.num_with_samples,
         ranks=figures,
         not_counted=tuple(strategy.held_besides),
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rich import box
 from rich.console import RenderableType
@@ -110,8 +110,7 @@ class DryRun:
 
     def __rich__(self) -> RenderableType:
         table = Table(title=self._title, caption=self._caption, box=box.SIMPLE_HEAD)
-        left_out = {name for name, axis in _OF_AXES.items() if self.mesh.size(axis) == 1}
-        columns = [one for one in _COLUMNS if one[0] not in left_out]
+        columns = [*_COLUMNS, *map(_sent, self.mesh.axes), ("idle", lambda one: one.idle_share)]
         for heading in ("pipeline rank", *(name for name, _ in columns)):
             table.add_column(heading, justify="right")
         for rank, figures in enumerate(self.ranks):
@@ -142,12 +141,11 @@ class DryRun:
         return Text("\n".join(lines))
 
     def __str__(self) -> str:
-        num_more = sum(self.mesh.size(axis) > 1 for axis in _OF_AXES.values())
-        return plain_text(self, width=170 + 15 * num_more)
+        return plain_text(self, width=125 + 15 * len(self.mesh.axes))
 
 
-_OF_AXES: dict[str, Axis] = {"sent ep": "ep", "sent cp": "cp"}  # shown where they have ranks
-_COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
+_Column: TypeAlias = tuple[str, Callable[[RankFigures], "int | float"]]
+_COLUMNS: tuple[_Column, ...] = (
     ("parameters", lambda one: one.memory.parameters),
     ("gathered", lambda one: one.memory.gathered),
     ("gradients", lambda one: one.memory.gradients),
@@ -157,13 +155,12 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], "int | float"]], ...] = (
     ("recomputed", lambda one: one.memory.recomputed),
     ("total", lambda one: one.memory.total),
     ("on host", lambda one: one.memory.offloaded),
-    ("sent pp", lambda one: one.sent["pp"]),
-    ("sent dp", lambda one: one.sent["dp"]),
-    ("sent ep", lambda one: one.sent["ep"]),
-    ("sent cp", lambda one: one.sent["cp"]),
-    ("sent tp", lambda one: one.sent["tp"]),
-    ("idle", lambda one: one.idle_share),
 )
+
+
+def _sent(axis: Axis) -> _Column:
+    """Return the column of what is sent along an axis."""
+    return f"sent {axis}", lambda one: one.sent[axis]
 
 
 def cell(value: int | float) -> str:

@@ -9,8 +9,7 @@ Everything here is the code that trains; only the group is simulated.
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self, TypeVar, cast
@@ -23,25 +22,18 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.traffic import Traffic
-from lightning_shard.context_parallel.cut_blocks import CutBlocks
-from lightning_shard.core.mesh import ParallelMesh
-from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.core.mesh import Axis
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.torch_private import FakeTensorMode, TorchDispatchMode
 from lightning_shard.errors import ConfigError
-from lightning_shard.expert_parallel.finding import find_mixtures
-from lightning_shard.expert_parallel.own_tokens import OwnTokens
-from lightning_shard.expert_parallel.shared_experts import SharedExperts
-from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.pipeline_parallel.containers import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.partition import Stages, parameter_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall, Skipped, Template
 from lightning_shard.pipeline_parallel.stage_run import Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
-from lightning_shard.planning.description import WorldOptions
+from lightning_shard.planning.description import SimulatedShare, WorldOptions
 from lightning_shard.tensor_parallel.compared_calls import explained
-from lightning_shard.tensor_parallel.split import SplitModel
 
 # Modules and batches without elements.
 #
@@ -159,28 +151,23 @@ class SimulatedCollectives(Collectives):
 
 
 class SimulatedModel:
-    """A model without elements, split over the first rank of each tensor-parallel group.
+    """A model without elements, split for the first rank of the group along each axis.
 
     Args:
         module: A module without elements, which is changed.
         options: Options of the simulated world.
 
     Attributes:
-        module: The module, whose layers are split.
-        layers: The simulated tensor-parallel group.
-        experts: How experts are split over a simulated group; None where all are here.
-        sequences: The simulated context-parallel group.
+        module: The module, which is split.
+        groups: By axis, the simulated group of the ranks that share the model.
+        splits: How it is split, by the dimension that splits it first before the others.
         parts: By parameter, its part here before an engine has it.
-        full_shapes: Full shape of each parameter that is a part.
         stages: Stages of each parameter.
         staged: The model cut into stages; None without a pipeline.
     """
 
     def __init__(self, module: nn.Module, options: WorldOptions) -> None:
         self.module, self.options = module, options
-        self.layers = SimulatedCollectives(0, options.mesh.tp)
-        self.full_shapes: Mapping[nn.Parameter, torch.Size] = {}
-        self._forget: Callable[[], None] = lambda: None
         self._recomputing = checkpointed_blocks(  # which the module is for good
             module,
             options.engine.activation_checkpointing,
@@ -188,21 +175,14 @@ class SimulatedModel:
             reads_buffers=False,
         )
         self._recomputing.__enter__()
-        if options.mesh.tp > 1:
-            layers = [replace(one, module=module.get_submodule(one.name)) for one in options.layers]
-            split = SplitModel(
-                module, layers, self.layers, sequence_parallel=options.sequence_parallel
-            )
-            self.full_shapes, self._forget = split.full_shapes, split.forget_activations
-        self.experts: ExpertSplit | None = None
-        if options.mesh.size("ep") > 1:
-            self.experts = split_experts(module, options.mesh)
-            self.full_shapes = {**self.experts.full_shapes, **self.full_shapes}
-        self.sequences = SimulatedCollectives(0, options.mesh.cp)
-        if options.mesh.cp > 1:
-            CutBlocks(module, self.sequences, joins_each=options.mesh.pp > 1, tries=False)
-            if self.experts is None:
-                OwnTokens(module)
+        sharing = [one for one in options.dimensions if options.mesh.size(one.axis) > 1]
+        self.groups: dict[Axis, SimulatedCollectives] = {
+            one.axis: SimulatedCollectives(0, options.mesh.size(one.axis)) for one in sharing
+        }
+        self._shares: Sequence[SimulatedShare] = [
+            one.simulated(module, options, self.groups[one.axis]) for one in sharing
+        ]
+        self.splits = [one.split for one in self._shares]
         self.parts = {param: param.data for param in module.parameters()}
         shapes = {param: part.shape for param, part in self.parts.items()}
         self.stages: Mapping[nn.Parameter, Stages] = dict.fromkeys(self.parts, (0,))
@@ -218,6 +198,10 @@ class SimulatedModel:
         """The model cut into stages, for a model in a pipeline."""
         assert self._staged is not None
         return self._staged
+
+    def _forget(self) -> None:
+        for one in self._shares:
+            one.forget()
 
     def running(self, run: StepRun, stage: int) -> AbstractContextManager[None]:
         """Pass the blocks' calls to `run` inside, with stand-ins for other stages' parameters."""
@@ -316,26 +300,11 @@ class _RememberingRun:
         return self._run.call(index, known, call)
 
 
-def split_experts(module: nn.Module, mesh: ParallelMesh) -> ExpertSplit:
-    """Leave a module the experts of the first rank, to which its own and its peers' tokens go.
-
-    Which experts tokens go to is known from their elements alone, which a dry run has not. Products
-    of groups of matrices know no shape of theirs but in bfloat16, so they are asked in that format.
-
-    Args:
-        module: A module without elements, which is changed.
-        mesh: Grid of the simulated ranks.
-    """
-    group = SimulatedCollectives(0, mesh.size("ep"))
-    data = DataGroups.of(SimulatedCollectives(0, mesh.dp * mesh.cp))
-    mixtures = find_mixtures(module)
-    split = ExpertSplit(module, mixtures, group, data, data)
-    SharedExperts(mixtures, split, nullcontext, is_dry=True, tries=False)
-    return split
-
-
 class ProductsOfGroups(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Multiplies groups of matrices without elements in any format."""
+    """Multiplies groups of matrices without elements in any format.
+
+    Such products know no shape of theirs but in bfloat16, so they are asked in that format.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Ask for the shapes of a product in bfloat16."""

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.traffic import Traffic
-from lightning_shard.core.mesh import Axis
+from lightning_shard.core.mesh import ALL_AXES, Axis
 from lightning_shard.core.placeholders import tensors_given
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.model_split import Unsplit
-from lightning_shard.expert_parallel.split import ExpertSplit
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.pipeline_parallel.backward import (
     Rest,
     full_backward,
@@ -64,28 +63,25 @@ class SimulatedRank:
             param: tuple(sorted({owners[stage] for stage in stages}))
             for param, stages in model.stages.items()
         }
-        experts = model.experts
         self._here = [
             param
             for param, ranks in self._owners.items()
-            if rank in ranks and (experts is None or experts.is_here(param))
+            if rank in ranks and all(one.is_here(param) for one in model.splits)
         ]
         self._trained = [param for param in self._here if param.requires_grad]
         self._pipeline = SimulatedCollectives(rank, mesh.pp)
-        averaging = mesh.dp * mesh.cp * mesh.size("ep")
-        data, own = _data_groups(averaging, self.options.shard_size)
-        self._groups: dict[Axis, Sequence[Collectives]] = {
-            "pp": [self._pipeline],
-            "dp": own if experts is None else [*own, experts.shared_out.data.dp],
-            "ep": [] if experts is None else [experts.group],
-            "cp": [model.sequences],
-            "tp": [model.layers],
-        }
         here = set(self._here)
         elsewhere = {p: t.shape for p, t in model.parts.items() if p not in here}
+        split = _SimulatedSplit(here, elsewhere, model.splits)
+        data, own = _data_groups(self.options.num_averaging, self.options.shard_size)
+        self._groups: dict[Axis, Sequence[Collectives]] = {
+            **dict.fromkeys(ALL_AXES, ()),
+            **{axis: [group] for axis, group in model.groups.items()},
+            "pp": [self._pipeline],
+            "dp": [*own, *(one.data.dp for one in split.fewer_ranks)],
+        }
         for param in self._here:
             param.data = model.parts[param]  # which the engine of another rank may have, too
-        split = _SimulatedSplit(here, {**elsewhere, **model.full_shapes}, experts)
         self.engine = DataParallelEngine(model.module, data, self.options.engine, data, split)
         self.saved: dict[tuple[int, int], Kept] = {}
         self.sent: dict[Axis, int] = dict.fromkeys(self._groups, 0)
@@ -309,16 +305,19 @@ class _SimulatedSplit(Unsplit):
     def __init__(
         self,
         here: Container[nn.Parameter],
-        full_shapes: Mapping[nn.Parameter, torch.Size],
-        experts: ExpertSplit | None,
+        elsewhere: Mapping[nn.Parameter, torch.Size],
+        splits: Sequence[ModelSplit],
     ) -> None:
-        self._here, self._experts = here, experts
-        self.full_shapes = full_shapes
-        self.shared_out = None if experts is None else experts.shared_out
+        self._here, self._apart = here, [one for one in splits if one.fewer_ranks]
+        self.full_shapes = dict(elsewhere)
+        for one in reversed(splits):
+            self.full_shapes |= one.full_shapes
+        self.fewer_ranks = [fewer for one in self._apart for fewer in one.fewer_ranks]
+        self.undivided = {module for one in self._apart for module in one.undivided}
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
-        """Return the group of an expert's parameter, which is averaged over fewer ranks."""
-        return () if self._experts is None else self._experts.groups_of(param)
+        """Return the groups of a parameter that is averaged over fewer ranks; none of others."""
+        return [group for one in self._apart for group in one.groups_of(param)]
 
     def is_here(self, param: nn.Parameter) -> bool:
         """Whether a stage of this rank has `param`."""

@@ -463,7 +463,7 @@ class DataParallelStrategy(EndingStrategy):
         is_cut = gathers if has_parts(split) else self._options.stage > 0
         compresses = self._options.compression is not None
         updates = self._is_fitting() or self._states_in_shards is not None  # those of the fit
-        is_apart = split is not None and split.shared_out is not None
+        is_apart = split is not None and bool(split.fewer_ranks)
         if not updates or not is_cut or compresses or is_apart:
             return frozenset()
         if not self.owns_matrices:
@@ -681,6 +681,7 @@ class DataParallelStrategy(EndingStrategy):
             mesh=self.mesh,
             engine=engine,
             shard_size=self.shard_size,
+            dimensions=self.dimensions,
             offload=options.offload,
         )
         checkpointing = checkpointed_blocks(

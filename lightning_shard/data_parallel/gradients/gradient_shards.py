@@ -25,7 +25,7 @@ from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.model_split import (
     ModelSplit,
     beyond_shards,
-    is_shared_out,
+    fewer_ranks_of,
     shards_over,
 )
 from lightning_shard.data_parallel.phases import Phase, Phases
@@ -340,7 +340,8 @@ class GradientShards:
     def ranks_of_operands(self, source: "_Source") -> Collectives | None:
         """Return the ranks that need equal operands; None where each has all of the gradient."""
         ranks = self._all_ranks
-        if source.place is not None and is_shared_out(source.spread.param, self._split):
+        groups = self._split.groups_of(source.spread.param)
+        if source.place is not None and fewer_ranks_of(groups, self._split) is not None:
             ranks = source.place[0].own.ranks  # others have no part of it, and do not ask
         return ranks if self._shard_groups() and ranks.size > 1 else None
 

@@ -230,13 +230,16 @@ def agreement(
         weights: Compares parameters where a rank's have moved.
         may_differ: Whether ranks wait for each other inside a backward.
     """
-    shared = split.shared_out
-    apart = [one for one in gradients if shared is not None and one.flat.groups is shared.data]
-    common = [one for one in gradients if one not in apart]
+    apart = [
+        [one for one in gradients if one.flat.groups is fewer.data] for fewer in split.fewer_ranks
+    ]
+    common = [one for one in gradients if not any(one in those for those in apart)]
     first = UsageAgreement(common, reducing.dp, device, unshards, weights, may_differ)
-    if shared is None:
-        return first
-    return UsageOfSeveral(first, [UsageAgreement(apart, shared.reducing.dp, device)])
+    others = [
+        UsageAgreement(those, fewer.reducing.dp, device)
+        for those, fewer in zip(apart, split.fewer_ranks, strict=True)
+    ]
+    return UsageOfSeveral(first, others) if others else first
 
 
 def _as_tensor(message: bytes) -> torch.Tensor:

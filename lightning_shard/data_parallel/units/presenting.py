@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.gradients.gradient_shards import GradientShards
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.model_split import ModelSplit, is_shared_out
+from lightning_shard.data_parallel.model_split import ModelSplit, fewer_ranks_of
 from lightning_shard.data_parallel.phases import UserCode
 from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.units.unit import Unit, UnitState
@@ -60,8 +60,10 @@ def look_full(
         is_rounded: Callable[[], bool] = lambda: False,
     ) -> ParameterHome:
         spread: Spread = shards.spread_of(param)
-        if any(group in split.groups_of_layers for group in split.groups_of(param)):
-            spread = _OfOneExpert(spread) if is_shared_out(param, split) else _OfOneStage(spread)
+        groups = split.groups_of(param)
+        if any(group in split.groups_of_layers for group in groups):
+            is_apart = fewer_ranks_of(groups, split) is not None
+            spread = _OfOneExpert(spread) if is_apart else _OfOneStage(spread)
         note, is_of_part = shards.note_of(param), bool(split.groups)
         return ParameterHome(spread, note, user_code, bring, named, is_of_part, is_rounded)
 

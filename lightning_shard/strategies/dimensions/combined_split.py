@@ -36,7 +36,8 @@ class CombinedSplit(BaseSplit):
         self.groups = (*inner.groups, *outer.groups)
         self.groups_of_layers = (*inner.groups_of_layers, *outer.groups_of_layers)
         self.group_sets = [(*one, *other) for one in inner.group_sets for other in outer.group_sets]
-        self.shared_out = inner.shared_out or outer.shared_out
+        self.fewer_ranks = (*inner.fewer_ranks, *outer.fewer_ranks)
+        self.undivided = inner.undivided | outer.undivided
         self.is_first = inner.is_first and outer.is_first
 
     @property

@@ -4,17 +4,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import total
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
+from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.differentiation import Gradients, Run, asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.expert_parallel.own_tokens import OwnTokens
+from lightning_shard.planning.description import Description, SimulatedShare
 from lightning_shard.strategies.dimensions.dimension import (
     ParallelDimension,
     RunView,
@@ -56,9 +58,7 @@ class ContextDimension(ParallelDimension):
     def attach(self, engine: DataParallelEngine) -> None:
         if self._same_results is not None:
             run = self._run
-            self._blocks = CutBlocks(run.model, run.groups[self.axis], joins_each=run.mesh.pp > 1)
-            if run.mesh.size("ep") == 1:  # else they are given their tokens by the exchange
-                self._experts = OwnTokens(run.model)
+            self._blocks, self._experts = _cut(run.model, run.mesh, run.groups[self.axis])
 
     @override
     def wrapped(self, runner: StepRunner) -> StepRunner:
@@ -89,6 +89,20 @@ class ContextDimension(ParallelDimension):
         if self._experts is not None:
             self._experts.restore()
         self._blocks = self._same_results = self._experts = None
+
+    @override
+    def simulated(self, model: nn.Module, found: Description, group: Collectives) -> SimulatedShare:
+        _cut(model, found.mesh, group, tries=False)
+        return SimulatedShare()
+
+
+def _cut(
+    model: nn.Module, mesh: ParallelMesh, group: Collectives, *, tries: bool = True
+) -> tuple[CutBlocks, OwnTokens | None]:
+    """Let the blocks of a model compute parts of sequences, and experts their tokens."""
+    blocks = CutBlocks(model, group, joins_each=mesh.pp > 1, tries=tries)
+    is_exchanged = mesh.size("ep") > 1  # then experts are given their tokens
+    return blocks, None if is_exchanged else OwnTokens(model)
 
 
 class MeanGradients(DifferentiatedParts):

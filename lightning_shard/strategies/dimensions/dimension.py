@@ -7,7 +7,7 @@
     hook_context, finish_copies    around the user's hooks
     share_state                    before a checkpoint
     restore                        the end of a run, and of a set-up that has failed
-    described                      instead of all that: a dry run
+    described, simulated           instead of all that: a dry run
 
 A dimension is told what it may know of the run in a `RunView`; it knows neither the strategy nor
 other dimensions. The first of a strategy's dimensions splits the full model, each other one what
@@ -35,7 +35,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.planning.description import Description, Measure
+from lightning_shard.planning.description import Description, Measure, SimulatedShare
 from lightning_shard.strategies.trainer.same_on_ranks import SameResults
 
 
@@ -309,3 +309,13 @@ class ParallelDimension:
             measure: Measures the blocks of the module.
         """
         return found
+
+    def simulated(self, model: nn.Module, found: Description, group: Collectives) -> SimulatedShare:
+        """Change a model without elements as `split` and `attach` do one that trains.
+
+        Args:
+            model: The model of the first rank along each axis.
+            found: The description of the world, whose axis has more ranks than one.
+            group: The simulated group of the ranks along the axis.
+        """
+        return SimulatedShare()

@@ -1,14 +1,17 @@
 """Expert parallel as a dimension: whole experts on each rank, ranks with samples of their own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import check_same_model
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.memory.quantised import refuse_quantised_parts
@@ -17,7 +20,8 @@ from lightning_shard.expert_parallel.finding import Mixture, check_mixtures, fin
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.expert_parallel.shared_experts import SharedExperts
 from lightning_shard.expert_parallel.split import ExpertSplit
-from lightning_shard.planning.description import Description, Measure
+from lightning_shard.planning.description import Description, Measure, SimulatedShare
+from lightning_shard.planning.simulated_model import SimulatedCollectives
 from lightning_shard.strategies.dimensions.dimension import (
     ParallelDimension,
     RunView,
@@ -118,6 +122,16 @@ class ExpertDimension(ParallelDimension):
         if self.size != 1:
             check_mixtures(find_mixtures(module), module, found.mesh.size(self.axis))
         return found
+
+    @override
+    def simulated(self, model: nn.Module, found: Description, group: Collectives) -> SimulatedShare:
+        # Which experts tokens go to is known from their elements alone: the first rank's here get
+        # its own and its peers'.
+        data = DataGroups.of(SimulatedCollectives(0, found.num_averaging // group.size))
+        mixtures = find_mixtures(model)
+        split = ExpertSplit(model, mixtures, group, data, data)
+        SharedExperts(mixtures, split, nullcontext, is_dry=True, tries=False)
+        return SimulatedShare(split=split)
 
     def load(self) -> Mapping[str, ExpertLoad]:
         """Return by name how the tokens of each mixture were shared out; each rank must call."""

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError
-from lightning_shard.planning.description import Description, Measure
+from lightning_shard.planning.description import Description, Measure, SimulatedShare
 from lightning_shard.strategies.dimensions.dimension import (
     ParallelDimension,
     RunView,
@@ -178,8 +179,15 @@ class TensorDimension(ParallelDimension):
         return replace(
             found,
             layers=() if num_ranks == 1 else self._described_layers(module, num_ranks),
-            sequence_parallel=self._sequence_parallel,
         )
+
+    @override
+    def simulated(
+        self, model: torch.nn.Module, found: Description, group: Collectives
+    ) -> SimulatedShare:
+        layers = [replace(one, module=model.get_submodule(one.name)) for one in found.layers]
+        split = SplitModel(model, layers, group, sequence_parallel=self._sequence_parallel)
+        return SimulatedShare(split=split, forget=split.forget_activations)
 
     def _described_layers(self, module: torch.nn.Module, num_ranks: int) -> Sequence[PlannedLayer]:
         """Return what a plan splits; a given one is believed, without trying it out."""
