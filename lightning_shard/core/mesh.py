@@ -30,11 +30,12 @@ rank 5 = 1 * 4 + 0 * 2 + 1                 coordinates {"pp": 1, "dp": 0, "tp": 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import product
 from math import nan, prod
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeVar, get_args
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, get_args
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -53,9 +54,10 @@ _CELL = (0.4, 0.35)  # inches
 _LARGEST = (16.0, 12.0)  # inches
 _MOST_LABELS = 1024  # ranks; more would not be legible
 _MOST_TICKS = 32
-Axis = Literal["pp", "dp", "ep", "cp", "tp"]
-ALL_AXES: tuple[Axis, ...] = get_args(Axis)
-AXES: tuple[Axis, ...] = ("pp", "dp", "tp")  # of every mesh; others are axes where they have ranks
+Axis: TypeAlias = str
+KnownAxis = Literal["pp", "dp", "ep", "cp", "tp"]
+ALL_AXES: tuple[KnownAxis, ...] = get_args(KnownAxis)
+AXES: tuple[KnownAxis, ...] = ("pp", "dp", "tp")  # of every mesh; others where they have ranks
 _BY_TRAFFIC: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")  # of equals, the one that keeps tp
 _NUM_PROPOSALS = 3
 
@@ -138,30 +140,21 @@ def sizes_of(num_ranks: int, axes: Sequence[A]) -> Iterator[dict[A, int]]:
                 yield {first: size, **rest}
 
 
-def draw_mesh(stages: Stages, *, shard: int | None = None, cp: int = 1, ep: int = 1) -> str:
-    """Draw the grid and list its groups, at most 100 columns wide.
-
-    Args:
-        stages: Ranks by stage, replica and place in the tensor-parallel group; those of one
-            sequence's parts one after the other, replicas that share experts as well.
-        shard: Number of replicas that shard one copy of the state; None: all.
-        cp: Number of parts of each sequence.
-        ep: Number of replicas that share the experts.
-    """
+def draw_mesh(mesh: "ParallelMesh") -> str:
+    """Draw the grid and list its groups, at most 100 columns wide."""
+    stages = _stages(mesh)
     most_stages, most_ranks = (
         min(size, _MOST_COLUMNS) for size in (len(stages), len(stages[0][0]))
     )
     while True:
-        lines = _draw_boxes(stages, most_stages, most_ranks, ep)
+        lines = _draw_boxes(stages, most_stages, most_ranks, mesh.ep)
         if len(lines[1]) <= _WIDTH or max(most_stages, most_ranks) <= _FEWEST:
             break
         if most_stages > most_ranks:
             most_stages -= 1
         else:
             most_ranks -= 1
-    return "\n".join(
-        [_summary(stages, cp, ep), "", *lines, "", *_group_lines(stages, shard, cp, ep)]
-    ).rstrip()
+    return "\n".join([_summary(mesh), "", *lines, "", *_group_lines(mesh, stages)]).rstrip()
 
 
 def abbreviated(items: Sequence[object], most: int) -> list[str]:
@@ -170,18 +163,14 @@ def abbreviated(items: Sequence[object], most: int) -> list[str]:
 
 
 def save_mesh_png(
-    stages: Stages,
-    path: str | Path,
-    *,
-    ranks_per_node: int | None = None,
-    cp: int = 1,
-    ep: int = 1,
+    mesh: "ParallelMesh", path: str | Path, *, ranks_per_node: int | None = None
 ) -> None:
     """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
+    stages = _stages(mesh)
     pp, dp, tp = _sizes(stages)
     step = tp + 1  # a column is left free between the stages
     width = min(_LARGEST[0], 2 + _CELL[0] * pp * step)
@@ -197,7 +186,7 @@ def save_mesh_png(
         [f"stage {index}" for index in stages_shown],
     )
     axes.set_yticks(
-        [index + 0.5 for index in rows_shown], [_row(index, ep) for index in rows_shown]
+        [index + 0.5 for index in rows_shown], [_row(index, mesh.ep) for index in rows_shown]
     )
     axes.tick_params(length=0, labelsize=8)
     axes.invert_yaxis()
@@ -205,7 +194,7 @@ def save_mesh_png(
     colours = (
         f"a colour per node of {ranks_per_node} ranks" if ranks_per_node else "a colour per stage"
     )
-    axes.set_title(f"{_summary(stages, cp, ep)}\n{colours}", fontsize=8)
+    axes.set_title(f"{_summary(mesh)}\n{colours}", fontsize=8)
     figure.savefig(path, format="png", dpi=150)
 
 
@@ -213,14 +202,31 @@ def _sizes(stages: Stages) -> tuple[int, int, int]:
     return len(stages), len(stages[0]), len(stages[0][0])
 
 
-def _summary(stages: Stages, cp: int, ep: int) -> str:
-    pp, dp, ranks = _sizes(stages)
-    axes = [(pp, "stage", "(pp)"), (dp // ep, "replica", "(dp)")]
-    axes += [(ep, "part", "of the experts (ep)")] if ep > 1 else []
-    axes += [(cp, "part", "of a sequence (cp)")] if cp > 1 else []
-    axes += [(ranks // cp, "rank", "to a layer (tp)")]
+def _stages(mesh: "ParallelMesh") -> Stages:
+    """Return the ranks by stage, replica and place among those that share a stage's layers.
+
+    The parts of a sequence come one after the other, replicas that share experts as well.
+    """
+
+    def places(*axes: Axis) -> list[dict[Axis, int]]:
+        found = product(*(range(mesh.size(axis)) for axis in axes))
+        return [dict(zip(axes, place, strict=True)) for place in found]
+
+    rows, columns = places("dp", "ep"), places("cp", *mesh.others, "tp")
+    return [
+        [tuple(mesh.rank_at({**stage, **row, **column}) for column in columns) for row in rows]
+        for stage in places("pp")
+    ]
+
+
+def _summary(mesh: "ParallelMesh") -> str:
+    axes = [(mesh.pp, "stage", "(pp)"), (mesh.dp, "replica", "(dp)")]
+    axes += [(mesh.ep, "part", "of the experts (ep)")] if mesh.ep > 1 else []
+    axes += [(mesh.cp, "part", "of a sequence (cp)")] if mesh.cp > 1 else []
+    axes += [(size, "part", f"({axis})") for axis, size in mesh.others.items() if size > 1]
+    axes += [(mesh.tp, "rank", "to a layer (tp)")]
     counts = " x ".join(f"{_count(size, name)} {axis}" for size, name, axis in axes)
-    return f"{_count(pp * dp * ranks, 'rank')}: {counts}"
+    return f"{_count(mesh.world_size, 'rank')}: {counts}"
 
 
 def _count(num: int, name: str) -> str:
@@ -268,57 +274,26 @@ def _box(title: str, lines: list[str]) -> list[str]:
     return [f" {title}", border, *(f"| {line.center(width)} |" for line in lines), border]
 
 
-def _copies(stages: Stages, shard: int, cp: int) -> list[list[tuple[int, ...]]]:
-    """Return the ranks of each copy of the state, of those that average the same gradients."""
-    found = []
-    for stage in stages:
-        for places in zip(
-            *(zip(*_in_parts(ranks, cp), strict=True) for ranks in stage), strict=True
-        ):
-            averaging = sorted(rank for ranks in places for rank in ranks)
-            starts = range(0, len(averaging), shard * cp)
-            found.append([tuple(averaging[start : start + shard * cp]) for start in starts])
-    return found
-
-
-def _in_parts(ranks: Sequence[int], cp: int) -> list[Sequence[int]]:
-    """Return the ranks of each part of a sequence."""
-    size = len(ranks) // cp
-    return [ranks[start : start + size] for start in range(0, len(ranks), size)]
-
-
-def _group_lines(stages: Stages, shard: int | None, cp: int, ep: int) -> list[str]:
+def _group_lines(mesh: "ParallelMesh", stages: Stages) -> list[str]:
     """Return a line for each axis of more than one rank: the groups along it, and within dp."""
     replicas = [group for stage in stages for group in zip(*stage, strict=True)]
-    size = len(replicas[0])
-    copies = _copies(stages, shard, cp) if shard is not None and shard < size else []
+    num = (mesh.shard or mesh.dp) * mesh.cp  # ranks of a copy of the state
+    averaging = mesh.groups(("dp", "ep", "cp"))  # the same gradients
+    copies = [[one[at : at + num] for at in range(0, len(one), num)] for one in averaging]
+    if mesh.shard is None or mesh.shard == len(replicas[0]):
+        copies = []
     groups: dict[str, list[tuple[int, ...]]] = {
-        "pp groups, a pipeline each:     ": [
-            group for replica in zip(*stages, strict=True) for group in zip(*replica, strict=True)
-        ],
+        "pp groups, a pipeline each:     ": mesh.groups("pp"),
         "dp groups, of equal parameters: ": replicas,
         "  a copy of the state each:     ": [one for same in copies for one in same],
         "  equal shards of the copies:   ": [
             ranks for same in copies for ranks in zip(*same, strict=True)
         ],
-        "ep groups, sharing experts:     ": [
-            group[first : first + ep] for group in replicas for first in range(0, size, ep)
-        ],
-        "  of equal experts:             ": [
-            group[part::ep] for group in replicas for part in range(ep if ep > 1 else 0)
-        ],
-        "cp groups, of a sequence each:  ": [
-            tuple(ranks[place :: len(ranks) // cp])
-            for stage in stages
-            for ranks in stage
-            for place in range(len(ranks) // cp)
-        ],
-        "tp groups, sharing each layer:  ": [
-            tuple(ranks[part * len(ranks) // cp : (part + 1) * len(ranks) // cp])
-            for stage in stages
-            for ranks in stage
-            for part in range(cp)
-        ],
+        "ep groups, sharing experts:     ": mesh.groups("ep"),
+        "  of equal experts:             ": mesh.groups("dp") if mesh.ep > 1 else [],
+        "cp groups, of a sequence each:  ": mesh.groups("cp"),
+        **{f"{axis} groups:".ljust(32): mesh.groups(axis) for axis in mesh.others},
+        "tp groups, sharing each layer:  ": mesh.groups("tp"),
     }
     return [
         name + _fitted([" ".join(abbreviated(group, 4)) for group in sorted(found)], len(name))
@@ -397,6 +372,7 @@ class ParallelMesh:
         axis_order: The axes from the slowest to the fastest; of more than one rank, where they are
             not named, ep is the one after dp, and cp the one before tp.
         shard: Number of neighbouring `dp` groups that shard one copy of the state; None: all.
+        others: Number of ranks along further axes, each of which comes before tp.
 
     Raises:
         ConfigError: A size is below 1, the order does not name each axis once, or copies of the
@@ -406,20 +382,21 @@ class ParallelMesh:
     pp: AtLeastOne = 1
     dp: AtLeastOne = 1
     tp: AtLeastOne = 1
-    axis_order: tuple[Axis, ...] = AXES
+    axis_order: tuple[KnownAxis, ...] = AXES
     shard: AtLeastOne | None = None
     cp: AtLeastOne = 1
     ep: AtLeastOne = 1
+    others: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Refuse sizes and orders that make no grid."""
         with told_by(ParallelMesh):
             check_fields(self)
-            object.__setattr__(self, "axis_order", _with_optional(self.axis_order, self.axes))
-            if sorted(self.axis_order) != sorted(self.axes):
+            known = self._known_axes
+            object.__setattr__(self, "axis_order", _with_optional(self.axis_order, known))
+            if sorted(self.axis_order) != sorted(known):
                 raise ConfigError(
-                    f"axis_order must name each of {', '.join(self.axes)} once, got "
-                    f"{self.axis_order}."
+                    f"axis_order must name each of {', '.join(known)} once, got {self.axis_order}."
                 )
             if self.shard is not None and self.dp % self.shard:
                 raise ConfigError(f"shard must divide the dp axis, got {self!r}.")
@@ -435,7 +412,8 @@ class ParallelMesh:
         dp: int = -1,
         cp: int = 1,
         ep: int = 1,
-        axis_order: Sequence[Axis] = AXES,
+        axis_order: Sequence[KnownAxis] = AXES,
+        others: Mapping[str, int] | None = None,
     ) -> Self:
         """Make the mesh of all of `world_size` ranks; an axis of -1 takes what the others leave.
 
@@ -443,7 +421,8 @@ class ParallelMesh:
             ConfigError: A size is neither -1 nor at least 1, two are -1, or they do not multiply
                 to the world's; with the nearest sizes that do.
         """
-        of_all: dict[Axis, int] = {"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp}
+        known: dict[Axis, int] = {"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp}
+        of_all = {**known, **(others or {})}
         sizes = {axis: size for axis, size in of_all.items() if axis in AXES or size != 1}
         asked = {axis: size for axis, size in sizes.items() if size > 0}
         rest = [axis for axis, size in sizes.items() if size == -1]
@@ -463,18 +442,32 @@ class ParallelMesh:
             )
         else:
             sizes |= dict.fromkeys(rest, world_size // num_asked)
-            return cls(**sizes, axis_order=tuple(axis_order))
+            found = {**of_all, **sizes}
+            further = {axis: found.pop(axis) for axis in of_all if axis not in known}
+            return cls(**found, others=further, axis_order=tuple(axis_order))
         raise ConfigError(f"{problem} Sizes that fit: {_nearest_sizes(world_size, asked)}.")
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of this mesh."""
-        return tuple(axis for axis in ALL_AXES if axis in AXES or self.size(axis) != 1)
+        *before, last = ALL_AXES
+        found = (*before, *self.others, last)
+        return tuple(axis for axis in found if axis in AXES or self.size(axis) != 1)
 
     @property
     def grid(self) -> RankGrid[Axis]:
         """The axes with their sizes, in their order."""
-        return RankGrid({axis: self.size(axis) for axis in self.axis_order})
+        return RankGrid({axis: self.size(axis) for axis in self._order})
+
+    @property
+    def _order(self) -> tuple[Axis, ...]:
+        """All axes, from the slowest to the fastest."""
+        return _with_optional(self.axis_order, self.axes)
+
+    @property
+    def _known_axes(self) -> tuple[Axis, ...]:
+        """The axes that an order names."""
+        return tuple(axis for axis in self.axes if axis not in self.others)
 
     @property
     def world_size(self) -> int:
@@ -483,8 +476,7 @@ class ParallelMesh:
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along an axis."""
-        size: int = getattr(self, axis)
-        return size
+        return self.others[axis] if axis in self.others else int(getattr(self, axis))
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """Return a rank's index on each axis.
@@ -527,7 +519,8 @@ class ParallelMesh:
     def _present(self, axes: Axis | Sequence[Axis]) -> Sequence[Axis]:
         """Return axes without those that are no axis of this mesh, where they have one rank."""
         along: Sequence[Axis] = [axes] if isinstance(axes, str) else axes
-        return [axis for axis in along if axis not in ALL_AXES or axis in self.axes]
+        known = (*ALL_AXES, *self.others)
+        return [axis for axis in along if axis not in known or axis in self.axes]
 
     def placement(self, ranks_per_node: int) -> NodePlacement:
         """Return which axes reach over nodes of `ranks_per_node` neighbouring ranks each.
@@ -543,12 +536,12 @@ class ParallelMesh:
         warnings = []
         if nodes.get("tp", 1) > 1:
             warnings.append(self._warning_of_tp(ranks_per_node))
-        ordered = replace(self, axis_order=self.axes)._nodes_per_group(ranks_per_node)
+        ordered = replace(self, axis_order=AXES)._nodes_per_group(ranks_per_node)
         if nodes.get("pp") == 1 and nodes.get("dp", 1) > ordered.get("dp", 1):
             warnings.append(
                 f"dp crosses nodes of {ranks_per_node} ranks and pp does not, though a model's "
                 "gradients are more than what passes between its stages; "
-                f"axis_order={self.axes} puts pp across nodes."
+                f"axis_order={self._known_axes} puts pp across nodes."
             )
         return NodePlacement(
             num_nodes=-(-self.world_size // ranks_per_node),
@@ -567,7 +560,7 @@ class ParallelMesh:
     def _warning_of_tp(self, ranks_per_node: int) -> str:
         groups = self.groups("tp")
         crossing = [group for group in groups if len(_nodes(group, ranks_per_node)) > 1]
-        order = "" if self.axis_order[-1] == "tp" else f"axis_order={self.axes}"
+        order = "" if self.axis_order[-1] == "tp" else f"axis_order={self._known_axes}"
         if ranks_per_node % self.tp == 0:
             remedy = f"{order} keeps tp inside a node"
         else:
@@ -582,8 +575,8 @@ class ParallelMesh:
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Make torch's mesh of the same shape and names; each rank must call."""
-        shape = tuple(self.size(axis) for axis in self.axis_order)
-        return init_device_mesh(device_type, shape, mesh_dim_names=self.axis_order)
+        shape = tuple(self.size(axis) for axis in self._order)
+        return init_device_mesh(device_type, shape, mesh_dim_names=self._order)
 
     def save_png(self, path: str | Path, *, ranks_per_node: int | None = None) -> None:
         """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.
@@ -591,27 +584,13 @@ class ParallelMesh:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        save_mesh_png(self._stages(), path, ranks_per_node=ranks_per_node, cp=self.cp, ep=self.ep)
-
-    def _stages(self) -> list[list[tuple[int, ...]]]:
-        return [
-            [
-                tuple(
-                    self.rank_at({"pp": pp, "dp": dp, "ep": ep, "cp": cp, "tp": tp})
-                    for cp in range(self.cp)
-                    for tp in range(self.tp)
-                )
-                for dp in range(self.dp)
-                for ep in range(self.ep)
-            ]
-            for pp in range(self.pp)
-        ]
+        save_mesh_png(self, path, ranks_per_node=ranks_per_node)
 
     def __str__(self) -> str:
-        return draw_mesh(self._stages(), shard=self.shard, cp=self.cp, ep=self.ep)
+        return draw_mesh(self)
 
     def __repr__(self) -> str:
-        order = "" if self.axis_order == self.axes else f", axis_order={self.axis_order}"
+        order = "" if self.axis_order == self._known_axes else f", axis_order={self.axis_order}"
         shard = "" if self.shard is None else f", shard={self.shard}"
         return (
             f"ParallelMesh({_named({axis: self.size(axis) for axis in self.axes})}{order}{shard})"
@@ -643,8 +622,9 @@ def _nearest_sizes(
     world_size: int, asked: Mapping[Axis, int], allows_tp: Callable[[int], bool] = lambda _: True
 ) -> str:
     """Name the sizes that multiply to the world's and differ least, as factors, from `asked`."""
-    axes = [axis for axis in ALL_AXES if axis in AXES or asked.get(axis, 1) != 1]
-    by_traffic = [axis for axis in _BY_TRAFFIC if axis in axes]
+    known = dict.fromkeys([*ALL_AXES, *asked])
+    axes = [axis for axis in known if axis in AXES or asked.get(axis, 1) != 1]
+    by_traffic = [axis for axis in dict.fromkeys([*_BY_TRAFFIC, *axes]) if axis in axes]
     fitting = [one for one in sizes_of(world_size, by_traffic) if allows_tp(one["tp"])]
 
     def distance(sizes: dict[Axis, int]) -> tuple[Fraction, ...]:

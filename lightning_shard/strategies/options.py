@@ -21,7 +21,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.core.mesh import AXES, Axis, ParallelMesh
+from lightning_shard.core.mesh import AXES, KnownAxis, ParallelMesh
 from lightning_shard.core.options import AtLeastOne, AtLeastZero, Limit, Options, explained
 from lightning_shard.data_parallel.async_sgd.async_sgd import StalenessRule
 from lightning_shard.data_parallel.compression import Compression, find_compressor
@@ -349,7 +349,7 @@ class HybridParallelOptions(PlanOptions, PipelinedOptions):
     expert_parallel_size: AxisSize = 1
     data_parallel_size: DataParallelSize = -1
     zero_stage: ZeroStage = 1
-    axis_order: tuple[Axis, ...] = AXES
+    axis_order: tuple[KnownAxis, ...] = AXES
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
