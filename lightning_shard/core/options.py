@@ -97,6 +97,10 @@ class Limit:
 
 AtLeastZero: TypeAlias = Annotated[int, Limit("of at least 0", lambda number: number >= 0)]
 AtLeastOne: TypeAlias = Annotated[int, Limit("of at least 1", lambda number: number >= 1)]
+AxisSize: TypeAlias = Annotated[
+    int,
+    Limit("of at least 1, or -1 for what the others leave", lambda size: size >= 1 or size == -1),
+]
 ClassNames: TypeAlias = Annotated[list[str], Limit("such as ['Block']", bool)]
 """Names of the classes of modules, one at least."""
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.mesh import Axis, NodePlacement, ParallelMesh
+from lightning_shard.core.mesh import ALL_AXES, Axis, NodePlacement, ParallelMesh
 from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.start import MetaStart, noted_alike
@@ -36,7 +36,6 @@ from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.dimensions.context import ContextDimension
 from lightning_shard.strategies.dimensions.dimension import (
     ParallelDimension,
     RunGroups,
@@ -44,6 +43,7 @@ from lightning_shard.strategies.dimensions.dimension import (
     WrappedRunner,
 )
 from lightning_shard.strategies.dimensions.experts import ExpertDimension
+from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
 from lightning_shard.strategies.hybrid_sharding import (
     replicate_ranks,
     shard_ranks,
@@ -202,9 +202,11 @@ class ModelParallelStrategy(DataParallelStrategy):
         return ParallelMesh.of_world(self.mesh_size, **self._sizes())
 
     def _sizes(self) -> dict[str, Any]:
-        """Return the number of ranks along the axis of each dimension."""
-        mesh_size = self.mesh_size
-        return {one.axis: mesh_size if one.size is None else one.size for one in self.dimensions}
+        """Return the number of ranks along the axis of each dimension, as the mesh takes them."""
+        all_of = self.mesh_size
+        own = {one.axis: all_of if one.size is None else one.size for one in self.dimensions}
+        others = {axis: own.pop(axis) for axis in [*own] if axis not in ALL_AXES}
+        return {**own, "others": others}
 
     @property
     def _axes(self) -> list[Axis]:
@@ -499,8 +501,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
 
     @takes(ContextParallelOptions)
     def __init__(self, options: ContextParallelOptions) -> None:
-        dimension = ContextDimension(options.context_parallel_size)
-        super().__init__([dimension], zero_stage=options.zero_stage, **options.part(SplitOptions))
+        stage = options.zero_stage
+        super().__init__(options.dimensions(), zero_stage=stage, **options.part(SplitOptions))
 
 
 class TensorParallelStrategy(ModelParallelStrategy):
@@ -512,10 +514,8 @@ class TensorParallelStrategy(ModelParallelStrategy):
 
     @takes(TensorParallelOptions)
     def __init__(self, options: TensorParallelOptions) -> None:
-        dimension = options.layers(
-            options.tensor_parallel_size, sequence_parallel=options.sequence_parallel
-        )
-        super().__init__([dimension], zero_stage=options.zero_stage, **options.part(SplitOptions))
+        stage = options.zero_stage
+        super().__init__(options.dimensions(), zero_stage=stage, **options.part(SplitOptions))
 
 
 class PipelineParallelStrategy(ModelParallelStrategy):
@@ -527,8 +527,8 @@ class PipelineParallelStrategy(ModelParallelStrategy):
 
     @takes(PipelineParallelOptions)
     def __init__(self, options: PipelineParallelOptions) -> None:
-        self._stages = options.stages(options.pipeline_parallel_size)
-        super().__init__([self._stages], **options.part(SplitOptions))
+        super().__init__(options.dimensions(), **options.part(SplitOptions))
+        (self._stages,) = [one for one in self.dimensions if isinstance(one, PipelineDimension)]
 
     @property
     def pipeline(self) -> Pipeline:
@@ -563,15 +563,10 @@ class HybridParallelStrategy(ModelParallelStrategy):
 
     @takes(HybridParallelOptions)
     def __init__(self, options: HybridParallelOptions) -> None:
-        layers = options.layers(options.tensor_parallel_size)
-        self._stages = options.stages(options.pipeline_parallel_size)
-        sequences = ContextDimension(options.context_parallel_size)
-        self._experts = ExpertDimension(options.expert_parallel_size)
-        super().__init__(
-            [layers, self._experts, sequences, self._stages],
-            zero_stage=options.zero_stage,
-            **options.part(SplitOptions),
-        )
+        stage = options.zero_stage
+        super().__init__(options.dimensions(), zero_stage=stage, **options.part(SplitOptions))
+        (self._stages,) = [one for one in self.dimensions if isinstance(one, PipelineDimension)]
+        (self._experts,) = [one for one in self.dimensions if isinstance(one, ExpertDimension)]
         self._data_parallel_size = options.data_parallel_size
         self._axis_order = options.axis_order
 

@@ -37,9 +37,10 @@ from lightning_shard.elastic.membership.membership_table import Bounds
 from lightning_shard.errors import ConfigError
 from lightning_shard.on_pytorch_lightning.mirror import original
 from lightning_shard.precision.policy import dtype_policy
-from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
-from lightning_shard.strategies.dimensions.stage_options import ScheduleOptions, StageOptions
-from lightning_shard.strategies.dimensions.tensor import TensorDimension
+from lightning_shard.strategies.dimensions.context import ContextAxis, ContextOptions
+from lightning_shard.strategies.dimensions.experts import ExpertAxis
+from lightning_shard.strategies.dimensions.pipeline import PipelineAxis, PipelineOptions
+from lightning_shard.strategies.dimensions.tensor import TensorAxis, TensorOptions
 from lightning_shard.strategies.hybrid_sharding import DataParallelSize
 
 _LONGEST = timedelta(days=365)  # torch counts milliseconds
@@ -73,11 +74,6 @@ Timeout: TypeAlias = Annotated[
     float | timedelta, Limit(f"above 0 and of at most {_LONGEST.days} days", _is_wait)
 ]
 Patience: TypeAlias = Annotated[float, Limit("of at least 0 seconds", lambda wait: wait >= 0)]
-AxisSize: TypeAlias = Annotated[
-    int,
-    Limit("of at least 1, or -1 for what the others leave", lambda size: size >= 1 or size == -1),
-]
-LayerPlan: TypeAlias = Annotated[dict[str, Any], Limit("of patterns and their styles", bool)]
 _STAGES: dict[str, int] = {"shard_ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
@@ -253,100 +249,34 @@ class FabricOptions(SentOptions, RanksOptions, FabricLightningOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Options):
-    """How layers are split.
-
-    Attributes:
-        plan: Maps patterns of module paths to styles of `tensor_parallel.styles`, such as
-            {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}. Or "auto", also as None: found
-            by trial.
-    """
-
-    plan: LayerPlan | Literal["auto"] | None = "auto"
-
-    def layers(self, size: int | None, *, sequence_parallel: bool = False) -> TensorDimension:
-        """Return what splits the layers over `size` ranks, over all where that is None."""
-        return TensorDimension(size, plan=self.plan, sequence_parallel=sequence_parallel)
+class TensorParallelOptions(TensorOptions, SplitOptions):
+    """What tensor parallelism takes, with what all strategies share."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorParallelOptions(PlanOptions, SplitOptions):
-    """What tensor parallelism takes.
-
-    Attributes:
-        tensor_parallel_size: Ranks that share each layer; by default all. What they leave of the
-            world is data parallel.
-        zero_stage: How the data-parallel ranks keep their state, 0 to 3.
-        sequence_parallel: Whether the activations between the split layers' regions (norms,
-            dropout, residual sums) are in slices of the sequence.
-    """
-
-    tensor_parallel_size: AtLeastOne | None = None
-    zero_stage: ZeroStage = 0
-    sequence_parallel: bool = False
+class PipelineParallelOptions(PipelineOptions, SplitOptions):
+    """What pipeline parallelism takes, with what all strategies share."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelinedOptions(ScheduleOptions, SplitOptions):
-    """What all strategies share whose ranks have stages."""
-
-    def stages(self, size: int | None) -> PipelineDimension:
-        """Return what cuts a model into the stages of `size` ranks, of all where that is None."""
-        recomputes = self.activation_checkpointing is not None
-        options = StageOptions(**self.part(ScheduleOptions), joins_halves=recomputes)
-        return PipelineDimension(size, options)
+class ContextParallelOptions(ContextOptions, SplitOptions):
+    """What context parallelism takes, with what all strategies share."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineParallelOptions(PipelinedOptions):
-    """What pipeline parallelism takes.
+class HybridParallelOptions(TensorAxis, ExpertAxis, ContextAxis, PipelineAxis, SplitOptions):
+    """What data parallelism takes beside the dimensions, in the order in which they split a model.
 
     Attributes:
-        pipeline_parallel_size: Ranks of one pipeline; by default all. What they leave of the world
-            is data parallel.
-    """
-
-    pipeline_parallel_size: AtLeastOne | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContextParallelOptions(SplitOptions):
-    """What context parallelism takes.
-
-    Attributes:
-        context_parallel_size: Ranks that share each sequence; by default all. What they leave of
-            the world is data parallel.
-        zero_stage: How the ranks keep their state, 0 to 3; those that share a sequence as well.
-    """
-
-    context_parallel_size: AtLeastOne | None = None
-    zero_stage: ZeroStage = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class HybridParallelOptions(PlanOptions, PipelinedOptions):
-    """What data, tensor and pipeline parallelism together take.
-
-    Attributes:
-        pipeline_parallel_size: Ranks of one pipeline.
-        tensor_parallel_size: Ranks that share each layer of a stage.
-        context_parallel_size: Ranks that share each sequence, the mesh's axis "cp".
-        expert_parallel_size: Ranks that share the experts of every mixture, whose number it
-            divides, and train on different batches: the mesh's axis "ep".
         data_parallel_size: Models that train on different batches; -1 takes the remaining ranks. A
             pair (replicate, shard) is so many copies of the state, each in shards on so many
-            neighbouring ranks; choose those of a node, and gathers stay inside it. With a
-            context_parallel_size the ranks that share a sequence share out its copy, too.
+            neighbouring ranks; choose those of a node, and gathers stay inside it.
         zero_stage: How the data-parallel ranks keep their state, 0 to 3. Stage 3 gathers each layer
             for every microbatch's forward and backward, each half of it where those are apart.
         axis_order: The axes "pp", "dp" and "tp" from the slowest to the fastest; where they
             are not named, "ep" comes after "dp" and "cp" before "tp".
     """
 
-    pipeline_parallel_size: AxisSize = 1
-    tensor_parallel_size: AxisSize = 1
-    context_parallel_size: AxisSize = 1
-    expert_parallel_size: AxisSize = 1
     data_parallel_size: DataParallelSize = -1
     zero_stage: ZeroStage = 1
     axis_order: tuple[KnownAxis, ...] = AXES
@@ -355,12 +285,9 @@ class HybridParallelOptions(PlanOptions, PipelinedOptions):
         """Refuse what cannot be."""
         super().__post_init__()
         ParallelMesh(axis_order=self.axis_order)
-        if self.expert_parallel_size != 1 and not isinstance(self.data_parallel_size, int):
-            raise ConfigError(
-                f"data_parallel_size={self.data_parallel_size} makes several copies of the state, "
-                f"but with expert_parallel_size={self.expert_parallel_size} experts and other "
-                f"parameters are on different ranks; expected a number. Leave the pair out."
-            )
+        if not isinstance(self.data_parallel_size, int):
+            for one in self.dimensions():
+                one.check_copies(self.data_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)

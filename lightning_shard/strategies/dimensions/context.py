@@ -1,6 +1,7 @@
 """Context parallel as a dimension: sequences in parts over the ranks of an axis."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,15 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import total
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.core.mesh import ParallelMesh
+from lightning_shard.core.options import AtLeastOne, AxisSize
 from lightning_shard.data_parallel.differentiation import Gradients, Run, asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.options import ZeroStage
 from lightning_shard.expert_parallel.own_tokens import OwnTokens
 from lightning_shard.planning.description import Description, SimulatedShare
 from lightning_shard.strategies.dimensions.dimension import (
+    DimensionOptions,
     ParallelDimension,
     RunView,
     StepRunner,
@@ -94,6 +98,40 @@ class ContextDimension(ParallelDimension):
     def simulated(self, model: nn.Module, found: Description, group: Collectives) -> SimulatedShare:
         _cut(model, found.mesh, group, tries=False)
         return SimulatedShare()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextOptions(DimensionOptions):
+    """What context parallelism takes.
+
+    Attributes:
+        context_parallel_size: Ranks that share each sequence; by default all. What they leave of
+            the world is data parallel.
+        zero_stage: How the ranks keep their state, 0 to 3; those that share a sequence as well.
+    """
+
+    context_parallel_size: AtLeastOne | None = None
+    zero_stage: ZeroStage = 0
+
+    @override
+    def dimension(self) -> ParallelDimension:
+        return ContextDimension(self.context_parallel_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextAxis(DimensionOptions):
+    """What context parallelism takes beside other dimensions.
+
+    Attributes:
+        context_parallel_size: Ranks that share each sequence, the mesh's axis "cp". They share out
+            a copy of the state, too, where data_parallel_size makes several.
+    """
+
+    context_parallel_size: AxisSize = 1
+
+    @override
+    def dimension(self) -> ParallelDimension:
+        return ContextDimension(self.context_parallel_size)
 
 
 def _cut(

@@ -9,6 +9,10 @@
     restore                        the end of a run, and of a set-up that has failed
     described, simulated           instead of all that: a dry run
 
+Its options are a group beside it, which makes it; a scheme's options have those of each of its
+dimensions as bases, and so a scheme gets one dimension more by one name more among them. What an
+axis of its own needs beside that is the mesh's, which takes any.
+
 A dimension is told what it may know of the run in a `RunView`; it knows neither the strategy nor
 other dimensions. The first of a strategy's dimensions splits the full model, each other one what
 those before it have left; restoring goes the other way. What the first does around a step is
@@ -31,6 +35,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.mesh import Axis, ParallelMesh
+from lightning_shard.core.options import Options
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -211,6 +216,13 @@ class ParallelDimension:
         self.size = size
         self.num_parts = 1
 
+    def check_copies(self, copies: tuple[int, int]) -> None:
+        """Refuse that ranks keep several copies of the state, each in shards on so many of them.
+
+        Raises:
+            ConfigError: Its ranks cannot share out copies.
+        """
+
     def check(self, run: RunView) -> None:
         """Refuse what cannot be, before anything is changed; there are no groups yet.
 
@@ -319,3 +331,17 @@ class ParallelDimension:
             group: The simulated group of the ranks along the axis.
         """
         return SimulatedShare()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DimensionOptions(Options):
+    """The options of a dimension."""
+
+    def dimension(self) -> ParallelDimension:
+        """Return the dimension that these options ask for."""
+        raise NotImplementedError
+
+    def dimensions(self) -> list[ParallelDimension]:
+        """Return that of each group among the bases; the first splits the full model."""
+        groups: list[Any] = [one for one in type(self).__mro__ if "dimension" in vars(one)]
+        return [one.dimension(self) for one in groups if one is not DimensionOptions]

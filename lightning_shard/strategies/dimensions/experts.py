@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,14 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.options import AxisSize
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.memory.quantised import refuse_quantised_parts
 from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.finding import Mixture, check_mixtures, find_mixtures
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.expert_parallel.shared_experts import SharedExperts
@@ -23,6 +26,7 @@ from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.planning.description import Description, Measure, SimulatedShare
 from lightning_shard.planning.simulated_model import SimulatedCollectives
 from lightning_shard.strategies.dimensions.dimension import (
+    DimensionOptions,
     ParallelDimension,
     RunView,
     StepRunner,
@@ -51,6 +55,15 @@ class ExpertDimension(ParallelDimension):
         self._shared: SharedExperts | None = None
         self._kept: ViewsOfKeptParameters | None = None
         self._last_load: Mapping[str, ExpertLoad] = {}
+
+    @override
+    def check_copies(self, copies: tuple[int, int]) -> None:
+        if self.size != 1:
+            raise ConfigError(
+                f"data_parallel_size={copies} makes several copies of the state, but with "
+                f"expert_parallel_size={self.size} experts and other parameters are on different "
+                f"ranks; expected a number. Leave the pair out."
+            )
 
     @override
     def check(self, run: RunView) -> None:
@@ -149,3 +162,19 @@ class ExpertDimension(ParallelDimension):
             self._split.restore(full=full)
         self._split = self._shared = self._run = None
         self._mixtures = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertAxis(DimensionOptions):
+    """What expert parallelism takes.
+
+    Attributes:
+        expert_parallel_size: Ranks that share the experts of every mixture, whose number it
+            divides, and train on different batches: the mesh's axis "ep".
+    """
+
+    expert_parallel_size: AxisSize = 1
+
+    @override
+    def dimension(self) -> ParallelDimension:
+        return ExpertDimension(self.expert_parallel_size)

@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_shard.core.options import AtLeastOne, AxisSize
 from lightning_shard.data_parallel.agreement import check_same_model, refuse_embeddings_of_batches
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.memory.quantised import refuse_quantised_parts
 from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.options import UnitOptions
 from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
@@ -31,13 +33,14 @@ from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.pipeline_parallel.step_edits import EditMarks
 from lightning_shard.planning.description import Description, Measure
 from lightning_shard.strategies.dimensions.dimension import (
+    DimensionOptions,
     ParallelDimension,
     PlainRunner,
     RunView,
     StepRunner,
 )
 from lightning_shard.strategies.dimensions.microbatched_steps import MicrobatchedSteps
-from lightning_shard.strategies.dimensions.stage_options import StageOptions
+from lightning_shard.strategies.dimensions.stage_options import ScheduleOptions, StageOptions
 from lightning_shard.strategies.trainer.layer_sync import batch_norms
 from lightning_shard.strategies.trainer.logs.step_logs import StepLogs
 from lightning_shard.strategies.trainer.measured_stages import measured_costs
@@ -255,6 +258,48 @@ class PipelineDimension(ParallelDimension):
                 f"expect each rank to be idle for about {idle:.0%} of a step. Set num_microbatches "
                 f"to {4 * ranks} or more, with a batch of as many samples."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedOptions(ScheduleOptions, UnitOptions, DimensionOptions):
+    """What all schemes share whose ranks have stages."""
+
+    def stages(self, size: int | None) -> PipelineDimension:
+        """Return what cuts a model into the stages of `size` ranks, of all where that is None."""
+        recomputes = self.activation_checkpointing is not None
+        options = StageOptions(**self.part(ScheduleOptions), joins_halves=recomputes)
+        return PipelineDimension(size, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(StagedOptions):
+    """What pipeline parallelism takes.
+
+    Attributes:
+        pipeline_parallel_size: Ranks of one pipeline; by default all. What they leave of the world
+            is data parallel.
+    """
+
+    pipeline_parallel_size: AtLeastOne | None = None
+
+    @override
+    def dimension(self) -> ParallelDimension:
+        return self.stages(self.pipeline_parallel_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineAxis(StagedOptions):
+    """What pipeline parallelism takes beside other dimensions.
+
+    Attributes:
+        pipeline_parallel_size: Ranks of one pipeline.
+    """
+
+    pipeline_parallel_size: AxisSize = 1
+
+    @override
+    def dimension(self) -> ParallelDimension:
+        return self.stages(self.pipeline_parallel_size)
 
 
 def _optimizers(module: "pl.LightningModule") -> Sequence[Optimizer]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -12,14 +12,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.options import AtLeastOne, AxisSize, Limit
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.options import ZeroStage
 from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.description import Description, Measure, SimulatedShare
 from lightning_shard.strategies.dimensions.dimension import (
+    DimensionOptions,
     ParallelDimension,
     RunView,
     StepRunner,
@@ -32,6 +35,8 @@ from lightning_shard.tensor_parallel.plan import PlannedLayer, match_plan
 from lightning_shard.tensor_parallel.probe import with_tried_wrappers
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
+
+LayerPlan: TypeAlias = Annotated[dict[str, Any], Limit("of patterns and their styles", bool)]
 
 
 class TensorDimension(ParallelDimension):
@@ -203,6 +208,56 @@ class TensorDimension(ParallelDimension):
                 f"found for a small model of the same class says the patterns."
             )
         return self._planned_layers(module, num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(DimensionOptions):
+    """How layers are split.
+
+    Attributes:
+        plan: Maps patterns of module paths to styles of `tensor_parallel.styles`, such as
+            {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}. Or "auto", also as None: found
+            by trial.
+    """
+
+    plan: LayerPlan | Literal["auto"] | None = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOptions(PlanOptions):
+    """What tensor parallelism takes.
+
+    Attributes:
+        tensor_parallel_size: Ranks that share each layer; by default all. What they leave of the
+            world is data parallel.
+        zero_stage: How the data-parallel ranks keep their state, 0 to 3.
+        sequence_parallel: Whether the activations between the split layers' regions (norms,
+            dropout, residual sums) are in slices of the sequence.
+    """
+
+    tensor_parallel_size: AtLeastOne | None = None
+    zero_stage: ZeroStage = 0
+    sequence_parallel: bool = False
+
+    @override
+    def dimension(self) -> ParallelDimension:
+        size, in_slices = self.tensor_parallel_size, self.sequence_parallel
+        return TensorDimension(size, plan=self.plan, sequence_parallel=in_slices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorAxis(PlanOptions):
+    """What tensor parallelism takes beside other dimensions.
+
+    Attributes:
+        tensor_parallel_size: Ranks that share each layer of a stage.
+    """
+
+    tensor_parallel_size: AxisSize = 1
+
+    @override
+    def dimension(self) -> ParallelDimension:
+        return TensorDimension(self.tensor_parallel_size, plan=self.plan)
 
 
 def _forget_graphs(params: Iterable[torch.nn.Parameter]) -> None:
