@@ -75,6 +75,7 @@ class SequencePart(Part):
     padding: int = 0
 
     own_rules: ClassVar[Mapping[str, Callable[..., Any]]] = RULES
+    has_own_rows: ClassVar[bool] = True
 
     @override
     def note_gather(self, func: Callable[..., Any]) -> None:

@@ -50,11 +50,13 @@ class Scheme:
         class_name: Name of its class in `lightning_shard`.
         text: What it does, in a few words.
         needs: What a model or a run must have for it; empty where any does.
+        under_fabric: Why it is not for Fabric, and what to use there; empty where it works.
     """
 
     class_name: str
     text: str
     needs: str = ""
+    under_fabric: str = ""
 
 
 _ZERO3 = Scheme(
@@ -73,37 +75,53 @@ SCHEMES: dict[str, Scheme] = {
         class_name="TensorParallelStrategy",
         text="Ranks share every layer.",
         needs="layers that can be split: found by trial, or a plan",
+        under_fabric="a Trainer splits the layers; under Fabric use 'zero3', which shards them",
     ),
     "pipeline_parallel": Scheme(
         class_name="PipelineParallelStrategy",
         text="Ranks have consecutive blocks.",
         needs="a list of blocks, one for each stage at least; microbatches",
+        under_fabric="a Trainer runs the microbatches of its training_step; under Fabric use "
+        "'zero3', which shards the layers",
     ),
     "context_parallel": Scheme(
         class_name="ContextParallelStrategy",
         text="Ranks share every sequence.",
         needs="repeated blocks that take tensors of shape (batch, positions, features)",
+        under_fabric="a Trainer gives ranks of a sequence the same batches; under Fabric use "
+        "'zero3' with activation_checkpointing",
     ),
     "hybrid_parallel": Scheme(
         class_name="HybridParallelStrategy",
         text="Tensor, context, expert, pipeline and data parallel at once.",
         needs="what each of those asked for needs; a mesh that multiplies to the number of ranks",
+        under_fabric="a Trainer splits the model and runs its microbatches; under Fabric use "
+        "'zero3', which shards it",
     ),
     "shard_auto": Scheme(
         class_name="AutoStrategy",
         text="Plans when a fit begins, and becomes what it has chosen.",
         needs="a training_step that asks for no elements",
+        under_fabric="a Trainer's fit has the batch that it plans with; under Fabric use 'zero2', "
+        "or what `lightning-shard plan` recommends",
     ),
     "local_sgd": Scheme(
-        class_name="LocalSGDStrategy", text="Ranks train alone and average every few steps."
+        class_name="LocalSGDStrategy",
+        text="Ranks train alone and average every few steps.",
+        under_fabric="a Trainer counts the steps between two exchanges; under Fabric use "
+        "'shard_ddp' with compression='int8', or fabric.no_backward_sync",
     ),
     "async_sgd": Scheme(
-        class_name="AsyncSGDStrategy", text="Ranks do not wait for each other's gradients."
+        class_name="AsyncSGDStrategy",
+        text="Ranks do not wait for each other's gradients.",
+        under_fabric="a Trainer counts the steps of each rank; under Fabric use 'shard_ddp'",
     ),
     "elastic": Scheme(
         class_name="ElasticStrategy",
         text="Ranks may be lost and join.",
         needs="gloo or nccl between processes; memory for each rank's copy at another",
+        under_fabric="a Trainer's loop is what goes on after a rank is lost; under Fabric use "
+        "'zero2', and restart from what fabric.save has written",
     ),
 }
 """By name the scheme."""

@@ -55,88 +55,20 @@ class FewerRanks:
     reducing: DataGroups
 
 
-class ModelSplit(Protocol):
-    """The split of a model: how this rank's parameters make up full ones."""
+class ModelSplit:
+    """The split of a model: how this rank's parameters make up full ones.
 
-    @property
-    def groups(self) -> Sequence[Collectives]:
-        """Return the groups of ranks that share the model; none when this rank has all of it."""
+    What it says here is that of a model of which every rank has all parameters.
 
-    @property
-    def groups_of_layers(self) -> Sequence[Collectives]:
-        """Return the groups whose ranks have different parameters, not parts of the same."""
-
-    @property
-    def parts(self) -> LayerParts | None:
-        """Return the one group of ranks that have parts of the same layers; None for no one."""
-
-    @property
-    def fewer_ranks(self) -> Sequence[FewerRanks]:
-        """Return the ranks that average what not all ranks have that average gradients."""
-
-    @property
-    def undivided(self) -> AbstractSet[nn.Module]:
-        """Return the modules of whose children each rank has some; no unit is made of them."""
-
-    @property
-    def full_shapes(self) -> Mapping[nn.Parameter, torch.Size]:
-        """Return by parameter its full shape, where this rank has a part of it or nothing."""
-
-    @property
-    def copies(self) -> Sequence[nn.Parameter]:
-        """Return the parameters of copied modules of which this rank has a part."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the first of those that share the model."""
-
-    @property
-    def group_sets(self) -> Sequence[Sequence[Collectives]]:
-        """Return every value of `groups_of`, in the same order on all ranks."""
-
-    def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
-        """Return the groups over whose ranks the elements of `param` are spread."""
-
-    def is_here(self, param: nn.Parameter) -> bool:
-        """Whether this rank has `param`, or a part of it."""
-
-    def full_shape(self, param: nn.Parameter) -> torch.Size:
-        """Return the full shape of a parameter, or of a copy of one."""
-
-    def is_spread(self, param: nn.Parameter) -> bool:
-        """Whether other ranks of the split have other elements of `param` than this one."""
-
-    def is_shared(self, param: nn.Parameter) -> bool:
-        """Whether several ranks of the split have the same elements of `param`, and not all."""
-
-    def placement(self, param: nn.Parameter) -> Hashable:
-        """Return what is equal, on all ranks or none, for parameters whose parts lie alike."""
-
-    def counts(self, param: nn.Parameter) -> bool:
-        """Whether a norm over `groups_of` counts this rank's elements of `param`."""
-
-    def full(self, param: nn.Parameter, local: Tensor) -> Tensor:
-        """Return a full tensor from parts shaped as `param`; each rank of the split must call.
-
-        Args:
-            param: The parameter whose parts lie in the same way.
-            local: This rank's part; where it has none, any tensor of the format and device.
-        """
-
-    def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
-        """Return this rank's part of a tensor of the full shape of `param`; others as is."""
-
-    def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
-        """Return where the parts of this rank's own tensor of `param` lie in the full one.
-
-        Args:
-            param: A parameter that is here.
-            shape: Shape of this rank's own tensor of it.
-        """
-
-
-class BaseSplit:
-    """What a split says where it does not know better: every rank has all parameters."""
+    Attributes:
+        groups: The groups of ranks that share the model; none when this rank has all of it.
+        groups_of_layers: Groups whose ranks have different parameters, not parts of the same.
+        group_sets: Every value of `groups_of`, in the same order on all ranks.
+        full_shapes: By parameter its full shape, where this rank has a part of it or nothing.
+        fewer_ranks: The ranks that average what not all ranks have that average gradients.
+        undivided: The modules of whose children each rank has some; no unit is made of them.
+        is_first: Whether this rank is the first of those that share the model.
+    """
 
     groups: Sequence[Collectives] = ()
     groups_of_layers: Sequence[Collectives] = ()
@@ -148,56 +80,66 @@ class BaseSplit:
 
     @property
     def copies(self) -> Sequence[nn.Parameter]:
-        """No parameter: copies of modules are full."""
+        """The parameters of copied modules of which this rank has a part."""
         return ()
 
     @property
     def parts(self) -> LayerParts | None:
-        """None, since no rank has a part of a layer."""
+        """The one group of ranks that have parts of the same layers; None for no one."""
         return None
 
     def groups_of(self, param: nn.Parameter) -> Sequence[Collectives]:
-        """Return no group, since no other rank has elements of `param`."""
+        """Return the groups over whose ranks the elements of `param` are spread."""
         return ()
 
     def is_here(self, param: nn.Parameter) -> bool:
-        """Return True: every rank has every parameter."""
+        """Whether this rank has `param`, or a part of it."""
         return True
 
     def full_shape(self, param: nn.Parameter) -> torch.Size:
-        """Return the parameter's shape, which is full."""
+        """Return the full shape of a parameter, or of a copy of one."""
         return param.shape
 
     def is_spread(self, param: nn.Parameter) -> bool:
-        """Return False."""
+        """Whether other ranks of the split have other elements of `param` than this one."""
         return False
 
     def is_shared(self, param: nn.Parameter) -> bool:
-        """Return False."""
+        """Whether several ranks of the split have the same elements of `param`, and not all."""
         return False
 
     def placement(self, param: nn.Parameter) -> Hashable:
-        """Return None, as of all parameters."""
+        """Return what is equal, on all ranks or none, for parameters whose parts lie alike."""
         return None
 
     def counts(self, param: nn.Parameter) -> bool:
-        """Return True: each element is on every rank, and counts once."""
+        """Whether a norm over `groups_of` counts this rank's elements of `param`."""
         return True
 
     def full(self, param: nn.Parameter, local: Tensor) -> Tensor:
-        """Return the tensor."""
+        """Return a full tensor from parts shaped as `param`; each rank of the split must call.
+
+        Args:
+            param: The parameter whose parts lie in the same way.
+            local: This rank's part; where it has none, any tensor of the format and device.
+        """
         return local
 
     def local(self, param: nn.Parameter, full: Tensor) -> Tensor:
-        """Return the tensor."""
+        """Return this rank's part of a tensor of the full shape of `param`; others as is."""
         return full
 
     def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
-        """Return the one place of all elements."""
+        """Return where the parts of this rank's own tensor of `param` lie in the full one.
+
+        Args:
+            param: A parameter that is here.
+            shape: Shape of this rank's own tensor of it.
+        """
         return [in_place(shape)]
 
 
-class Unsplit(BaseSplit):
+class Unsplit(ModelSplit):
     """A model of which every rank has all parameters."""
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_shard.context_parallel.sequence_part import SequencePart, part_of
 from lightning_shard.core.module_classes import give_class_back
 from lightning_shard.expert_parallel.finding import find_mixtures
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
 from lightning_shard.tensor_parallel.full_view import extend_class
 
 
@@ -69,14 +69,17 @@ class OwnRows:
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    part: SequencePart
+    part: Part
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "OwnRows | None":
         """Return what is here of experts' arguments; None where no part of them is enough."""
         given = GivenTokens.of(args, kwargs)
-        part = None if given is None else part_of(given.values[given.tokens])
-        if given is None or part is None or part.place == 1:
+        tokens = None if given is None else given.values[given.tokens]
+        if given is None or not isinstance(tokens, DimShardedTensor):
+            return None
+        part = tokens.part
+        if not part.has_own_rows or part.place == 1:
             return None
         names = (given.tokens, given.experts, given.weights)
         own = {name: part.operand(given.values[name]) for name in names}

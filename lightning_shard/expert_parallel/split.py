@@ -16,11 +16,11 @@ from lightning_shard.core.layout.boxes import PlacedBox, whole
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.memory.values_at_start import give_memory
-from lightning_shard.data_parallel.model_split import BaseSplit, FewerRanks, in_place
+from lightning_shard.data_parallel.model_split import FewerRanks, ModelSplit, in_place
 from lightning_shard.expert_parallel.finding import Mixture
 
 
-class ExpertSplit(BaseSplit):
+class ExpertSplit(ModelSplit):
     """Takes other ranks' experts off a rank, until `restore`.
 
     Args:

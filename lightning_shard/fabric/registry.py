@@ -11,28 +11,11 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from lightning_shard.backends.registry import backend_names
-from lightning_shard.core.schemes import NamedStrategy, named_schemes, names_of
+from lightning_shard.core.schemes import SCHEMES, NamedStrategy, Scheme, named_schemes, names_of
 from lightning_shard.errors import ConfigError
 
-SERVED = ("shard_ddp", "zero1", "zero2", "zero3", "shard_fsdp")
+SERVED = tuple(name for name, scheme in SCHEMES.items() if not scheme.under_fabric)
 """The schemes that work under Fabric."""
-
-_ADVICE = {
-    "tensor_parallel": "a Trainer splits the layers; under Fabric use 'zero3', which shards them",
-    "context_parallel": "a Trainer gives ranks of a sequence the same batches; under Fabric use "
-    "'zero3' with activation_checkpointing",
-    "pipeline_parallel": "a Trainer runs the microbatches of its training_step; under Fabric use "
-    "'zero3', which shards the layers",
-    "hybrid_parallel": "a Trainer splits the model and runs its microbatches; under Fabric use "
-    "'zero3', which shards it",
-    "shard_auto": "a Trainer's fit has the batch that it plans with; under Fabric use 'zero2', or "
-    "what `lightning-shard plan` recommends",
-    "local_sgd": "a Trainer counts the steps between two exchanges; under Fabric use 'shard_ddp' "
-    "with compression='int8', or fabric.no_backward_sync",
-    "async_sgd": "a Trainer counts the steps of each rank; under Fabric use 'shard_ddp'",
-    "elastic": "a Trainer's loop is what goes on after a rank is lost; under Fabric use 'zero2', "
-    "and restart from what fabric.save has written",
-}
 
 
 class Refused:
@@ -40,10 +23,10 @@ class Refused:
 
     Args:
         name: The name under which it stands there.
-        scheme: Scheme that the name means.
+        scheme: What the name means.
     """
 
-    def __init__(self, name: str, scheme: str) -> None:
+    def __init__(self, name: str, scheme: Scheme) -> None:
         self._name, self._scheme = name, scheme
 
     def __call__(self, **_: Any) -> NoReturn:
@@ -51,7 +34,7 @@ class Refused:
         raise ConfigError(
             f"Fabric(strategy={self._name!r}): got a scheme that works with a Trainer only, "
             f"expected one of {', '.join(map(repr, SERVED))}, which may end in a backend "
-            f"({', '.join(f'_{name}' for name in backend_names())}): {_ADVICE[self._scheme]}."
+            f"({', '.join(f'_{name}' for name in backend_names())}): {self._scheme.under_fabric}."
         )
 
 
@@ -63,15 +46,15 @@ def register_strategies(lightning: str, package: str) -> None:
         package: Package whose strategies are built on that root.
     """
     registry = import_module(f"{lightning}.strategies").STRATEGY_REGISTRY
-    for scheme in named_schemes():
-        for name, backend in names_of(scheme.name):
+    for one in named_schemes():
+        made = NamedStrategy(package, one.scheme.class_name)
+        for name, backend in names_of(one.name):
             if name in registry:
                 continue
-            if scheme.name in _ADVICE:
-                registry.register(name, Refused(name, scheme.name), "For a Trainer only.")
-                continue
-            made = NamedStrategy(package, scheme.scheme.class_name)
-            registry.register(name, made, f"See {package}.", backend=backend, **scheme.options)
+            if one.scheme.under_fabric:
+                registry.register(name, Refused(name, one.scheme), "For a Trainer only.")
+            else:
+                registry.register(name, made, f"See {package}.", backend=backend, **one.options)
 
 
 def refuse_misplaced(lightning: str, package: str) -> None:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.memory.values_at_start import give_memory
-from lightning_shard.data_parallel.model_split import BaseSplit
+from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.pipeline_parallel._torch import computed_before_forward
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.partition import Partition, buffer_stages, parameter_stages
 
 
-class PipelineSplit(BaseSplit):
+class PipelineSplit(ModelSplit):
     """Takes the parameters of other stages off a rank, until `restore`.
 
     Args:

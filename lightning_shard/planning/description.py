@@ -21,7 +21,7 @@ Measure = Callable[[BlockList, Literal["flops", "memory"]], BlockCosts]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedShare:
+class Simulated:
     """What a rank has of a simulated model that the ranks along an axis share.
 
     Attributes:
@@ -40,9 +40,7 @@ class SharedModel(Protocol):
     averages_gradients: ClassVar[bool]
     has_own_samples: ClassVar[bool]
 
-    def simulated(
-        self, model: nn.Module, found: "Description", group: Collectives
-    ) -> SimulatedShare:
+    def simulated(self, model: nn.Module, found: "Description", group: Collectives) -> Simulated:
         """Change a model without elements as on the first rank of a simulated group."""
 
 

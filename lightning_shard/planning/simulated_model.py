@@ -32,7 +32,7 @@ from lightning_shard.pipeline_parallel.partition import Stages, parameter_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall, Skipped, Template
 from lightning_shard.pipeline_parallel.stage_run import Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
-from lightning_shard.planning.description import SimulatedShare, WorldOptions
+from lightning_shard.planning.description import Simulated, WorldOptions
 from lightning_shard.tensor_parallel.compared_calls import explained
 
 # Modules and batches without elements.
@@ -179,7 +179,7 @@ class SimulatedModel:
         self.groups: dict[Axis, SimulatedCollectives] = {
             one.axis: SimulatedCollectives(0, options.mesh.size(one.axis)) for one in sharing
         }
-        self._shares: Sequence[SimulatedShare] = [
+        self._shares: Sequence[Simulated] = [
             one.simulated(module, options, self.groups[one.axis]) for one in sharing
         ]
         self.splits = [one.split for one in self._shares]

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.agreement import check_same_optimizers
-from lightning_shard.data_parallel.model_split import BaseSplit, Unsplit
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.optim.sharded_optimizer import check_optimizer
 from lightning_shard.planning.dry_run import SimulatedEnvironment
 from lightning_shard.planning.simulated_model import SimulatedCollectives
@@ -20,7 +20,7 @@ from lightning_shard.strategies.dimensions.combined_split import combined
 from lightning_shard.strategies.trainer._lightning import connect
 
 
-class _SplitOfNobody(BaseSplit):
+class _SplitOfNobody(ModelSplit):
     """Parts of layers, or stages, on ranks that are not there."""
 
     def __init__(self, size: int, *, of_layers: bool) -> None:

@@ -57,9 +57,11 @@ class Part:
         group: Group of the W ranks that have the parts.
         num_blocks: Number of equal blocks along `dim`, of each of which a rank has 1 / W.
         own_rules: Rules by operation that go before those of `dim_sharded_operations`.
+        has_own_rows: Whether each rank computes its rows of a result, with the same parameters.
     """
 
     own_rules: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    has_own_rows: ClassVar[bool] = False
 
     local: Tensor
     dim: int

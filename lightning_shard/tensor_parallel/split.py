@@ -17,7 +17,7 @@ from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.gradients.arrival_hooks import others_wait_for
 from lightning_shard.data_parallel.memory.quantised import is_quantised
-from lightning_shard.data_parallel.model_split import BaseSplit, in_place
+from lightning_shard.data_parallel.model_split import ModelSplit, in_place
 from lightning_shard.data_parallel.torch_private import (
     gradient_hooks,
     pass_for_parameter,
@@ -59,7 +59,7 @@ from lightning_shard.tensor_parallel.styles import ParameterCut, Style
 from lightning_shard.tensor_parallel.wrappers import inner_styles
 
 
-class SplitModel(BaseSplit):
+class SplitModel(ModelSplit):
     """A model whose layers are split over the ranks of a group.
 
     Args:

@@ -16,7 +16,8 @@ from lightning_shard.core.options import AtLeastOne, Options, names_of, takes
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric import strategy as of_fabric
 from lightning_shard.strategies.dimensions.stage_options import ScheduleOptions
-from lightning_shard.strategies.options import PlanOptions, TensorParallelOptions
+from lightning_shard.strategies.dimensions.tensor import PlanOptions
+from lightning_shard.strategies.options import TensorParallelOptions
 
 STRATEGIES: list[Any] = [
     getattr(lightning_shard, name) for name in lightning_shard.__all__ if name.endswith("Strategy")

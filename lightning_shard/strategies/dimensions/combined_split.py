@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.layout.boxes import Box, PlacedBox, placed_in
-from lightning_shard.data_parallel.model_split import BaseSplit, LayerParts, ModelSplit, has_parts
+from lightning_shard.data_parallel.model_split import LayerParts, ModelSplit, has_parts
 
 
 def combined(splits: Sequence[ModelSplit]) -> ModelSplit | None:
@@ -19,7 +19,7 @@ def combined(splits: Sequence[ModelSplit]) -> ModelSplit | None:
     return reduce(CombinedSplit, splits) if splits else None
 
 
-class CombinedSplit(BaseSplit):
+class CombinedSplit(ModelSplit):
     """Two splits as one.
 
     Args:

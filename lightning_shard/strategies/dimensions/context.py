@@ -19,7 +19,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import ZeroStage
 from lightning_shard.expert_parallel.own_tokens import OwnTokens
-from lightning_shard.planning.description import Description, SimulatedShare
+from lightning_shard.planning.description import Description, Simulated
 from lightning_shard.strategies.dimensions.dimension import (
     DimensionOptions,
     ParallelDimension,
@@ -95,9 +95,9 @@ class ContextDimension(ParallelDimension):
         self._blocks = self._same_results = self._experts = None
 
     @override
-    def simulated(self, model: nn.Module, found: Description, group: Collectives) -> SimulatedShare:
+    def simulated(self, model: nn.Module, found: Description, group: Collectives) -> Simulated:
         _cut(model, found.mesh, group, tries=False)
-        return SimulatedShare()
+        return Simulated()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.planning.description import Description, Measure, SimulatedShare
+from lightning_shard.planning.description import Description, Measure, Simulated
 from lightning_shard.strategies.trainer.same_on_ranks import SameResults
 
 
@@ -322,7 +322,7 @@ class ParallelDimension:
         """
         return found
 
-    def simulated(self, model: nn.Module, found: Description, group: Collectives) -> SimulatedShare:
+    def simulated(self, model: nn.Module, found: Description, group: Collectives) -> Simulated:
         """Change a model without elements as `split` and `attach` do one that trains.
 
         Args:
@@ -330,7 +330,7 @@ class ParallelDimension:
             found: The description of the world, whose axis has more ranks than one.
             group: The simulated group of the ranks along the axis.
         """
-        return SimulatedShare()
+        return Simulated()
 
 
 @dataclass(frozen=True, kw_only=True)

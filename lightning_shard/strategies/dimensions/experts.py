@@ -23,7 +23,7 @@ from lightning_shard.expert_parallel.finding import Mixture, check_mixtures, fin
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.expert_parallel.shared_experts import SharedExperts
 from lightning_shard.expert_parallel.split import ExpertSplit
-from lightning_shard.planning.description import Description, Measure, SimulatedShare
+from lightning_shard.planning.description import Description, Measure, Simulated
 from lightning_shard.planning.simulated_model import SimulatedCollectives
 from lightning_shard.strategies.dimensions.dimension import (
     DimensionOptions,
@@ -137,14 +137,14 @@ class ExpertDimension(ParallelDimension):
         return found
 
     @override
-    def simulated(self, model: nn.Module, found: Description, group: Collectives) -> SimulatedShare:
+    def simulated(self, model: nn.Module, found: Description, group: Collectives) -> Simulated:
         # Which experts tokens go to is known from their elements alone: the first rank's here get
         # its own and its peers'.
         data = DataGroups.of(SimulatedCollectives(0, found.num_averaging // group.size))
         mixtures = find_mixtures(model)
         split = ExpertSplit(model, mixtures, group, data, data)
         SharedExperts(mixtures, split, nullcontext, is_dry=True, tries=False)
-        return SimulatedShare(split=split)
+        return Simulated(split=split)
 
     def load(self) -> Mapping[str, ExpertLoad]:
         """Return by name how the tokens of each mixture were shared out; each rank must call."""

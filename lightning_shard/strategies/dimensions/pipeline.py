@@ -261,18 +261,7 @@ class PipelineDimension(ParallelDimension):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedOptions(ScheduleOptions, UnitOptions, DimensionOptions):
-    """What all schemes share whose ranks have stages."""
-
-    def stages(self, size: int | None) -> PipelineDimension:
-        """Return what cuts a model into the stages of `size` ranks, of all where that is None."""
-        recomputes = self.activation_checkpointing is not None
-        options = StageOptions(**self.part(ScheduleOptions), joins_halves=recomputes)
-        return PipelineDimension(size, options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions(StagedOptions):
+class PipelineOptions(ScheduleOptions, UnitOptions, DimensionOptions):
     """What pipeline parallelism takes.
 
     Attributes:
@@ -284,11 +273,13 @@ class PipelineOptions(StagedOptions):
 
     @override
     def dimension(self) -> ParallelDimension:
-        return self.stages(self.pipeline_parallel_size)
+        recomputes = self.activation_checkpointing is not None
+        options = StageOptions(**self.part(ScheduleOptions), joins_halves=recomputes)
+        return PipelineDimension(self.pipeline_parallel_size, options)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineAxis(StagedOptions):
+class PipelineAxis(PipelineOptions):
     """What pipeline parallelism takes beside other dimensions.
 
     Attributes:
@@ -296,10 +287,6 @@ class PipelineAxis(StagedOptions):
     """
 
     pipeline_parallel_size: AxisSize = 1
-
-    @override
-    def dimension(self) -> ParallelDimension:
-        return self.stages(self.pipeline_parallel_size)
 
 
 def _optimizers(module: "pl.LightningModule") -> Sequence[Optimizer]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -20,7 +20,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import ZeroStage
 from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError
-from lightning_shard.planning.description import Description, Measure, SimulatedShare
+from lightning_shard.planning.description import Description, Measure, Simulated
 from lightning_shard.strategies.dimensions.dimension import (
     DimensionOptions,
     ParallelDimension,
@@ -96,7 +96,7 @@ class TensorDimension(ParallelDimension):
         self._same_results = SameResults(group, ranks, run.device)
         return self._layers
 
-    def _planned_layers(self, model: torch.nn.Module, num_ranks: int) -> list[PlannedLayer]:
+    def _planned_layers(self, model: nn.Module, num_ranks: int) -> list[PlannedLayer]:
         """Return what the plan splits, given or found."""
         if isinstance(self._plan, dict):
             layers = list(with_tried_wrappers(match_plan(model, self._plan), num_ranks))
@@ -187,14 +187,12 @@ class TensorDimension(ParallelDimension):
         )
 
     @override
-    def simulated(
-        self, model: torch.nn.Module, found: Description, group: Collectives
-    ) -> SimulatedShare:
+    def simulated(self, model: nn.Module, found: Description, group: Collectives) -> Simulated:
         layers = [replace(one, module=model.get_submodule(one.name)) for one in found.layers]
         split = SplitModel(model, layers, group, sequence_parallel=self._sequence_parallel)
-        return SimulatedShare(split=split, forget=split.forget_activations)
+        return Simulated(split=split, forget=split.forget_activations)
 
-    def _described_layers(self, module: torch.nn.Module, num_ranks: int) -> Sequence[PlannedLayer]:
+    def _described_layers(self, module: nn.Module, num_ranks: int) -> Sequence[PlannedLayer]:
         """Return what a plan splits; a given one is believed, without trying it out."""
         if isinstance(self._plan, dict):
             return match_plan(module, self._plan)
@@ -260,7 +258,7 @@ class TensorAxis(PlanOptions):
         return TensorDimension(self.tensor_parallel_size, plan=self.plan)
 
 
-def _forget_graphs(params: Iterable[torch.nn.Parameter]) -> None:
+def _forget_graphs(params: Iterable[nn.Parameter]) -> None:
     """Let parameters whose shape has changed be used in new graphs while old ones are alive.
 
     An old graph keeps the node that accumulates the gradient, and with it the old shape; autograd
