@@ -35,11 +35,11 @@ from fractions import Fraction
 from itertools import product
 from math import nan, prod
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, Self, TypeAlias, TypeVar, get_args
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_shard.core.options import AtLeastOne, check_fields, checked_options, told_by
+from lightning_shard.core.options import AtLeastOne, Limit, check_fields, checked_options, told_by
 from lightning_shard.core.reporting.output import new_figure
 from lightning_shard.errors import ConfigError
 
@@ -60,6 +60,10 @@ ALL_AXES: tuple[KnownAxis, ...] = get_args(KnownAxis)
 AXES: tuple[KnownAxis, ...] = ("pp", "dp", "tp")  # of every mesh; others where they have ranks
 _BY_TRAFFIC: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp")  # of equals, the one that keeps tp
 _NUM_PROPOSALS = 3
+_FURTHER = Limit(
+    "of sizes of at least 1 by names of further axes",
+    lambda sizes: all(size >= 1 and axis not in ALL_AXES for axis, size in sizes.items()),
+)
 
 
 class RankGrid(Generic[A]):
@@ -386,7 +390,7 @@ class ParallelMesh:
     shard: AtLeastOne | None = None
     cp: AtLeastOne = 1
     ep: AtLeastOne = 1
-    others: Mapping[str, int] = field(default_factory=dict, hash=False)
+    others: Annotated[dict[Axis, int], _FURTHER] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Refuse sizes and orders that make no grid."""
@@ -413,7 +417,7 @@ class ParallelMesh:
         cp: int = 1,
         ep: int = 1,
         axis_order: Sequence[KnownAxis] = AXES,
-        others: Mapping[str, int] | None = None,
+        others: dict[Axis, int] | None = None,
     ) -> Self:
         """Make the mesh of all of `world_size` ranks; an axis of -1 takes what the others leave.
 

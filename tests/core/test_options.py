@@ -97,6 +97,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "cp": BELOW_ONE,
     "tp": BELOW_ONE,
     "shard": BELOW_ONE,
+    "others": [{"rows": 0}, {"tp": 2}],
     "every_n_steps": BELOW_ONE,
     "every_n_epochs": BELOW_ZERO,
     "every_n_train_steps": BELOW_ZERO,

@@ -3,65 +3,39 @@
 Steps run within the engine's, and what surrounds them is outermost.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.callbacks import Callback
-from torch.utils._pytree import tree_map
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
 
 from lightning_shard import (
     HybridParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
-from lightning_shard.data_parallel.model_split import ModelSplit
-from lightning_shard.strategies.dimensions.dimension import (
-    ModuleStep,
-    ParallelDimension,
-    PlainRunner,
-    RunView,
-    StepKind,
-    StepRunner,
-    WrappedRunner,
-)
-from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
-from lightning_shard.strategies.dimensions.stage_options import StageOptions
+from lightning_shard.core import schemes
+from lightning_shard.core.mesh import ParallelMesh
+from lightning_shard.errors import ConfigError
+from lightning_shard.fabric import registry as of_fabric
+from lightning_shard.profiling import TrafficMonitor
+from lightning_shard.strategies.dimensions.dimension import PlainRunner, StepKind, WrappedRunner
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
+from tests.profiling.monitored import written
+from tests.strategies.dimensions import rows
+from tests.strategies.dimensions.rows import RowsParallelStrategy
 from tests.strategies.parity import UPSTREAM_WARNINGS
-from tests.strategies.stacks import Stack, fit
+from tests.strategies.stacks import BATCH, NUM_BATCHES, Stack, fit, samples, trainer_of
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{one}") for one in UPSTREAM_WARNINGS]
-NUM_SLICES = 2
-
-
-class SlicedBatches(ParallelDimension):
-    """Each rank computes its slice of the batch that all along the axis are given."""
-
-    axis = "tp"
-    averages_gradients = True
-
-    def split(self, run: RunView) -> ModelSplit | None:
-        group = run.groups[self.axis]
-        self._own = slice(group.rank, None, group.size)
-        return None
-
-    def wrapped(self, runner: StepRunner) -> StepRunner:
-        return SlicedSteps(runner, self._own)
-
-
-class SlicedSteps(StepRunner):
-    def __init__(self, inner: StepRunner, own: slice) -> None:
-        self._inner, self._own = inner, own
-
-    def run(
-        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        batch = tree_map(lambda one: one[self._own], args[0])
-        return self._inner.run(kind, step, (batch, *args[1:]), kwargs)
 
 
 class Groups(Callback):
@@ -83,30 +57,24 @@ class Groups(Callback):
         }
 
 
-def fit_sliced(groups: Groups, others: Sequence[ParallelDimension], **options: Any) -> Any:
-    class WithGroups(Stack):
-        def callbacks(self) -> list[Callback]:
-            return [groups]
-
-    dimensions = [SlicedBatches(NUM_SLICES), *others]
-    strategy = ModelParallelStrategy(dimensions, backend="in_process", num_ranks=4, **options)
-    return fit(WithGroups, strategy, max_epochs=1)
+def sharing_rows(**options: Any) -> RowsParallelStrategy:
+    return RowsParallelStrategy(
+        backend="in_process", num_ranks=4, announce=False, rows_parallel_size=2, **options
+    )
 
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
-    ("others", "zero_stage", "expected"),
+    ("options", "expected"),
     [
         pytest.param(
-            [PipelineDimension(2, StageOptions(num_microbatches=3))],
-            0,
+            {"pipeline_parallel_size": 2, "num_microbatches": 3},
             {"samples": 1, "gradients": 2, "model": (0, 1, 2, 3), "gathered": [0], "mean": 0}
             | {"batches": 2},
             id="beside a pipeline",
         ),
         pytest.param(
-            [],
-            2,
+            {"zero_stage": 2},
             {"samples": 2, "gradients": 4, "model": (0, 1), "gathered": [0, 2], "mean": 1}
             | {"batches": 4},
             id="beside data parallel",
@@ -114,13 +82,90 @@ def fit_sliced(groups: Groups, others: Sequence[ParallelDimension], **options: A
     ],
 )
 def test_a_dimension_of_ones_own_trains_as_a_single_device_does(
-    others: list[ParallelDimension], zero_stage: int, expected: dict[str, Any]
+    options: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     groups = Groups()
-    alone, sliced = fit(Stack, max_epochs=1), fit_sliced(groups, others, zero_stage=zero_stage)
-    torch.testing.assert_close(sliced.curve.losses, alone.curve.losses, rtol=1e-5, atol=0)
-    torch.testing.assert_close(sliced.weights, alone.weights, rtol=1e-5, atol=2e-7)
+    alone = fit(Stack, max_epochs=1)
+    shared = fit(Stack, sharing_rows(**options), [groups], max_epochs=1)
+    torch.testing.assert_close(shared.curve.losses, alone.curve.losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(shared.weights, alone.weights, rtol=1e-5, atol=2e-7)
     assert groups.seen == expected
+
+
+def test_a_dimension_of_ones_own_has_an_axis_of_the_mesh() -> None:
+    dimensions = {one.axis: one.size for one in sharing_rows().dimensions}
+    assert dimensions == {"rows": 2, "tp": 1, "pp": 1}
+    mesh = ParallelMesh.of_world(8, tp=2, others={"rows": 2})
+    assert mesh.axes == ("pp", "dp", "rows", "tp")
+    assert mesh.groups("rows") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert "2 replicas (dp) x 2 parts (rows) x 2 ranks to a layer (tp)" in str(mesh)
+    assert "rows groups:                    0 2 | 1 3 | 4 6 | 5 7" in str(mesh)
+    with pytest.raises(ConfigError, match=r"cannot be split into .* rows=3.* Sizes that fit: "):
+        ParallelMesh.of_world(8, others={"rows": 3})
+
+
+def test_a_dimension_of_ones_own_has_an_option_with_a_check_and_docs() -> None:
+    with pytest.raises(ConfigError, match=r"^RowsParallelStrategy: rows_parallel_size must .* 0"):
+        RowsParallelStrategy(rows_parallel_size=0)
+    with pytest.raises(ConfigError, match="Did you mean 'rows_parallel_size'"):
+        RowsParallelStrategy(row_parallel_size=2)  # type: ignore[call-arg]
+    assert "rows_parallel_size: Ranks that share the rows" in (RowsParallelStrategy.__doc__ or "")
+
+
+def test_a_dimension_of_ones_own_refuses_what_does_not_go_with_it() -> None:
+    class Recurrent(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.RNN(1, 1)
+
+    with pytest.raises(ConfigError, match="an RNN keeps its rows together"):
+        fit(Recurrent, sharing_rows())
+
+
+class Sent(Callback):
+    """Counts what rank 0 has sent along the dimension's axis."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.strategy.mesh_rank == 0:
+            self.sent = trainer.strategy.along("rows").traffic.total_bytes
+
+
+def test_a_dry_run_of_a_dimension_of_ones_own_says_what_is_sent(tmp_path: Path) -> None:
+    batch = [one[:BATCH] for one in samples()]
+    found = sharing_rows().dry_run(Stack(), batch, world_size=4)
+    alone = sharing_rows().dry_run(Stack(), [one[: BATCH // 2] for one in batch], world_size=4)
+    (rank,), (half,) = found.ranks, alone.ranks
+    assert (found.batch_size, found.not_counted) == (2 * BATCH, ("rows of other ranks",))
+    assert rank.memory.activations < 2 * half.memory.activations  # of its own rows
+    assert "sent rows" in str(found)
+    sent, monitor = Sent(), TrafficMonitor(tmp_path)
+    fit(Stack, sharing_rows(), [sent, monitor], max_epochs=1)
+    assert sent.sent == NUM_BATCHES * rank.sent["rows"] > 0
+    (told,) = written(tmp_path, 0, "dry_run")
+    assert told["ranks"][0]["sent"]["rows"] == rank.sent["rows"]
+    assert written(tmp_path, 0, "fit")[0]["mesh"]["rows"] == 2
+
+
+@pytest.fixture
+def rows_are_a_scheme(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the scheme in the list of names, and the names in Lightning's registries."""
+    monkeypatch.setitem(schemes.SCHEMES, "rows_parallel", rows.ROWS_PARALLEL)
+    registries: tuple[Any, ...] = (StrategyRegistry, STRATEGY_REGISTRY)
+    before = [dict(one) for one in registries]
+    schemes.register_strategies("lightning.pytorch", rows.__name__)
+    of_fabric.register_strategies("lightning.fabric", rows.__name__)
+    yield
+    for one, content in zip(registries, before, strict=True):
+        one.clear()
+        one.update(content)
+
+
+@pytest.mark.usefixtures("rows_are_a_scheme")
+def test_a_scheme_of_ones_own_is_known_by_name_and_refused_under_fabric() -> None:
+    strategy = trainer_of("rows_parallel_in_process").strategy
+    assert isinstance(strategy, RowsParallelStrategy)
+    with pytest.raises(ConfigError, match="same batches; under Fabric use 'zero2'"):
+        Fabric(strategy="rows_parallel_in_process", accelerator="cpu")
 
 
 def test_no_scheme_derives_from_another() -> None:
