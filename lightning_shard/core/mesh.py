@@ -281,11 +281,7 @@ def _box(title: str, lines: list[str]) -> list[str]:
 def _group_lines(mesh: "ParallelMesh", stages: Stages) -> list[str]:
     """Return a line for each axis of more than one rank: the groups along it, and within dp."""
     replicas = [group for stage in stages for group in zip(*stage, strict=True)]
-    num = (mesh.shard or mesh.dp) * mesh.cp  # ranks of a copy of the state
-    averaging = mesh.groups(("dp", "ep", "cp"))  # the same gradients
-    copies = [[one[at : at + num] for at in range(0, len(one), num)] for one in averaging]
-    if mesh.shard is None or mesh.shard == len(replicas[0]):
-        copies = []
+    copies = mesh.copies
     groups: dict[str, list[tuple[int, ...]]] = {
         "pp groups, a pipeline each:     ": mesh.groups("pp"),
         "dp groups, of equal parameters: ": replicas,
@@ -464,6 +460,14 @@ class ParallelMesh:
         return RankGrid({axis: self.size(axis) for axis in self._order})
 
     @property
+    def copies(self) -> list[list[tuple[int, ...]]]:
+        """The ranks of each copy of the state, of those that average the same; none for one."""
+        size, averaging = (self.shard or self.dp) * self.cp, self.groups(("dp", "ep", "cp"))
+        if size == len(averaging[0]) or self.shard is None:
+            return []
+        return [[one[at : at + size] for at in range(0, len(one), size)] for one in averaging]
+
+    @property
     def _order(self) -> tuple[Axis, ...]:
         """All axes, from the slowest to the fastest."""
         return _with_optional(self.axis_order, self.axes)
@@ -605,12 +609,8 @@ def _with_optional(order: Sequence[Axis], axes: Sequence[Axis]) -> tuple[Axis, .
     """Return an order that names the optional of `axes`, and those alone."""
     named = [axis for axis in order if axis in AXES or axis in axes]
     for axis in axes:
-        if axis in AXES or axis in named or "tp" not in named or "dp" not in named:
-            continue
-        if axis == "ep":
-            named.insert(named.index("dp") + 1, axis)
-        else:
-            named.insert(named.index("tp"), axis)
+        if axis not in (*AXES, *named) and {"dp", "tp"} <= set(named):
+            named.insert(named.index("dp") + 1 if axis == "ep" else named.index("tp"), axis)
     return tuple(named)
 
 

@@ -12,6 +12,7 @@ travels with the row. Entries that name no expert (dropped tokens) give zeros, a
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -156,15 +157,14 @@ class BatchedExperts:
     def _with_rows_of_all(self, module: nn.Module) -> Iterator[None]:
         """Let weights have rows of all experts inside if need be: zeros, which no token is for."""
         params = vars(module)["_parameters"]
-        before = dict(params)
         num_others = self.mixture.num_experts - self._num_here
-        for name, one in before.items() if self._has_rows_of_all else ():
-            if one is not None:
-                params[name] = torch.cat([one, one.new_zeros(num_others, *one.shape[1:])])
-        try:
+        wide = {
+            name: torch.cat([one, one.new_zeros(num_others, *one.shape[1:])])
+            for name, one in params.items()
+            if self._has_rows_of_all and one is not None
+        }
+        with patch.dict(params, wide):
             yield
-        finally:
-            params.update(before)
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GivenTokens:
         """Return which of a call's arguments are which.

@@ -76,10 +76,8 @@ class OwnRows:
         """Return what is here of experts' arguments; None where no part of them is enough."""
         given = GivenTokens.of(args, kwargs)
         tokens = None if given is None else given.values[given.tokens]
-        if given is None or not isinstance(tokens, DimShardedTensor):
-            return None
-        part = tokens.part
-        if not part.has_own_rows or part.place == 1:
+        part = tokens.part if isinstance(tokens, DimShardedTensor) else None
+        if given is None or part is None or not part.has_own_rows or part.place == 1:
             return None
         names = (given.tokens, given.experts, given.weights)
         own = {name: part.operand(given.values[name]) for name in names}

@@ -13,9 +13,10 @@ first call of each class of mixtures is tried, and leaves the mixture as it was.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -163,17 +164,12 @@ def _take_mean(
 @contextmanager
 def _in_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Let tensors stand for parameters inside, whose own values nobody touches."""
-    places: list[tuple[dict[str, Any], str, Any]] = []
-    try:
+    with ExitStack() as places:
         for path, tensor in tensors.items():
             parent, _, name = path.rpartition(".")
             held = module.get_submodule(parent).__dict__["_parameters"]
-            places.append((held, name, held[name]))
-            held[name] = tensor
+            places.enter_context(patch.dict(held, {name: tensor}))
         yield
-    finally:
-        for held, name, param in places:
-            held[name] = param
 
 
 class SharedExperts:

@@ -73,12 +73,12 @@ class SimulatedRank:
         here = set(self._here)
         elsewhere = {p: t.shape for p, t in model.parts.items() if p not in here}
         split = _SimulatedSplit(here, elsewhere, model.splits)
-        data, own = _data_groups(self.options.num_averaging, self.options.shard_size)
+        data = _data_groups(self.options.num_averaging, self.options.shard_size)
         self._groups: dict[Axis, Sequence[Collectives]] = {
             **dict.fromkeys(ALL_AXES, ()),
             **{axis: [group] for axis, group in model.groups.items()},
             "pp": [self._pipeline],
-            "dp": [*own, *(one.data.dp for one in split.fewer_ranks)],
+            "dp": [*data.all, *(one.data.dp for one in split.fewer_ranks)],
         }
         for param in self._here:
             param.data = model.parts[param]  # which the engine of another rank may have, too
@@ -324,15 +324,14 @@ class _SimulatedSplit(Unsplit):
         return param in self._here
 
 
-def _data_groups(size: int, shard_size: int) -> tuple[DataGroups, list[Collectives]]:
-    """Make the groups of data-parallel ranks, and return them as a list, too."""
+def _data_groups(size: int, shard_size: int) -> DataGroups:
+    """Make the groups of data-parallel ranks."""
     dp = SimulatedCollectives(0, size)
     if shard_size == size:
-        return DataGroups(dp=dp, shard=dp), [dp]
+        return DataGroups.of(dp)
     shard = SimulatedCollectives(0, shard_size)
     replicate = SimulatedCollectives(0, size // shard_size)
-    groups = DataGroups(dp=dp, shard=shard, replicate=replicate)
-    return groups, [dp, shard, replicate]
+    return DataGroups(dp=dp, shard=shard, replicate=replicate)
 
 
 def _roots(run: StageRun, grads: Sequence[Tensor] | None) -> list[Tensor]:

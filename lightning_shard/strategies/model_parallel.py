@@ -107,7 +107,7 @@ def warning_of_scattered_ranks(mesh: ParallelMesh, hosts: Sequence[int]) -> str:
         hosts: The host of each rank.
     """
     first = ", ".join(str(rank) for rank, host in enumerate(hosts) if host == hosts[0])
-    layers, copies = mesh.groups("tp"), _copies_of_state(mesh)
+    layers, copies = mesh.groups("tp"), [one for same in mesh.copies for one in same]
     told = [
         f"The mesh takes the ranks of a host to be neighbours, but rank 0's host has ranks {first}."
     ]
@@ -126,18 +126,6 @@ def warning_of_scattered_ranks(mesh: ParallelMesh, hosts: Sequence[int]) -> str:
         "`srun --distribution=block`."
     )
     return " ".join(told)
-
-
-def _copies_of_state(mesh: ParallelMesh) -> list[tuple[int, ...]]:
-    """Return the ranks of each copy of the state, where there is more than one."""
-    size = mesh.shard or mesh.dp
-    if size == mesh.dp:
-        return []
-    return [
-        group[first : first + size]
-        for group in mesh.groups("dp")
-        for first in range(0, mesh.dp, size)
-    ]
 
 
 def _num_crossing(groups: Sequence[Sequence[int]], hosts: Sequence[int]) -> int:
