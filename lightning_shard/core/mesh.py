@@ -74,24 +74,24 @@ class RankGrid(Generic[A]):
     """
 
     def __init__(self, sizes: Mapping[A, int]) -> None:
-        self._sizes = dict(sizes)
+        self.sizes = dict(sizes)
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks of the grid."""
-        return prod(self._sizes.values())
+        return prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[A, int]:
         """Return the index of `rank` on each axis."""
         found: dict[A, int] = {}
-        for axis, size in reversed(self._sizes.items()):
+        for axis, size in reversed(self.sizes.items()):
             rank, found[axis] = divmod(rank, size)
         return found
 
     def rank_at(self, coordinates: Mapping[A, int]) -> int:
         """Return the rank at an index on each axis; a missing axis counts as 0."""
         rank = 0
-        for axis, size in self._sizes.items():
+        for axis, size in self.sizes.items():
             rank = rank * size + coordinates.get(axis, 0)
         return rank
 
@@ -113,20 +113,20 @@ class RankGrid(Generic[A]):
         """
         along = self._known(axes)
         offsets = self._corner(along)
-        firsts = self._corner([other for other in self._sizes if other not in along])
+        firsts = self._corner([other for other in self.sizes if other not in along])
         return [tuple(first + offset for offset in offsets) for first in firsts]
 
     def _known(self, axes: A | Sequence[A]) -> Sequence[A]:
         along: Sequence[A] = [axes] if isinstance(axes, str) else axes
-        if not set(along) <= set(self._sizes):
-            known = ", ".join(self._sizes)
+        if not set(along) <= set(self.sizes):
+            known = ", ".join(self.sizes)
             raise ConfigError(f"got axis {axes!r}, expected one or several of {known}.")
         return along
 
     def _corner(self, along: Sequence[A]) -> list[int]:
         """Return the ranks at index 0 of every other axis, ascending."""
         ranks = [0]
-        for axis, size in self._sizes.items():
+        for axis, size in self.sizes.items():
             indices = range(size if axis in along else 1)
             ranks = [rank * size + index for rank in ranks for index in indices]
         return ranks
@@ -457,7 +457,8 @@ class ParallelMesh:
     @property
     def grid(self) -> RankGrid[Axis]:
         """The axes with their sizes, in their order."""
-        return RankGrid({axis: self.size(axis) for axis in self._order})
+        order = _with_optional(self.axis_order, self.axes)
+        return RankGrid({axis: self.size(axis) for axis in order})
 
     @property
     def copies(self) -> list[list[tuple[int, ...]]]:
@@ -466,11 +467,6 @@ class ParallelMesh:
         if size == len(averaging[0]) or self.shard is None:
             return []
         return [[one[at : at + size] for at in range(0, len(one), size)] for one in averaging]
-
-    @property
-    def _order(self) -> tuple[Axis, ...]:
-        """All axes, from the slowest to the fastest."""
-        return _with_optional(self.axis_order, self.axes)
 
     @property
     def _known_axes(self) -> tuple[Axis, ...]:
@@ -482,9 +478,9 @@ class ParallelMesh:
         """Number of ranks."""
         return self.grid.num_ranks
 
-    def size(self, axis: Axis) -> int:
-        """Number of ranks along an axis."""
-        return self.others[axis] if axis in self.others else int(getattr(self, axis))
+    def size(self, *axes: Axis) -> int:
+        """Number of ranks along an axis, or along several together."""
+        return prod(self.others[one] if one in self.others else getattr(self, one) for one in axes)
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """Return a rank's index on each axis.
@@ -583,8 +579,8 @@ class ParallelMesh:
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Make torch's mesh of the same shape and names; each rank must call."""
-        shape = tuple(self.size(axis) for axis in self._order)
-        return init_device_mesh(device_type, shape, mesh_dim_names=self._order)
+        sizes = self.grid.sizes
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def save_png(self, path: str | Path, *, ranks_per_node: int | None = None) -> None:
         """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.

@@ -74,18 +74,14 @@ class ExpertSplit(ModelSplit):
         if param.is_meta and self.is_here(param) and start is not None:
             start.make(param)
         if param.is_meta:
-            give_memory(param, torch.empty(0, dtype=param.dtype, device=self.device(start)))
+            device = torch.device("cpu") if start is None else start.device
+            give_memory(param, torch.empty(0, dtype=param.dtype, device=device))
             return
         same = param.data.contiguous()
         if start is None:
             self.group.broadcast(same).wait()
         own = self.local(param, same) if self.is_here(param) else same.new_empty(0)
         param.data = own.clone()
-
-    @staticmethod
-    def device(start: MetaStart | None) -> torch.device:
-        """Return where parameters without elements lie that were on meta."""
-        return torch.device("cpu") if start is None else start.device
 
     def is_batched(self, param: nn.Parameter) -> bool:
         """Whether a parameter has the experts as its first dimension."""

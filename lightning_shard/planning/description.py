@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import nn
@@ -76,14 +75,14 @@ class Description:
     @property
     def num_averaging(self) -> int:
         """Number of ranks that average gradients."""
-        along = [one.axis for one in self.dimensions if one.averages_gradients]
-        return self.mesh.dp * prod(map(self.mesh.size, along))
+        return self.mesh.size(
+            "dp", *(one.axis for one in self.dimensions if one.averages_gradients)
+        )
 
     @property
     def num_with_samples(self) -> int:
         """Number of ranks that are given different samples."""
-        along = [one.axis for one in self.dimensions if one.has_own_samples]
-        return self.mesh.dp * prod(map(self.mesh.size, along))
+        return self.mesh.size("dp", *(one.axis for one in self.dimensions if one.has_own_samples))
 
 
 Step = Callable[[nn.Module, Any], Any]

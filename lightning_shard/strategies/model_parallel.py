@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -182,7 +181,7 @@ class ModelParallelStrategy(DataParallelStrategy):
         """Number of ranks that are given other samples."""
         if self._made is not None:
             return self._made.samples.size
-        return prod(self.mesh.size(axis) for axis in self._sample_axes)
+        return self.mesh.size(*self._sample_axes)
 
     @property
     @override
@@ -191,8 +190,8 @@ class ModelParallelStrategy(DataParallelStrategy):
 
     def _sizes(self) -> dict[str, Any]:
         """Return the number of ranks along the axis of each dimension, as the mesh takes them."""
-        all_of = self.mesh_size
-        own = {one.axis: all_of if one.size is None else one.size for one in self.dimensions}
+        size = self.mesh_size
+        own = {one.axis: size if one.size is None else one.size for one in self.dimensions}
         others = {axis: own.pop(axis) for axis in [*own] if axis not in ALL_AXES}
         return {**own, "others": others}
 
@@ -231,7 +230,7 @@ class ModelParallelStrategy(DataParallelStrategy):
     @override
     def shard_size(self) -> int:
         """How many of the ranks that average gradients share out a copy of the state: here, all."""
-        return prod(self.mesh.size(axis) for axis in self._gradient_axes)
+        return self.mesh.size(*self._gradient_axes)
 
     @property
     def model_collectives(self) -> Collectives:

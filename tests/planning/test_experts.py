@@ -126,3 +126,14 @@ def test_experts_in_lists_ask_for_elements() -> None:
     batch = [one.clone() for one in module.data(4)[:4]]
     with pytest.raises(ConfigError, match="on tensors without elements, which failed"):
         sharing(expert_parallel_size=2).dry_run(module, batch, world_size=4)
+
+
+def test_one_rank_needs_no_experts_to_share() -> None:
+    """A dry run refused what a fit takes: -1 leaves one rank, where nothing is shared out."""
+    module = Listed()
+    module.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+    batch = [one.clone() for one in module.data(4)[:4]]
+    found = sharing(expert_parallel_size=-1, data_parallel_size=1).dry_run(
+        module, batch, world_size=1
+    )
+    assert found.batch_size == 4

@@ -52,6 +52,14 @@ def test_copies_of_the_state_whose_ranks_are_scattered_were_not_told() -> None:
     assert "tp groups" not in told
 
 
+def test_ranks_of_a_sequence_share_a_copy_of_the_state() -> None:
+    """Each half of a sequence counted as a copy of its own."""
+    mesh = ParallelMesh(dp=4, cp=2, shard=2)
+    assert mesh.copies == [[(0, 1, 2, 3), (4, 5, 6, 7)]]
+    told = warning_of_scattered_ranks(mesh, [0, 0, 1, 1, 0, 0, 0, 0])
+    assert "So 1 of 2 copies of the state cross hosts" in told
+
+
 def test_the_line_of_a_run_over_hosts(caplog: pytest.LogCaptureFixture) -> None:
     mesh = ParallelMesh(pp=2, tp=2)
     with caplog.at_level("INFO"):

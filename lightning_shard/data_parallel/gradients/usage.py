@@ -230,15 +230,12 @@ def agreement(
         weights: Compares parameters where a rank's have moved.
         may_differ: Whether ranks wait for each other inside a backward.
     """
-    apart = [
-        [one for one in gradients if one.flat.groups is fewer.data] for fewer in split.fewer_ranks
-    ]
-    common = [one for one in gradients if not any(one in those for those in apart)]
+    common, others = [*gradients], list[UsageAgreement]()
+    for fewer in split.fewer_ranks:
+        apart = [one for one in common if one.flat.groups is fewer.data]
+        common = [one for one in common if one not in apart]
+        others.append(UsageAgreement(apart, fewer.reducing.dp, device))
     first = UsageAgreement(common, reducing.dp, device, unshards, weights, may_differ)
-    others = [
-        UsageAgreement(those, fewer.reducing.dp, device)
-        for those, fewer in zip(apart, split.fewer_ranks, strict=True)
-    ]
     return UsageOfSeveral(first, others) if others else first
 
 

@@ -139,8 +139,7 @@ def _cut(
 ) -> tuple[CutBlocks, OwnTokens | None]:
     """Let the blocks of a model compute parts of sequences, and experts their tokens."""
     blocks = CutBlocks(model, group, joins_each=mesh.pp > 1, tries=tries)
-    is_exchanged = mesh.size("ep") > 1  # then experts are given their tokens
-    return blocks, None if is_exchanged else OwnTokens(model)
+    return blocks, OwnTokens(model) if mesh.ep == 1 else None  # else they are given their tokens
 
 
 class MeanGradients(DifferentiatedParts):

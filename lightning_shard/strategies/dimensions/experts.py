@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import nn
 from typing_extensions import override
 
@@ -23,7 +22,7 @@ from lightning_shard.expert_parallel.finding import Mixture, check_mixtures, fin
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.expert_parallel.shared_experts import SharedExperts
 from lightning_shard.expert_parallel.split import ExpertSplit
-from lightning_shard.planning.description import Description, Measure, Simulated
+from lightning_shard.planning.description import Description, Simulated
 from lightning_shard.planning.simulated_model import SimulatedCollectives
 from lightning_shard.strategies.dimensions.dimension import (
     DimensionOptions,
@@ -68,9 +67,8 @@ class ExpertDimension(ParallelDimension):
     @override
     def check(self, run: RunView) -> None:
         num_ranks = run.mesh.size(self.axis)
-        if num_ranks == 1:
-            return
-        check_mixtures(find_mixtures(run.model), run.model, num_ranks)
+        if num_ranks > 1:
+            check_mixtures(find_mixtures(run.model), run.model, num_ranks)
 
     @override
     def split(self, run: RunView) -> ModelSplit | None:
@@ -129,19 +127,12 @@ class ExpertDimension(ParallelDimension):
         return () if self.size == 1 else ("tokens beyond an even share of the experts",)
 
     @override
-    def described(
-        self, found: Description, module: "pl.LightningModule", measure: Measure
-    ) -> Description:
-        if self.size != 1:
-            check_mixtures(find_mixtures(module), module, found.mesh.size(self.axis))
-        return found
-
-    @override
     def simulated(self, model: nn.Module, found: Description, group: Collectives) -> Simulated:
         # Which experts tokens go to is known from their elements alone: the first rank's here get
         # its own and its peers'.
         data = DataGroups.of(SimulatedCollectives(0, found.num_averaging // group.size))
         mixtures = find_mixtures(model)
+        check_mixtures(mixtures, model, group.size)
         split = ExpertSplit(model, mixtures, group, data, data)
         SharedExperts(mixtures, split, nullcontext, is_dry=True, tries=False)
         return Simulated(split=split)

@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.core.options import AtLeastOne, AxisSize
@@ -127,7 +126,7 @@ class PipelineDimension(ParallelDimension):
                 self._staged, group, params, schedules, ranks, run.device, early=run.matches_tags
             )
         self._logs = StepLogs(
-            run.module, group, self._pipeline.last_rank, lambda: _optimizers(run.module)
+            run.module, group, self._pipeline.last_rank, lambda: run.module.trainer.optimizers
         )
         return self._split
 
@@ -287,10 +286,6 @@ class PipelineAxis(PipelineOptions):
     """
 
     pipeline_parallel_size: AxisSize = 1
-
-
-def _optimizers(module: "pl.LightningModule") -> Sequence[Optimizer]:
-    return module.trainer.optimizers
 
 
 def _check_steps(module: "pl.LightningModule") -> None:
