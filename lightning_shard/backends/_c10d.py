@@ -36,55 +36,25 @@ else:
     ProcessGroupBase, StoreBase = dist.ProcessGroup, Store
 
 
+def _own_map(name: str) -> Any:
+    return property(lambda groups: groups.maps.setdefault(name, {}))
+
+
 class RankGroups(c10d._World):
     """One rank's process groups: c10d's `_World` with maps and a counter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._maps: dict[str, dict[Any, Any]] = {}
-        self._group_count = 0
+        self.maps: dict[str, dict[Any, Any]] = {}
 
-    def _map(self, name: str) -> dict[Any, Any]:
-        return self._maps.setdefault(name, {})
+    pg_map = _own_map("pg_map")  # by group, its backend's name and its store
+    pg_names = _own_map("pg_names")  # by group, its name
+    pg_group_ranks = _own_map("pg_group_ranks")  # by group, {global rank: group rank}
+    pg_backend_config = _own_map("pg_backend_config")  # by group, its backend configuration
+    tags_to_pg = _own_map("tags_to_pg")  # by tag, its groups
+    pg_to_tag = _own_map("pg_to_tag")  # by group, its tag
 
-    @property
-    def pg_map(self) -> dict[Any, Any]:
-        """Map a group to its backend's name and its store."""
-        return self._map("pg_map")
-
-    @property
-    def pg_names(self) -> dict[Any, Any]:
-        """Map a group to its name."""
-        return self._map("pg_names")
-
-    @property
-    def pg_group_ranks(self) -> dict[Any, Any]:
-        """Map a group to its {global rank: group rank}."""
-        return self._map("pg_group_ranks")
-
-    @property
-    def pg_backend_config(self) -> dict[Any, Any]:
-        """Map a group to its backend configuration."""
-        return self._map("pg_backend_config")
-
-    @property
-    def tags_to_pg(self) -> dict[Any, Any]:
-        """Map a tag to its groups."""
-        return self._map("tags_to_pg")
-
-    @property
-    def pg_to_tag(self) -> dict[Any, Any]:
-        """Map a group to its tag."""
-        return self._map("pg_to_tag")
-
-    @property
-    def group_count(self) -> int:
-        """Number of groups made, from which c10d takes the next group's name."""
-        return self._group_count
-
-    @group_count.setter
-    def group_count(self, value: int) -> None:
-        self._group_count = value
+    group_count = 0  # groups that were made, from which c10d takes the next one's name
 
 
 def current_groups() -> Any:

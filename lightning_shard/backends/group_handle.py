@@ -7,19 +7,21 @@ A subclass says how a `Call` is carried out: between threads, over MPI, or by an
 ranks have agreed on it.
 """
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
-from lightning_shard.backends import _c10d
-from lightning_shard.backends.call_site import find_call_site
+from lightning_shard.backends import _c10d, liveness
+from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call, describe_tensor, op_name, tensor_key
-from lightning_shard.errors import ConfigError
+from lightning_shard.errors import ConfigError, RankFailedError
 
 
 class GroupHandle(_c10d.ProcessGroupBase):
@@ -44,7 +46,7 @@ class GroupHandle(_c10d.ProcessGroupBase):
         timeout: timedelta = timedelta.max,
     ) -> None:
         super().__init__(rank, len(global_ranks))
-        self._timeout = timeout
+        self.timeout = timeout
         self.global_ranks = global_ranks
         self._name, self._group_rank = name, rank
         self._num_collectives = 0
@@ -173,7 +175,7 @@ class GroupHandle(_c10d.ProcessGroupBase):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time after which a peer that has not come is an error."""
-        self._timeout = timeout
+        self.timeout = timeout
 
     def shutdown(self) -> None:
         """Do nothing, unless a subclass holds something."""
@@ -266,3 +268,116 @@ def ranks_of(options: Any) -> tuple[int, ...]:
 def describe_group(name: str, global_ranks: Sequence[int]) -> str:
     """Return a group's name and ranks in words."""
     return f"group {name!r} (ranks {', '.join(map(str, global_ranks))})"
+
+
+class InFlight(ABC):
+    """One operation in flight; a backend says how it goes on.
+
+    Args:
+        lock: Guards who hears of the end.
+
+    Attributes:
+        done: Whether it has ended, with its results or an error.
+        error: The error with which it has ended.
+    """
+
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        self.done = False
+        self.error: Exception | None = None
+        self._lock = lock
+        self._on_end: list[Callable[[], None]] = []
+
+    @property
+    @abstractmethod
+    def source(self) -> int:
+        """The group rank that sent what a receive got; -1 before it came."""
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the flight has ended, or now if it has."""
+        with self._lock:
+            self._on_end.append(callback)
+        if self.done:
+            self.call_back()
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a callback waits for the end of the flight."""
+        return bool(self._on_end)
+
+    def call_back(self) -> None:
+        """Call the callbacks, which are the user's code, outside the lock and inference mode."""
+        with self._lock:
+            callbacks, self._on_end = self._on_end, []
+        for callback in callbacks:
+            callback()
+
+
+class FlightWork(CallWork):
+    """One rank's handle of an operation in flight.
+
+    Args:
+        flight: The operation in flight.
+        call: What this rank has called.
+    """
+
+    def __init__(self, flight: InFlight, call: Call) -> None:
+        super().__init__(call)
+        self._flight = flight
+
+    def is_success(self) -> bool:
+        """Whether the results are there."""
+        return self.is_completed() and self._flight.error is None
+
+    def exception(self) -> Exception | None:
+        """Return the error of an operation that has failed, else None."""
+        return self._flight.error
+
+    def _source(self) -> int:
+        return self._flight.source
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that ends with the operation, on whatever thread sees it end."""
+        devices: list[Any] = [
+            t.device for t in self._call.outputs or self._call.inputs if t.is_cuda
+        ]
+        future: Future[Any] = Future(devices=devices[:1] or None)
+
+        def end() -> None:
+            if self._flight.error is None:
+                future.set_result(list(self._call.results))
+            else:
+                future.set_exception(self._flight.error)
+
+        self._flight.on_end(end)
+        return future
+
+
+class OperationWatch:
+    """Watches one operation of this rank for its flight; a backend says when it can never end.
+
+    Args:
+        group: The group whose operation it is.
+        operation: This rank's call, or the operation's name.
+        site: File and line where the user called.
+    """
+
+    def __init__(self, group: GroupHandle, operation: Call | str, site: CallSite) -> None:
+        self._group, self._operation, self._site = group, operation, site
+
+    def __str__(self) -> str:
+        return f"{self._operation} of {self._group.group_desc} at {self._site}"
+
+    @property
+    def place(self) -> str:
+        """This rank in words."""
+        return f"Rank {self._group.global_ranks[self._group.rank()]}"
+
+    def peer_failure(self) -> RankFailedError | None:
+        """Return the error of a rank that is known to have failed."""
+        lifeline = liveness.current()
+        try:
+            if lifeline is not None and lifeline.has_verdict:
+                lifeline.check(str(self._operation))
+        except RankFailedError as error:
+            return error
+        return None

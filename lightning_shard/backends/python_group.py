@@ -17,6 +17,31 @@ from lightning_shard.backends.group_handle import CoalescedWork, GroupHandle
 ANY_SOURCE = -1
 Tensors = Tensor | Sequence[Tensor]
 
+COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "_allgather_base": "all_gather_single",
+    "all_gather_single": "all_gather_single",
+    "all_gather_single_coalesced": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_single": "reduce_scatter_single",
+    "reduce_scatter_single_coalesced": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "barrier": "barrier",
+}
+"""By c10d's names of its collectives, old and new, the operation that each of them is."""
+
 
 def as_list(tensors: Tensors) -> list[Tensor]:
     """Return c10d's list of tensors, also for the one tensor that some callers pass."""

@@ -18,9 +18,11 @@ Each `Collectives` has one `Traffic`; `traffic_table` sets several groups' side 
     mesh_tp    0 1    all_reduce         96  1.2 M     0.08    0.08
 """
 
+import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,13 +45,16 @@ class OperationTraffic:
     seconds_waited: float = 0.0
 
     def __add__(self, other: "OperationTraffic") -> "OperationTraffic":
-        return OperationTraffic(
-            calls=self.calls + other.calls,
-            elements=self.elements + other.elements,
-            bytes=self.bytes + other.bytes,
-            seconds=self.seconds + other.seconds,
-            seconds_waited=self.seconds_waited + other.seconds_waited,
-        )
+        return self._with(operator.add, other)
+
+    def __sub__(self, other: "OperationTraffic") -> "OperationTraffic":
+        return self._with(operator.sub, other)
+
+    def _with(
+        self, compute: Callable[[Any, Any], Any], other: "OperationTraffic"
+    ) -> "OperationTraffic":
+        names = [one.name for one in fields(self)]
+        return OperationTraffic(**{n: compute(getattr(self, n), getattr(other, n)) for n in names})
 
 
 _NOTHING = OperationTraffic()

@@ -33,8 +33,7 @@ from typing_extensions import override
 
 from lightning_shard.cli.checkpoints import rows_by_name
 from lightning_shard.cli.shard_cli import ShardCLI, find_classes_here
-from lightning_shard.replay.replay import replay
-from lightning_shard.replay.verdict import Replayed
+from lightning_shard.replay.replay import Replayed, replay
 from lightning_shard.tools.proving.prove import prove
 from lightning_shard.tools.proving.verdict import Verdict
 

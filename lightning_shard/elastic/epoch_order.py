@@ -57,19 +57,14 @@ class EpochOrder(Sampler[Any]):
     def __init__(self, source: Iterable[Any], seed: int = 0) -> None:
         self.source = source
         self.seed = seed
-        self._start = Position(epoch=0)
+        self.start = Position(epoch=0)  # at which the present epoch is taken up
         self._drawn: Sequence[Any] | None = None
         self._length()
 
     @property
     def epoch(self) -> int:
         """The number of the present epoch."""
-        return self._start.epoch
-
-    @property
-    def start(self) -> Position:
-        """Position at which the present epoch is taken up."""
-        return self._start
+        return self.start.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; the present one stays where it was taken up. Lightning calls this."""
@@ -93,7 +88,7 @@ class EpochOrder(Sampler[Any]):
             )
         if position.epoch != self.epoch:
             self._drawn = None
-        self._start = position
+        self.start = position
         self._tell_source(position.epoch)
 
     def indices(self) -> Sequence[Any]:

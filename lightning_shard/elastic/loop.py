@@ -13,17 +13,181 @@ nothing but what is done again.
 
 The loops derive from Lightning's own, with their private names; checked with lightning 2.6 by
 `tests/elastic/test_lightning.py`.
+
+`ElasticRun` says what they ask at each boundary, and what happens when a rank is lost.
+
+    the loops ask            ElasticRun
+    begin, reach_boundary ──────> │ ──> SnapshotMemory    a snapshot, a copy at the buddy
+                                  │ ──> EarlyEnd          who is asked to leave leaves; save and end
+    survives? reconfigure ──────> │ ──> NextGeneration    after a loss, a join, a departure
+                                  v
+         the strategy, as `Reconfigurable` says: engine and groups are dropped and made anew
+
+What happens after a rank is lost:
+
+    step ✗   a peer dies, or raises an error of its own; whoever waits for it gets RankFailedError
+             (a bad option, a mistake that all ranks make, a fit that is over: the error ends it)
+    drop     what the buddies have sent is kept; engine and groups are left as they are
+    meet     the membership says who takes part: survivors by seniority, then newcomers
+    restore  the newest boundary of which somebody has every shard; else the newest checkpoint
+    go on    data is assigned to the ranks there are, and the loop goes on behind that boundary
+
+Who says which ranks there are: `ranks`. Heartbeats: `served_membership`. Who holds the elastic
+sampler: `DataAssignment`, which puts it into the training loader.
 """
 
 import gc
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from typing_extensions import override
 
+from lightning_shard.checkpoint.random_state import load_random_state
+from lightning_shard.elastic import _lightning
 from lightning_shard.elastic._lightning import FitLoop, TrainingEpochLoop, measure_epoch
-from lightning_shard.elastic.run import ElasticRun, Reconfiguration
+from lightning_shard.elastic.membership.generation import EvictedError
+from lightning_shard.elastic.reconfigurable import ElasticFit
+from lightning_shard.elastic.recovery import EarlyEnd, NextGeneration
+from lightning_shard.elastic.snapshot_memory import SnapshotMemory
+from lightning_shard.errors import CollectiveMismatchError, ConfigError, DeadlockError
+
+_NEWCOMER, _LEAVER = 1, 2  # what ranks tell each other at a boundary
+_FINAL = (
+    ConfigError,
+    MisconfigurationException,
+    DeadlockError,
+    CollectiveMismatchError,
+    EvictedError,
+)
+
+
+class Reconfiguration(BaseException):
+    """Unwinds the loops at a boundary where all ranks have agreed to reconfigure."""
+
+
+class ElasticRun:
+    """One fit of one rank, over the generations that it takes part in.
+
+    Args:
+        fit: What it is made over, in the strategy's setup; each rank must call.
+
+    Attributes:
+        data_assignment: Assigns the samples of the training loader to the ranks.
+        hook_values: What hooks have set in the user's objects.
+        early_end: How this rank's part in the fit ends early.
+        random: This rank's random streams in the checkpoint that was just loaded, until the fit
+            goes on with them; None where it has none, or its ranks were others.
+        has_begun: Whether the state before the first step has been remembered, here or by others.
+        stands_behind_step: Whether the state that was just loaded is that behind an optimizer
+            step, whose validation, if due, is still to come.
+    """
+
+    def __init__(self, fit: ElasticFit) -> None:
+        membership = fit.ranks.membership
+        membership.begin_fit()
+        self.data_assignment = fit.data_assignment
+        self.hook_values = fit.hook_values
+        self.stands_behind_step = False
+        self.random: Mapping[str, Any] | None = None
+        self._fit = fit
+        self.has_begun = self.is_newcomer
+        self._memory = SnapshotMemory(fit, membership.make_buffers(), membership.held)
+        self.early_end = EarlyEnd(fit, self._memory)
+        self._next_generation = NextGeneration(fit, self._memory, self.early_end)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ElasticRun":
+        return self  # of the loop that it was made for; another fit makes its own
+
+    def begin_fit(self) -> None:
+        """Begin to remember, once engine and optimizers are there; each rank must call."""
+        for optimizer in self._fit.strategy.optimizers:
+            optimizer.register_step_post_hook(self._memory.forget_live)
+        if self.is_newcomer:
+            self._fit.trainer.num_sanity_val_steps = 0
+        else:
+            self._memory.enter(self._fit.ranks.generation)
+            _lightning.share_places(self._fit.trainer, self._fit.strategy.broadcast)
+
+    def end_fit(self) -> None:
+        """Let go of snapshots and their group, after the strategy's teardown."""
+        self._memory.clear()
+
+    # --- what the loops ask -----------------------------------------------------------------------
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process goes on from what others, or its predecessors, remember."""
+        return self._fit.ranks.membership.has_past or self._fit.ranks.generation.number == 0
+
+    def begin(self) -> None:
+        """Remember the state before the first step, once; each rank must call."""
+        if self.has_begun:
+            return
+        self.has_begun = True
+        if self._fit.ranks.generation.is_last:  # too few have come
+            self.early_end.save_and_end(self._fit.ranks.generation)
+        self.data_assignment.check_alike(self._fit.strategy.collectives)
+        self.data_assignment.begin(self._fit.ranks.membership.started_by)
+        self._memory.remember(behind_step=False)
+        self._memory.finish()
+        self._begin_step()
+
+    def reach_boundary(self) -> None:
+        """Remember the state behind an optimizer step, or note how far it is; each rank must call.
+
+        Raises:
+            Reconfiguration: All ranks have agreed that somebody joins or leaves here.
+            SIGTERMException: This rank leaves, or all do.
+        """
+        step = self._fit.trainer.global_step
+        self.data_assignment.note_step(_lightning.epoch_of_samplers(self._fit.trainer), step)
+        self._memory.finish()
+        if step % self._fit.snapshot_every == 0:
+            self._remember()
+        else:
+            self._memory.note_progress()
+        self._begin_step()
+
+    def go_on_drawing(self) -> bool:
+        """Go on with the random streams of a checkpoint that was just loaded, if it has them."""
+        random, self.random = self.random, None
+        if random is not None:
+            load_random_state(random, self._fit.strategy.root_device)
+        return random is not None
+
+    def finish(self) -> None:
+        """Make the module full after the last step, while a loss can still be survived."""
+        self._fit.strategy.end_training()
+
+    def survives(self, error: BaseException) -> bool:
+        """Whether to reconfigure after this error rather than to end with it."""
+        if self.early_end.is_certain or isinstance(error, _FINAL):
+            return False
+        return isinstance(error, (Exception, Reconfiguration))
+
+    def reconfigure(self, error: BaseException | None) -> None:
+        """Go on in the next generation; see `NextGeneration.enter`."""
+        self.stands_behind_step = self._next_generation.enter(error)
+
+    def _remember(self) -> None:
+        """Take a snapshot, and hear who wants to join or to leave; each rank must call."""
+        membership = self._fit.ranks.membership
+        said = _NEWCOMER * membership.is_wanted | _LEAVER * membership.is_leaving
+        heard = self._memory.remember(behind_step=True, flags=said)
+        membership.forget_past()
+        if not heard:
+            return
+        self._memory.finish()
+        if heard & _LEAVER:
+            self.early_end.let_go()
+        raise Reconfiguration
+
+    def _begin_step(self) -> None:
+        self._fit.ranks.membership.begin_step(self._fit.trainer.global_step)
 
 
 class ElasticFitLoop(FitLoop):

@@ -42,8 +42,7 @@ from lightning_shard.pipeline_parallel.messages import (
     followed,
 )
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
-from lightning_shard.pipeline_parallel.needs import Needs, Step
-from lightning_shard.pipeline_parallel.randomness import StageRandomness
+from lightning_shard.pipeline_parallel.needs import Needs, StageRandomness, Step
 from lightning_shard.pipeline_parallel.schedules import (
     Action,
     Kind,
@@ -53,8 +52,7 @@ from lightning_shard.pipeline_parallel.schedules import (
 )
 from lightning_shard.pipeline_parallel.stage_run import StageRun
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
-from lightning_shard.pipeline_parallel.step_buffers import StepBuffers
-from lightning_shard.pipeline_parallel.step_edits import StepEdits
+from lightning_shard.pipeline_parallel.step_edits import StepBuffers, StepEdits
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_shard.core.placeholders import OtherStageError, Placeholder, is_placeholder
 from lightning_shard.data_parallel.offload.activations import stay
-from lightning_shard.data_parallel.recompute.kept_inputs import computed
+from lightning_shard.data_parallel.recompute.recomputation import computed
 from lightning_shard.data_parallel.views.transforms import OF_STAGES, refuse_transforms
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.alike_steps import NotedCalls

@@ -76,7 +76,7 @@ class StagedModel:
         self._rank_stages = rank_stages
         self._model = model
         self.block_names = [partition.blocks.name(i) for i in range(len(partition.blocks))]
-        self._run: StepRun | None = None
+        self.run: StepRun | None = None  # what gets the blocks' calls now, inside of steps
         self._hint: Template | None = None
         self._homes = [
             (home, name, tensor)
@@ -96,21 +96,16 @@ class StagedModel:
             setattr(block, _PLACE, _BlockPosition(self, index, skipped))
             extend_class(block, "Staged", _Caught)
 
-    @property
-    def run(self) -> StepRun | None:
-        """The run that gets the blocks' calls now; None outside of steps."""
-        return self._run
-
     @contextmanager
     def running(self, run: StepRun, stage: int) -> Iterator[None]:
         """Pass the blocks' calls to `run` inside, with stand-ins for other stages' parameters."""
         self._show(stage)
-        self._run = run
+        self.run = run
         try:
             with run.known(), without_reentrance(run.asks):
                 yield
         finally:
-            self._run = None
+            self.run = None
 
     def refuse_others(self, tensors: Iterable[Tensor], stage: int) -> None:
         """Raise if a parameter of another stage is among some tensors of this one.

@@ -193,15 +193,7 @@ def axis_of(mesh: ParallelMesh, ranks: tuple[int, ...]) -> str:
 
 def _difference(now: OperationTraffic, before: OperationTraffic) -> OperationTraffic:
     """Return what has come since; all of it where the group was made anew meanwhile."""
-    if now.calls < before.calls:
-        return now
-    return OperationTraffic(
-        calls=now.calls - before.calls,
-        elements=now.elements - before.elements,
-        bytes=now.bytes - before.bytes,
-        seconds=now.seconds - before.seconds,
-        seconds_waited=now.seconds_waited - before.seconds_waited,
-    )
+    return now if now.calls < before.calls else now - before
 
 
 class TrafficMonitor(RunMonitor):

@@ -13,7 +13,6 @@ lost answers nobody.
 """
 
 from lightning_shard.replay.record_steps import RecordSteps
-from lightning_shard.replay.replay import replay
-from lightning_shard.replay.verdict import Replayed
+from lightning_shard.replay.replay import Replayed, replay
 
 __all__ = ["RecordSteps", "Replayed", "replay"]

@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.debug_wrapper import DebugGroup
 from lightning_shard.backends.group_handle import GroupHandle
+from lightning_shard.backends.python_group import COLLECTIVES
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_entries import host_copy
@@ -44,30 +45,10 @@ from lightning_shard.errors import CheckpointError, RankFailedError
 WITHOUT_RESULT = ("send", "barrier", "monitored_barrier")
 """Operations that write nothing."""
 _OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "reduce": "reduce",
-    "broadcast": "broadcast",
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "_allgather_base": "all_gather_single",
-    "all_gather_single": "all_gather_single",
-    "all_gather_single_coalesced": "all_gather_single",
-    "allgather_into_tensor_coalesced": "all_gather_single",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_single": "reduce_scatter_single",
-    "reduce_scatter_single_coalesced": "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single",
-    "gather": "gather",
-    "scatter": "scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-    "all_to_all_single": "all_to_all_single",
+    **COLLECTIVES,
     "send": "send",
     "recv": "recv",
     "recv_anysource": "recv",
-    "barrier": "barrier",
     "monitored_barrier": "monitored_barrier",
 }
 

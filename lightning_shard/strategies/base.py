@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.in_process.termination import RanksTermination
+from lightning_shard.backends.in_process.world import RanksTermination
 from lightning_shard.core import settings
 from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.data_groups import DataGroups

@@ -42,7 +42,7 @@ from lightning_shard.data_parallel.memory.leftovers import take_leftovers
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic.data_assignment import DataAssignment
 from lightning_shard.elastic.hook_values import HookValues
-from lightning_shard.elastic.loop import make_elastic
+from lightning_shard.elastic.loop import ElasticRun, make_elastic
 from lightning_shard.elastic.membership.generation import Generation, Membership, SignalHandler
 from lightning_shard.elastic.membership.launcher import ElasticLauncher
 from lightning_shard.elastic.membership.ranks import (
@@ -55,7 +55,6 @@ from lightning_shard.elastic.membership.rendezvous_server import JobRules
 from lightning_shard.elastic.progress import flags_of, set_flags
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.recovery import refuse_strangers
-from lightning_shard.elastic.run import ElasticRun
 from lightning_shard.environments import elastic_environment
 from lightning_shard.environments.launchers.in_process import InProcessLauncher
 from lightning_shard.errors import ConfigError

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.tensor_calls import BY_ADDRESS, MOVES_MEMORY, memory_refused, name_of
 from lightning_shard.data_parallel.differentiation import Gradients, Run
-from lightning_shard.data_parallel.recompute.kept_inputs import TakenApart, take_apart_by
+from lightning_shard.data_parallel.recompute.recomputation import TakenApart, take_apart_by
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.data_parallel.views.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError

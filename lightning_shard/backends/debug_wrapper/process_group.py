@@ -48,7 +48,13 @@ from lightning_shard.backends.group_handle import (
 )
 from lightning_shard.backends.liveness.interruption import end_at_exit, interrupt_backend
 from lightning_shard.backends.pending import StartedTransfer
-from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup, Tensors, as_list
+from lightning_shard.backends.python_group import (
+    ANY_SOURCE,
+    COLLECTIVES,
+    PythonGroup,
+    Tensors,
+    as_list,
+)
 from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 
@@ -491,29 +497,6 @@ class DebugGroup(GroupHandle):
         self.comparer = Comparer(options.group_id, self._bulletin)
         self._messages = ComparedMessages(self._bulletin, self._bulletin.reconnected(), inner)
 
-    allreduce = _compared("allreduce")
-    allreduce_coalesced = _compared("allreduce_coalesced")
-    reduce = _compared("reduce")
-    reduce_scatter = _compared("reduce_scatter")
-    reduce_scatter_single = _compared("reduce_scatter_single")
-    reduce_scatter_single_coalesced = _compared("reduce_scatter_single_coalesced")
-    _reduce_scatter_base = _compared("_reduce_scatter_base")
-    reduce_scatter_tensor_coalesced = _compared("reduce_scatter_tensor_coalesced")
-    broadcast = _compared("broadcast")
-    allgather = _compared("allgather")
-    allgather_coalesced = _compared("allgather_coalesced")
-    all_gather_single = _compared("all_gather_single")
-    all_gather_single_coalesced = _compared("all_gather_single_coalesced")
-    _allgather_base = _compared("_allgather_base")
-    allgather_into_tensor_coalesced = _compared("allgather_into_tensor_coalesced")
-    gather = _compared("gather")
-    scatter = _compared("scatter")
-    alltoall = _compared("alltoall")
-    all_to_all_single = _compared("all_to_all_single")
-    alltoall_base = _compared("alltoall_base")
-    gather_common = _compared("gather_common")
-    barrier = _compared("barrier")
-
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait until every rank has come; comparing does just that, and names who has not."""
         with self.comparer.turn():
@@ -571,6 +554,10 @@ class DebugGroup(GroupHandle):
     @override
     def abort(self) -> None:
         self._inner.abort()
+
+
+for _name in (*COLLECTIVES, "gather_common"):
+    setattr(DebugGroup, _name, _compared(_name))
 
 
 def register_debug(backend: str, make_inner: MakeGroup, devices: Sequence[str]) -> None:

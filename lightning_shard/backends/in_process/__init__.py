@@ -7,9 +7,9 @@ torch.distributed ─► InProcessGroup ─► World.post ─► Channel ─► 
 """
 
 from lightning_shard.backends.in_process.backend import InProcessBackend
+from lightning_shard.backends.in_process.channel import like_gloo
 from lightning_shard.backends.in_process.elastic_world import ElasticWorld
 from lightning_shard.backends.in_process.faults import Fault, injected_faults
-from lightning_shard.backends.in_process.gloo_order import like_gloo
 from lightning_shard.backends.in_process.scheduler import Failure
 from lightning_shard.backends.in_process.world import World, current_rank, current_world
 

@@ -14,7 +14,8 @@ every other way to alias, is right. Each reads everything that must agree betwee
 before it writes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -22,12 +23,88 @@ from torch import Tensor
 
 from lightning_shard.backends.calls import Call, Disagreement, describe_tensor, message_key
 from lightning_shard.backends.group_handle import describe_group
-from lightning_shard.backends.in_process.gloo_order import all_reduce_in_ring
 from lightning_shard.backends.in_process.rank_globals import for_all_ranks
-from lightning_shard.backends.packing import raw, unaliased, write
+from lightning_shard.backends.packing import pack, raw, unaliased, unpack, write
 from lightning_shard.backends.python_group import ANY_SOURCE
-from lightning_shard.backends.rank_order import reduce_tensors
+from lightning_shard.backends.rank_order import fold_of, reduce_tensors
 from lightning_shard.backends.streams import join_streams, mark_streams
+
+_SEGMENT_BYTES = 1 << 20  # the most that Gloo sends at once
+_like_gloo: list[bool] = [False]
+
+
+@contextmanager
+def like_gloo() -> Iterator[None]:
+    """Let worlds that are made inside add up in Gloo's order."""
+    _like_gloo.append(True)
+    try:
+        yield
+    finally:
+        _like_gloo.pop()
+
+
+def is_like_gloo() -> bool:
+    """Whether a world that is made now adds up in Gloo's order."""
+    return _like_gloo[-1]
+
+
+def all_reduce_in_ring(calls: Sequence[Call]) -> None:
+    """Reduce the tensors of all ranks' calls in place, in the order of Gloo's ring.
+
+    In-process ranks that add up in Gloo's order, so that a replay has the bits of real processes.
+
+    Gloo's all-reduce is a ring. A tensor is cut into as many parts as there are ranks, and the sum
+    of each part grows as it travels downwards:
+
+        rank        0    1    2    3
+        part 0    4th  3rd  2nd  1st      begins at the rank before it, and ends at its own
+        part 1    1st  4th  3rd  2nd
+        part 2    2nd  1st  4th  3rd
+        part 3    3rd  2nd  1st  4th
+
+    Sums of more than two floating-point numbers depend on that. Halves are added up in their own
+    format. Reduce-scatter and small all-reduces are exchanges of this package's own, which add up
+    in rank order; they run over in-process ranks as they do over Gloo.
+
+    Source: `ring` in gloo/allreduce.cc; checked with torch 2.13,
+    `tests/backends/in_process/test_gloo_order.py` fails when it changes.
+    """
+    parts = [pack(call.inputs).clone() for call in calls]
+    total = reduce_in_ring(parts, calls[0].reduce_op)
+    for call in calls:
+        unpack(total, call.inputs)
+
+
+def reduce_in_ring(tensors: Sequence[Tensor], op: object) -> Tensor:
+    """Reduce one tensor of each rank in the order of Gloo's ring.
+
+    Args:
+        tensors: One flat tensor of each rank, in rank order, all of one size and dtype.
+        op: The reduction, a `ReduceOp` of c10d.
+    """
+    size, fold, total = len(tensors), fold_of(op), torch.empty_like(tensors[0])
+    step = _part_numel(total, size)
+    for part in range(size):
+        place = slice(part * step, (part + 1) * step)
+        found = tensors[part - 1][place].clone()
+        for before in range(2, size + 1):
+            found = fold(found, tensors[(part - before) % size][place])
+        total[place] = found
+    return total
+
+
+def _part_numel(tensor: Tensor, num_ranks: int) -> int:
+    """Return the elements of a rank's part: whole segments, at least two of each rank."""
+    item, num_bytes = tensor.itemsize, tensor.nbytes
+    most = item * max(1, _SEGMENT_BYTES // item)
+    segments = _rounded_up(max(-(-num_bytes // most), 2 * num_ranks), num_ranks)
+    segment = _rounded_up(-(-num_bytes // segments), item)
+    return max(1, segments // num_ranks * segment // item)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
 
 Calls = Sequence[Call]
 
@@ -62,14 +139,21 @@ def _gather(calls: Calls) -> None:
 
 
 def _gather_on(receivers: Calls, calls: Calls) -> None:
-    for call in receivers:
-        for slot, source in zip(call.outputs, calls, strict=True):
-            _check_numel(call, slot, source, source.inputs[0])
-    targets = [slot for call in receivers for slot in call.outputs]
-    sources = unaliased([call.inputs[0] for call in calls], targets)
-    for call in receivers:
-        for slot, part in zip(call.outputs, sources, strict=True):
-            write(slot, part)
+    _copy(
+        (call, slot, sender, sender.inputs[0])
+        for call in receivers
+        for slot, sender in zip(call.outputs, calls, strict=True)
+    )
+
+
+def _copy(places: Iterable[tuple[Call, Tensor, Call, Tensor]]) -> None:
+    """Write each receiver's slot with what a sender has for it, all of which is read before."""
+    copies = list(places)
+    for one in copies:
+        _check_numel(*one)
+    sources = unaliased([source for *_, source in copies], [slot for _, slot, *_ in copies])
+    for (_, slot, *_), source in zip(copies, sources, strict=True):
+        write(slot, source)
 
 
 def _all_gather_single(calls: Calls) -> None:
@@ -102,22 +186,16 @@ def _reduce_scatter_single(calls: Calls) -> None:
 
 def _scatter(calls: Calls) -> None:
     root = calls[calls[0].root]
-    for call, source in zip(calls, root.inputs, strict=True):
-        _check_numel(call, call.outputs[0], root, source)
-    sources = unaliased(root.inputs, [call.outputs[0] for call in calls])
-    for call, part in zip(calls, sources, strict=True):
-        write(call.outputs[0], part)
+    pairs = zip(calls, root.inputs, strict=True)
+    _copy((call, call.outputs[0], root, source) for call, source in pairs)
 
 
 def _all_to_all(calls: Calls) -> None:
-    for call in calls:
-        for slot, sender in zip(call.outputs, calls, strict=True):
-            _check_numel(call, slot, sender, sender.inputs[call.rank])
-    targets = [slot for call in calls for slot in call.outputs]
-    sources = {call.rank: unaliased(call.inputs, targets) for call in calls}
-    for call in calls:
-        for slot, sender in zip(call.outputs, calls, strict=True):
-            write(slot, sources[sender.rank][call.rank])
+    _copy(
+        (call, slot, sender, sender.inputs[call.rank])
+        for call in calls
+        for slot, sender in zip(call.outputs, calls, strict=True)
+    )
 
 
 def _barrier(calls: Calls) -> None:

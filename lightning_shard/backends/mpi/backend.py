@@ -34,8 +34,7 @@ from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.debug_wrapper import debug_name, exchange_collectives, register_debug
 from lightning_shard.backends.exchange import ExchangeCollectives
-from lightning_shard.backends.group_handle import ranks_of
-from lightning_shard.backends.in_flight import FlightWork, InFlight, OperationWatch
+from lightning_shard.backends.group_handle import FlightWork, InFlight, OperationWatch, ranks_of
 from lightning_shard.backends.meeting_place import serve
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.backends.mpi.operations import OPERATIONS, GroupOfRanks, Steps
@@ -304,7 +303,7 @@ class MPIGroup(PythonGroup):
         need = Need(
             group=self._name, ranks=self.global_ranks, parts=[MADE], number=self._tally[MADE]
         )
-        watch = _MPIOperationWatch(self, "new_group", find_call_site(), need, self._timeout)
+        watch = _MPIOperationWatch(self, "new_group", find_call_site(), need, self.timeout)
         board = PrefixStore(f"made/{store.add(f'made/{self._group_rank}', 1)}", store)
         board.set(str(self._group_rank), "")
         keys = [str(rank) for rank in range(self.size())]
@@ -336,7 +335,7 @@ class MPIGroup(PythonGroup):
     def _start(self, call: Call) -> MPIWork:
         with runtime.lock:  # operations are counted in the order in which they begin
             own, need = self._need(call)
-            watch = _MPIOperationWatch(self, call, call.site, need, self._timeout)
+            watch = _MPIOperationWatch(self, call, call.site, need, self.timeout)
             if (failure := watch.peer_failure()) is not None:
                 raise failure
             try:

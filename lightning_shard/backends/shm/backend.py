@@ -31,8 +31,7 @@ from lightning_shard.backends.group_handle import ranks_of
 from lightning_shard.backends.pending import Pending, StartedTransfer
 from lightning_shard.backends.python_group import PythonGroup
 from lightning_shard.backends.rank_order import C10D_OPS, ReduceOpName
-from lightning_shard.backends.shm.doorbell import SYSTEM_CALLS
-from lightning_shard.backends.shm.heap import PAGE_BYTES, own_heap
+from lightning_shard.backends.shm.heap import PAGE_BYTES, SYSTEM_CALLS, own_heap
 from lightning_shard.backends.shm.peers import open_file
 from lightning_shard.backends.shm.process_group import BACKEND_NAME, ShmGroup
 from lightning_shard.backends.shm.two_levels import TwoLevelGroup

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends._c10d import Store
-from lightning_shard.backends.shm.doorbell import Doorbell
-from lightning_shard.backends.shm.heap import own_heap
+from lightning_shard.backends.shm.heap import Doorbell, own_heap
 from lightning_shard.errors import ConfigError, RankFailedError
 
 

@@ -34,13 +34,12 @@ from typing_extensions import override
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.calls import Call, describe_tensor, op_name
-from lightning_shard.backends.in_flight import FlightWork, InFlight, OperationWatch
+from lightning_shard.backends.group_handle import FlightWork, InFlight, OperationWatch
 from lightning_shard.backends.packing import pack, raw, room_for, unpack, write
 from lightning_shard.backends.python_group import PythonGroup
 from lightning_shard.backends.rank_order import reduce_tensors
 from lightning_shard.backends.shm.board import HeapPlace
-from lightning_shard.backends.shm.doorbell import Doorbell
-from lightning_shard.backends.shm.heap import own_heap
+from lightning_shard.backends.shm.heap import Doorbell, own_heap
 from lightning_shard.backends.shm.mail import Mail
 from lightning_shard.backends.shm.room import Offered, Room
 from lightning_shard.errors import CollectiveMismatchError, RankFailedError
@@ -629,11 +628,6 @@ class ShmGroup(PythonGroup):
         flight = ShmFlight(OPERATIONS[call.op](self._room, self._mail, call), watch)
         flights.begin(flight)
         return ShmWork(flight, call, self._room.heap.doorbell)
-
-    @property
-    def timeout(self) -> timedelta:
-        """Time after which a peer that has not come is an error."""
-        return self._timeout
 
     def break_off(self, error: Exception) -> None:
         """Take note of an operation's error: later ones raise it, too."""

@@ -19,8 +19,13 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from lightning_shard.checkpoint.files.disk_file import DiskFile
-from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, OpenFolder, link_or_copy, put
+from lightning_shard.checkpoint.files.open_folder import (
+    INDEX_FILE,
+    DiskFile,
+    OpenFolder,
+    link_or_copy,
+    put,
+)
 from lightning_shard.checkpoint.files.parts import part_of, remove, remove_leftovers
 from lightning_shard.checkpoint.files.places import (
     as_system_errors,

@@ -37,8 +37,7 @@ from lightning_shard.data_parallel.torch_private import (
     untraced,
     without_function_modes,
 )
-from lightning_shard.data_parallel.units.passages import Passage
-from lightning_shard.data_parallel.units.unit import HERE, Digits, Unit
+from lightning_shard.data_parallel.units.unit import HERE, Digits, Passage, Unit
 from lightning_shard.data_parallel.views.sharded_parameter import (
     ShardedParameter,
     as_they_are,

@@ -165,31 +165,34 @@ class ShardView(_ComputedInFull):
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
-_OF_WRAPPER = frozenset(
+OF_AUTOGRAD = frozenset(
     {
         Tensor.__hash__,
-        Tensor.dim,
-        Tensor.numel,
         Tensor.backward,
         Tensor.register_hook,
         Tensor.requires_grad_,
         Tensor.retain_grad,
-        Tensor.size,
-        torch.autograd.backward,
-        torch.autograd.grad,
         _TENSOR.device.__get__,
         _TENSOR.dtype.__get__,
         _TENSOR.grad.__get__,
-        _TENSOR.grad.__set__,
         _TENSOR.grad.__delete__,
         _TENSOR.grad_fn.__get__,
         _TENSOR.is_leaf.__get__,
-        _TENSOR.ndim.__get__,
         _TENSOR.requires_grad.__get__,
         _TENSOR.requires_grad.__set__,
-        _TENSOR.shape.__get__,
     }
 )
+"""Of any tensor itself, wherever its elements lie."""
+_OF_WRAPPER = OF_AUTOGRAD | {
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.size,
+    torch.autograd.backward,
+    torch.autograd.grad,
+    _TENSOR.grad.__set__,
+    _TENSOR.ndim.__get__,
+    _TENSOR.shape.__get__,
+}
 _AS_FULL = ("tolist", "as_subclass")
 _NEEDS_FULL = ("reduce_ex", "reduce", *MOVES_MEMORY)
 

@@ -44,6 +44,7 @@ from lightning_shard.data_parallel.torch_private import (
 )
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.views.parameter_shard import (
+    OF_AUTOGRAD,
     ParameterShard,
     ShardView,
     computed,
@@ -297,29 +298,14 @@ class ShardedParameter(nn.Parameter):
 _CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, KeptParameter, ShardedParameter)
 _SET_GRAD = _TENSOR.grad.__set__
 _SHARDS = (ParameterShard, AveragedGradient, ShardView)
-_AS_IT_IS = frozenset(
-    {
-        Tensor.__hash__,
-        Tensor.backward,
-        Tensor.detach_,  # of a leaf: it is trained no more
-        torch.detach_,
-        Tensor.register_hook,
-        Tensor.register_post_accumulate_grad_hook,
-        Tensor.requires_grad_,
-        Tensor.retain_grad,
-        _TENSOR.device.__get__,
-        _TENSOR.dtype.__get__,
-        _TENSOR.grad.__get__,
-        _TENSOR.grad.__delete__,
-        _TENSOR.grad_fn.__get__,
-        _TENSOR.is_leaf.__get__,
-        *ACCESS_TO_BACKWARD_HOOKS,
-        _TENSOR._version.__get__,
-        _TENSOR.name.__get__,
-        _TENSOR.requires_grad.__get__,
-        _TENSOR.requires_grad.__set__,
-    }
-)
+_AS_IT_IS = OF_AUTOGRAD | {
+    Tensor.detach_,  # of a leaf: it is trained no more
+    torch.detach_,
+    Tensor.register_post_accumulate_grad_hook,
+    *ACCESS_TO_BACKWARD_HOOKS,
+    _TENSOR._version.__get__,
+    _TENSOR.name.__get__,
+}
 _OF_SHAPE = frozenset(
     {
         _TENSOR.shape.__get__,
@@ -434,9 +420,8 @@ def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
 def _is_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    return in_place and not isinstance(
-        func, FunctionType
-    )  # nn.init's need no grad, too, and see to it
+    # nn.init's need no grad, too, and see to it
+    return in_place and not isinstance(func, FunctionType)
 
 
 def _assign(param: nn.Parameter, value: Tensor) -> None:

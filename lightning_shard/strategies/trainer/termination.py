@@ -24,8 +24,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends.in_process.termination import RanksTermination
-from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.backends.in_process.world import RanksTermination, current_world
 from lightning_shard.environments.launchers._lightning import mark_terminated
 from lightning_shard.errors import RankFailedError
 from lightning_shard.strategies.trainer._lightning import (

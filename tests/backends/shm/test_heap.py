@@ -1,8 +1,14 @@
-"""The heap gives memory, takes it back, and says when there is none."""
+"""The heap gives memory, takes it back, and says when there is none.
+
+A process that sleeps is woken, and one that is awake costs its peers nothing.
+"""
 
 import errno
 import gc
+import mmap
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from unittest.mock import patch
@@ -13,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_shard.backends.shm import heap as heaps
-from lightning_shard.backends.shm.heap import PAGE_BYTES, Heap
+from lightning_shard.backends.shm.heap import PAGE_BYTES, Doorbell, Heap
 from lightning_shard.data_parallel.gradients.gradient_buffer import KeptViews
 from lightning_shard.data_parallel.memory.flat_memory import FlatMemory
 from lightning_shard.errors import BackendUnavailableError
+from tests.patience import patient
 
 MEGABYTES = 1 << 20
 
@@ -257,3 +264,49 @@ def test_what_is_above_the_limit_is_let_go_at_once_by_who_keeps_its_views(heap: 
     assert [one.take() for one in kept] == [None, None]
     assert heap.used_bytes == 0
     assert taken_bytes(heap) <= heaps.IDLE_LIMIT_BYTES + 2 * MEGABYTES
+
+
+def test_a_ring_wakes_the_sleeper() -> None:
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    own, peers = Doorbell(memory), Doorbell(memory)
+    woken = threading.Event()
+
+    def sleep() -> None:
+        word = own.listen()
+        asleep.set()
+        own.sleep(word, 30.0)
+        own.end_sleep()
+        woken.set()
+
+    asleep = threading.Event()
+    thread = threading.Thread(target=sleep, daemon=True)
+    thread.start()
+    assert asleep.wait(patient(10))
+    while not woken.is_set():  # it may not yet lie down at the first
+        peers.ring()
+        time.sleep(0.001)
+    thread.join(patient(10))
+    assert not thread.is_alive()
+
+
+def test_a_ring_between_looking_and_sleeping_is_not_missed() -> None:
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    own, peers = Doorbell(memory), Doorbell(memory)
+    word = own.listen()
+    peers.ring()
+    begin = time.monotonic()
+    own.sleep(word, 30.0)
+    assert time.monotonic() - begin < 20
+    own.end_sleep()
+
+
+def test_nobody_rings_where_nobody_sleeps() -> None:
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    doorbell = Doorbell(memory)
+    word = doorbell.listen()
+    doorbell.end_sleep()
+    with patch.object(doorbell, "_futex") as futex:
+        doorbell.ring()
+    futex.assert_not_called()
+    assert doorbell.listen() == word
+    doorbell.end_sleep()

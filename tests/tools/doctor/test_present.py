@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from lightning_shard.backends.registry import backend_names, get_backend
-from lightning_shard.backends.shm.doorbell import SYSTEM_CALLS
+from lightning_shard.backends.shm.heap import SYSTEM_CALLS
 from lightning_shard.tools.doctor import present
 from lightning_shard.tools.doctor.present import launcher
 from tests.environments.variables import set_only

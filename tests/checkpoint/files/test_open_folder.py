@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_shard.checkpoint.files import disk_file
-from lightning_shard.checkpoint.files.disk_file import DiskFile
 from lightning_shard.checkpoint.files.new import new_file
+from lightning_shard.checkpoint.files.open_folder import DiskFile
 from lightning_shard.errors import CheckpointError
 
 SMALL = 8192  # a buffer, so that little goes through many

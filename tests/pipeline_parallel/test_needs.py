@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.pipeline_parallel.randomness import StageRandomness
+from lightning_shard.pipeline_parallel.needs import StageRandomness
 from lightning_shard.testing import run_ranks
 
 Draws = tuple[float, float, float]

@@ -7,7 +7,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.data_parallel.units.passages import Passage, Passages
+from lightning_shard.data_parallel.units.unit import Passage, Passages
 
 
 class Noted(Passages):
