@@ -38,6 +38,7 @@ import json
 import secrets
 import select
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from selectors import EVENT_READ, BaseSelector
@@ -363,6 +364,68 @@ class Door:
     def _forget(self, connection: Connection) -> None:
         del self._strangers[connection]
         self._selector.unregister(connection)
+
+
+class Served(ABC):
+    """The connections that one thread serves, each of which may have told whose it is.
+
+    Args:
+        selector: Selector of the thread; each connection is registered with the function to call
+            when it is ready.
+    """
+
+    def __init__(self, selector: BaseSelector) -> None:
+        self._selector = selector
+        self._owners: dict[Connection, Any] = {}  # in the order of their coming; None: not told
+        self._connections: dict[Any, Connection] = {}  # by owner
+
+    @abstractmethod
+    def _take(self, connection: Connection, message: Message) -> bool:
+        """Take a message; return whether it may come, else the connection is closed."""
+
+    @abstractmethod
+    def _lost(self, connection: Connection, owner: Any) -> None:
+        """Hear of a connection that is closed; its owner is None where it has told of none."""
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` has something to do."""
+        return any(connection.has_unsent for connection in self._owners)
+
+    def flush(self) -> None:
+        """Send what the system takes of the messages that have not left yet."""
+        for connection in self._owners:
+            connection.flush()
+
+    def admit(self, connection: Connection) -> None:
+        """Serve a connection from now on."""
+        self._owners[connection] = None
+        self._selector.register(connection, EVENT_READ, partial(self._read, connection))
+
+    def _know(self, connection: Connection, owner: Any) -> None:
+        self._connections.pop(self._owners[connection], None)
+        self._owners[connection], self._connections[owner] = owner, connection
+
+    def _tell(self, owner: Any, message: Message) -> None:
+        if owner in self._connections:
+            self._connections[owner].send(message)
+
+    def _read(self, connection: Connection) -> None:
+        for message in connection.receive():
+            if not self._take(connection, message):
+                connection.is_open = False
+                break
+        if not connection.is_open:
+            owner = self._owners.pop(connection)
+            self._connections.pop(owner, None)
+            self._selector.unregister(connection)
+            connection.close()
+            self._lost(connection, owner)
+
+    def close(self) -> None:
+        """Close every connection."""
+        for connection in self._owners:
+            connection.close()
 
 
 _RETRY_SECONDS = 0.05

@@ -7,12 +7,13 @@ closes the connection, and is forgotten.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from selectors import EVENT_READ, BaseSelector
+from selectors import BaseSelector
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_shard.backends._c10d import StoreBase
-from lightning_shard.backends.authentication.connection import Connection, Message
+from lightning_shard.backends.authentication.connection import Connection, Message, Served
 
 
 class KeyValues:
@@ -167,62 +168,34 @@ def _received(value: str) -> bytes:
     return value.encode("latin-1")
 
 
-class KeyValueService:
-    """Serves `KeyValues` over sealed connections.
-
-    Args:
-        selector: Selector of the thread; each connection is registered with the function to call
-            when it is ready.
-    """
+class KeyValueService(Served):
+    """Serves `KeyValues` over sealed connections."""
 
     def __init__(self, selector: BaseSelector) -> None:
-        self._selector = selector
+        super().__init__(selector)
         self._key_values = KeyValues()
-        self._waiting: dict[Connection, Message | None] = {}  # every connection, in order
+        self._waiting: dict[Connection, Message] = {}
 
-    @property
-    def has_unsent(self) -> bool:
-        """Whether `flush` has something to do."""
-        return any(connection.has_unsent for connection in self._waiting)
-
-    def flush(self) -> None:
-        """Send what the system takes of the answers that have not left yet."""
-        for connection in self._waiting:
-            connection.flush()
-
-    def admit(self, connection: Connection) -> None:
-        """Serve a connection from now on."""
-        self._waiting[connection] = None
-        self._selector.register(connection, EVENT_READ, partial(self._read, connection))
-
-    def close(self) -> None:
-        """Close every connection."""
-        for connection in self._waiting:
-            connection.close()
-
-    def _read(self, connection: Connection) -> None:
-        for message in connection.receive():
-            self._take(connection, message)
-        if not connection.is_open:
-            del self._waiting[connection]
-            self._selector.unregister(connection)
-            connection.close()
-
-    def _take(self, connection: Connection, message: Message) -> None:
+    @override
+    def _take(self, connection: Connection, message: Message) -> bool:
         try:
             answer = self._key_values.answer(message)
         except (KeyError, TypeError, ValueError):  # no rank says so
-            connection.is_open = False
-            return
+            return False
         if answer is None:
             self._waiting[connection] = message
-            return
+            return True
         connection.send(answer)
         if message["kind"] not in ("get", "check", "count"):
             self._answer_waiting()
+        return True
 
     def _answer_waiting(self) -> None:
-        for connection, message in self._waiting.items():
-            if message is not None and (answer := self._key_values.answer(message)) is not None:
-                self._waiting[connection] = None
+        for connection, message in list(self._waiting.items()):
+            if (answer := self._key_values.answer(message)) is not None:
+                del self._waiting[connection]
                 connection.send(answer)
+
+    @override
+    def _lost(self, connection: Connection, owner: Any) -> None:
+        self._waiting.pop(connection, None)

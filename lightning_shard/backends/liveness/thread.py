@@ -241,7 +241,7 @@ class LifelineThread(ConnectionThread):
         if not isinstance(hub, Connection):
             self._server = HubServer(hub, token, world_size, self._silence_seconds, self._selector)
             own, other_end = socket.socketpair()
-            self._server.add(Connection(other_end))
+            self._server.admit(Connection(other_end))
             hub = Connection(own)
         self._keep(hub)
         self.lifeline = Lifeline(

@@ -16,13 +16,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from selectors import EVENT_READ, DefaultSelector
+from selectors import DefaultSelector
 from time import monotonic
+from typing import Any
+
+from typing_extensions import override
 
 from lightning_shard.backends.authentication.addresses import listen
-from lightning_shard.backends.authentication.connection import Connection, Door, Message
+from lightning_shard.backends.authentication.connection import Connection, Door, Message, Served
 from lightning_shard.backends.authentication.key_values import KeyValueService
 from lightning_shard.backends.authentication.token import find_token
 from lightning_shard.core import settings
@@ -76,7 +78,7 @@ class JobRules(Bounds):
         return min(self.timeout_seconds / 10, _LONGEST_TICK_SECONDS)
 
 
-class RendezvousServer:
+class RendezvousServer(Served):
     """Serves a `MembershipTable` and the job's store behind one door.
 
     Args:
@@ -86,13 +88,11 @@ class RendezvousServer:
     """
 
     def __init__(self, rules: JobRules, listeners: Sequence[socket.socket], token: str) -> None:
+        super().__init__(DefaultSelector())
         self._rules = rules
-        self._selector = DefaultSelector()
         self._store = KeyValueService(self._selector)
-        services = {MEMBER: self._admit, _STORE: self._store.admit}
+        services = {MEMBER: self.admit, _STORE: self._store.admit}
         self._door = Door(listeners, token, self._selector, services)
-        self._members: dict[Connection, str | None] = {}
-        self._connections: dict[str, Connection] = {}
         self._told_early: list[Message] = []
         self.membership_table = MembershipTable(
             rules,
@@ -109,25 +109,23 @@ class RendezvousServer:
         while True:
             for key, _ in self._selector.select(self._patience(last_tick)):
                 key.data()
-            for connection in self._members:
-                connection.flush()
+            self.flush()
             self._store.flush()
             now = monotonic()
             if now - last_tick >= self._rules.tick_seconds:
                 self._tick(now, now - last_tick)
                 last_tick = now
-            if self._members:
+            if self._owners:
                 alone_since, has_begun = now, True
             if now - alone_since >= self._linger_seconds(has_begun):
                 return
 
+    @override
     def close(self) -> None:
-        """Close every socket."""
         self._selector.close()
         self._door.close()
         self._store.close()
-        for connection in self._members:
-            connection.close()
+        super().close()
 
     def _linger_seconds(self, has_begun: bool) -> float:
         if self.membership_table.is_over:
@@ -136,7 +134,7 @@ class RendezvousServer:
 
     def _patience(self, last_tick: float) -> float:
         until_tick = max(0.0, last_tick + self._rules.tick_seconds - monotonic())
-        has_unsent = self._store.has_unsent or any(one.has_unsent for one in self._members)
+        has_unsent = self._store.has_unsent or self.has_unsent
         return min(until_tick, _UNSENT_SECONDS) if has_unsent else until_tick
 
     def _tick(self, now: float, seconds: float) -> None:
@@ -144,25 +142,14 @@ class RendezvousServer:
             self.membership_table.forgive(now)
         self.membership_table.tick(now)
         self._door.tick(now)
-        for connection, member in self._members.items():
+        for connection, member in self._owners.items():
             if member is not None:
                 connection.send({"kind": "beat"})
 
-    def _admit(self, connection: Connection) -> None:
-        self._members[connection] = None
-        self._selector.register(connection, EVENT_READ, partial(self._read, connection))
-
-    def _read(self, connection: Connection) -> None:
-        for message in connection.receive():
-            if not self._take(connection, message):
-                connection.is_open = False
-                break
-        if not connection.is_open:
-            self._drop(connection)
-
+    @override
     def _take(self, connection: Connection, message: Message) -> bool:
         """Hand a message to the table; return whether it was one of a participant."""
-        now, member = monotonic(), self._members[connection]
+        now, member = monotonic(), self._owners[connection]
         try:
             if message["kind"] == "join":
                 self._join(connection, message, now)
@@ -187,30 +174,27 @@ class RendezvousServer:
     def _join(self, connection: Connection, message: Message, now: float) -> None:
         name, rank = str(message["name"]), message["initial_rank"]
         rank = None if rank is None else int(rank)
-        if (before := self._members[connection]) is not None:
+        if (before := self._owners[connection]) is not None:
             del self._connections[before]  # was declared dead, and comes again
             self.membership_table.lost(before, now)
         member = self.membership_table.join(name, rank, now)
-        self._members[connection], self._connections[member] = member, connection
+        self._know(connection, member)
         size = self._rules.initial_size
         connection.send({"kind": "joined", "member": member, "first_size": size})
         for early in self._told_early:
             connection.send(early)
         self._told_early.clear()
 
-    def _drop(self, connection: Connection) -> None:
-        member = self._members.pop(connection)
-        self._selector.unregister(connection)
-        connection.close()
-        if member is not None:
-            self._connections.pop(member, None)
-            self.membership_table.lost(member, monotonic())
+    @override
+    def _lost(self, connection: Connection, owner: Any) -> None:
+        if owner is not None:
+            self.membership_table.lost(owner, monotonic())
 
-    def _tell(self, member: str, message: Message) -> None:
+    @override
+    def _tell(self, owner: Any, message: Message) -> None:
         """Send to a participant; one unknown here is the one that just joins, or is gone."""
-        if member in self._connections:
-            self._connections[member].send(message)
-        elif self.membership_table.is_there(member):
+        super()._tell(owner, message)
+        if owner not in self._connections and self.membership_table.is_there(owner):
             self._told_early.append(message)
 
 
