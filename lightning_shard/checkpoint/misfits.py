@@ -17,7 +17,10 @@ Entries that the trial optimizer does not make, or makes in a form that says not
 are not checked. Nor are those that an optimizer's own `load_state_dict` takes.
 """
 
+import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -28,8 +31,38 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
 from lightning_shard.errors import CheckpointError
+
+_ADDED = "differentiable"  # torch adds it to the defaults of each optimizer that loads a state
+
+
+def trial_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    """Return an optimizer of the same class on one group, with state of its own, that may step."""
+    trial = _made(optimizer, group)
+    begin: Any = getattr(trial, "train", None)  # a schedule-free one does not step before it
+    if callable(begin):
+        begin()
+    return trial
+
+
+def _made(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    own = {key: value for key, value in optimizer.defaults.items() if key != _ADDED}
+    for options in (optimizer.defaults, own):
+        with suppress(TypeError):  # its defaults are not its constructor's arguments
+            return type(optimizer)([group], **options)  # some make their state in the constructor
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = []
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):  # a wrapper would step the one that trains
+            setattr(trial, name, _made(value, group))
+            trial.param_groups = vars(trial)[name].param_groups
+        elif name not in vars(trial):  # torch copies none of a class's own
+            setattr(trial, name, copy.copy(value))
+    if not trial.param_groups:
+        trial.add_param_group(group)
+    return trial
+
 
 WEIGHTS_ADVICE = (
     "Load it into the model that it was saved from, with the same settings; names that differ on "

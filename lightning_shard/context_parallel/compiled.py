@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.sequence_part import SequencePart, part_of
-from lightning_shard.core.module_classes import give_class_back
+from lightning_shard.core.modules import give_class_back
 from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
     DropoutLayer,

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.common_buffer import begin_update
+from lightning_shard.backends.collectives import Collectives, begin_update
 from lightning_shard.backends.free_memory import keep_freed_memory
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.buffers import BufferSync
@@ -34,11 +33,15 @@ from lightning_shard.data_parallel.building import (
 )
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.data_parallel.gradients.arrival_hooks import ArrivalHooks
 from lightning_shard.data_parallel.gradients.early_clipping import EarlyClipping
 from lightning_shard.data_parallel.gradients.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
-from lightning_shard.data_parallel.gradients.reducer import HAS_ARRIVED, Reducer, always
+from lightning_shard.data_parallel.gradients.reducer import (
+    HAS_ARRIVED,
+    ArrivalHooks,
+    Reducer,
+    always,
+)
 from lightning_shard.data_parallel.gradients.usage import agreement
 from lightning_shard.data_parallel.memory.adoption import Adoption
 from lightning_shard.data_parallel.memory.equal_weights import EqualWeights

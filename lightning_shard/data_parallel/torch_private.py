@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
-from lightning_shard.data_parallel.scripted import is_scripted
+from lightning_shard.core.modules import is_scripted
 
 __all__ = [
     "ACCESS_TO_BACKWARD_HOOKS",

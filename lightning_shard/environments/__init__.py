@@ -1,11 +1,38 @@
-"""Lightning `ClusterEnvironment`s: who am I, and how many are we."""
+"""Lightning `ClusterEnvironment`s: who am I, and how many are we.
 
+The choice of a strategy's cluster environment, where Lightning's own choice does not fit.
+
+Lightning found           the ranks were started by     used
+MPIEnvironment            mpirun                        ours
+LightningEnvironment      mpirun, mpi4py missing        ours: else each rank trains alone
+SLURMEnvironment          mpirun, inside a SLURM job    ours: srun's numbers are not the ranks'
+any                       backend "mpi"                 ours: its ranks are MPI's
+LightningEnvironment,     Ray Train                     ours: what Ray inherits from srun, and
+  Ray's, SLURMEnvironment                               torch's variables, are not the ranks'
+any other                                               what was found
+
+Lightning asks MPI how many ranks there are: here only where MPI has started them.
+
+To ask starts MPI, and Open MPI then listens on all addresses of the host, in every rank of a run
+that has nothing to do with it.
+"""
+
+import sys
+from typing import Any
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment as LightningMPIEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+from lightning_shard.core import settings
 from lightning_shard.environments.checks import check_adopted, check_environment
 from lightning_shard.environments.elastic import ElasticEnvironment, elastic_environment
 from lightning_shard.environments.mpi import MPIEnvironment
 from lightning_shard.environments.ray import RayEnvironment, check_num_devices
-from lightning_shard.environments.selection import fitting_environment
 from lightning_shard.environments.started_elsewhere import InProcessEnvironment
+from lightning_shard.errors import ConfigError
 
 __all__ = [
     "ElasticEnvironment",
@@ -18,3 +45,70 @@ __all__ = [
     "elastic_environment",
     "fitting_environment",
 ]
+
+
+def fitting_environment(found: ClusterEnvironment, *, uses_mpi: bool) -> ClusterEnvironment:
+    """Return `found`, or our MPIEnvironment in its place.
+
+    Args:
+        found: The cluster environment that Lightning detected or the user passed.
+        uses_mpi: Whether the ranks talk over MPI. MPI's ranks are then counted, and each must call.
+
+    Raises:
+        ConfigError: The ranks were started by something that MPI knows nothing of, or the
+            launcher's variables are wrong.
+    """
+    if isinstance(found, MPIEnvironment | RayEnvironment):
+        return found
+    if RayEnvironment.detect():
+        return _in_worker_of_ray(found, uses_mpi=uses_mpi)
+    started_by_mpi = MPIEnvironment.detect()
+    mistaken = type(found) in (LightningEnvironment, SLURMEnvironment) and started_by_mpi
+    if not (uses_mpi or mistaken or isinstance(found, LightningMPIEnvironment)):
+        return found
+    if isinstance(found, TorchElasticEnvironment):
+        raise ConfigError(
+            "The backend 'mpi' needs ranks that mpirun has started, but torchrun has started this "
+            "one (TORCHELASTIC_RUN_ID is set). Start `mpirun -n N python ...`, or pass another "
+            "backend."
+        )
+    environment = MPIEnvironment()
+    if isinstance(found, SLURMEnvironment) and not started_by_mpi:
+        _check_srun_told_mpi(environment.world_size())
+    return environment
+
+
+def _in_worker_of_ray(found: ClusterEnvironment, *, uses_mpi: bool) -> ClusterEnvironment:
+    if uses_mpi:
+        raise ConfigError(
+            "The backend 'mpi' needs ranks that mpirun has started, but Ray Train has started this "
+            "one. Pass backend='auto' (NCCL on GPUs, shared memory or Gloo on CPUs)."
+        )
+    mistaken = isinstance(found, LightningEnvironment) or type(found) is SLURMEnvironment
+    return RayEnvironment() if mistaken else found
+
+
+def _check_srun_told_mpi(world_size: int) -> None:
+    num_tasks = settings.integer("SLURM_NTASKS", "the number of tasks that srun started")
+    if num_tasks != world_size:
+        raise ConfigError(
+            f"SLURM_NTASKS is {num_tasks}, but MPI.COMM_WORLD has {world_size} rank(s): srun has "
+            "not told MPI of the others. Start `srun --mpi=pmix python ...` (`srun --mpi=list` "
+            "says what there is), or use mpirun."
+        )
+
+
+def ask_mpi_under_mpi_alone(fabric: str) -> None:
+    """Have this root of Fabric look at the variables of MPI's launchers before it asks MPI.
+
+    Args:
+        fabric: The root, which is imported: "lightning.fabric" or "lightning_fabric".
+    """
+    environment: Any = sys.modules[f"{fabric}.plugins.environments.mpi"].MPIEnvironment
+    asks = environment.detect
+
+    def detect() -> bool:
+        """Whether MPI has started several ranks."""
+        return settings.is_under_mpi() and asks()
+
+    environment.detect = staticmethod(detect)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_shard.core.module_classes import give_class_back
+from lightning_shard.core.modules import give_class_back
 from lightning_shard.expert_parallel.finding import find_mixtures
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
 from lightning_shard.tensor_parallel.full_view import extend_class

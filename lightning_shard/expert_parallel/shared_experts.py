@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.module_classes import give_class_back
+from lightning_shard.core.modules import give_class_back
 from lightning_shard.core.placeholders import is_alone, stands_in
 from lightning_shard.data_parallel.torch_private import unobserved, untraced
 from lightning_shard.data_parallel.units.units import class_name

@@ -38,7 +38,12 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.conversion.source import whole_checkpoint
 from lightning_shard.checkpoint.files.places import is_folder
-from lightning_shard.checkpoint.full import full_module_state, load_into_shards, load_module_state
+from lightning_shard.checkpoint.full import (
+    full_module_state,
+    join_shards,
+    load_into_shards,
+    load_module_state,
+)
 from lightning_shard.checkpoint.misfits import weights_error
 from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit, failing_together
@@ -56,7 +61,6 @@ from lightning_shard.checkpoint.sharded.reading import (
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.checkpoint.unread import has_unread
-from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError, ConfigError

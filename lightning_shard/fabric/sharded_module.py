@@ -32,12 +32,12 @@ from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_st
 from lightning_shard.checkpoint.resuming import agree_on_misfit, error_of
 from lightning_shard.checkpoint.sharded.named_optimizers import name_misfits, numbered_state
 from lightning_shard.checkpoint.sharded.reading import loads_plainly
+from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.reducer import HAS_ARRIVED
 from lightning_shard.data_parallel.kept_activations import KeptActivations
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.torch_private import Untraced, untraced_alone
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.host_step import refuse_offload

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
+from lightning_shard.checkpoint.misfits import trial_optimizer
 
 Parts = Callable[[Tensor], list[list[Tensor]]]
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]

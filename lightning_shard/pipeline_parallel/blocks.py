@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_shard.core.layout.largest_layers import largest_layers
+from lightning_shard.core.modules import largest_layers
 from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
     has_compiled_call,

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.core.module_classes import give_class_back
+from lightning_shard.core.modules import give_class_back
 from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.data_parallel.memory.assigned import taken_out
-from lightning_shard.data_parallel.reentrance import without_reentrance
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
 from lightning_shard.data_parallel.torch_private import pass_for_parameter
 from lightning_shard.data_parallel.views.sharded_parameter import show_kept
 from lightning_shard.errors import ConfigError

@@ -10,8 +10,13 @@ Ray is imported when something of it is needed: `pip install 'lightning-shard[ra
 """
 
 from lightning_shard.environments import RayEnvironment
-from lightning_shard.ray.report import RayReportCallback, latest_checkpoint
-from lightning_shard.ray.training import DatasetBatches, dataset_batches, prepare_trainer
+from lightning_shard.ray.training import (
+    DatasetBatches,
+    RayReportCallback,
+    dataset_batches,
+    latest_checkpoint,
+    prepare_trainer,
+)
 
 __all__ = [
     "DatasetBatches",

@@ -29,7 +29,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.files.places import is_folder
-from lightning_shard.checkpoint.full import full_module_state, load_module_state
+from lightning_shard.checkpoint.full import full_module_state, join_shards, load_module_state
 from lightning_shard.checkpoint.mapped_parameters import MappedParameters
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.checkpoint.resuming import (
@@ -59,7 +59,6 @@ from lightning_shard.checkpoint.sharded.reading import loads_plainly
 from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
 from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
-from lightning_shard.checkpoint.user_shards import join_shards
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.deferred_init.recorder import noting_changes
 from lightning_shard.data_parallel.engine import DataParallelEngine

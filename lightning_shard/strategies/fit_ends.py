@@ -52,10 +52,10 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.free_memory import free_bytes, free_host_bytes
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.core.layout.flat import FlatLayout
+from lightning_shard.core.modules import hookable
 from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import replicated
-from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.data_parallel.units.presenting import of_all_ranks
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient

@@ -28,7 +28,7 @@ from lightning_shard.checkpoint.run_folders import names_of
 from lightning_shard.checkpoint.section import section_of, writable_section
 from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
-from lightning_shard.data_parallel.compression.state import with_means
+from lightning_shard.data_parallel.compression.state import mean_of_ranks, with_means
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, storage_bytes
@@ -46,7 +46,6 @@ from lightning_shard.data_parallel.local_sgd.rules import (
 )
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.local_sgd.sending import check_compressor
-from lightning_shard.data_parallel.read_when_asked import mean_of_ranks
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import LocalSGDOptions, SharedOptions

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lightning_shard.core.layout.largest_layers import largest_layers
+from lightning_shard.core.modules import largest_layers
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.attention import is_plain_attention
 from lightning_shard.tensor_parallel.candidates import (

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.differentiation import asking_nobody
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
 from lightning_shard.data_parallel.recompute.recomputation import CACHES
 from lightning_shard.data_parallel.recompute.recomputed_state import attributes_kept
-from lightning_shard.data_parallel.reentrance import without_reentrance
 from lightning_shard.data_parallel.torch_private import without_saving_hooks
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.module_classes import give_class_back
+from lightning_shard.core.modules import give_class_back
 from lightning_shard.data_parallel.torch_private import is_called_plainly
 from lightning_shard.data_parallel.units.unsharding import TracedHook
 from lightning_shard.tensor_parallel.attention import ParallelAttention

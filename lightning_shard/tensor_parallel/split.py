@@ -15,7 +15,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.layout.boxes import PlacedBox
 from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.data_parallel.differentiation import asking
-from lightning_shard.data_parallel.gradients.arrival_hooks import others_wait_for
+from lightning_shard.data_parallel.gradients.reducer import others_wait_for
 from lightning_shard.data_parallel.memory.quantised import is_quantised
 from lightning_shard.data_parallel.model_split import ModelSplit, in_place
 from lightning_shard.data_parallel.torch_private import (

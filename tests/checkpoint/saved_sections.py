@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.checkpoint.by_rank import entries_of_ranks
-from lightning_shard.data_parallel.compression.state import with_means
-from lightning_shard.data_parallel.read_when_asked import mean_of_ranks
+from lightning_shard.data_parallel.compression.state import mean_of_ranks, with_means
 
 
 def compression_in(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ REASONS = (
         "The optimizer on the host reads gradients that have come down: that is what it is for.",
     ),
     Reason(
-        "lightning_shard/data_parallel/offload/host_shard.py take_in",
+        "lightning_shard/data_parallel/offload/copier.py take_in",
         "",
         "item",
         18,

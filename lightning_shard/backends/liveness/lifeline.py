@@ -24,7 +24,7 @@ from typing import Any
 
 from lightning_shard.backends.authentication.connection import Message
 from lightning_shard.backends.call_site import find_call_site, purpose
-from lightning_shard.backends.liveness.report import (
+from lightning_shard.backends.liveness.server import (
     NO_STEP,
     Activity,
     LivenessVerdict,

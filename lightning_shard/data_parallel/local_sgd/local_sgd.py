@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.compression import Compressor, Exchange, Tally
+from lightning_shard.data_parallel.compression.state import ReadWhenAsked
 from lightning_shard.data_parallel.content import content
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -50,7 +51,6 @@ from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.local_sgd.sending import Arrival, Sender, check_real, on_cpu
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
-from lightning_shard.data_parallel.read_when_asked import ReadWhenAsked
 from lightning_shard.errors import ConfigError
 
 

@@ -17,13 +17,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.memory.assigned import ParameterPlaces, ReplacedParameter
 from lightning_shard.data_parallel.memory.equal_weights import EqualWeights
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.memory.shared_memory import overlapping
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.phases import Phase, Phases
-from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.errors import ConfigError

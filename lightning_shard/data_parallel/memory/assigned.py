@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.data_parallel.scripted import is_scripted
+from lightning_shard.core.modules import is_scripted
 from lightning_shard.data_parallel.views.tensor_properties import addresses_of
 from lightning_shard.errors import ConfigError
 

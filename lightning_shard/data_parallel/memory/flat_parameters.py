@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.backends.common_buffer import CommonBuffer
+from lightning_shard.backends.collectives import CommonBuffer
 from lightning_shard.backends.pending import Pending
 from lightning_shard.core.layout.flat import FlatLayout, build_layout
 from lightning_shard.core.layout.owned import OwnedLayout, build_owned_layout
@@ -56,8 +56,7 @@ from lightning_shard.data_parallel.memory.values_at_start import (
     give_memory,
     put_values,
 )
-from lightning_shard.data_parallel.offload.copier import HostCopier
-from lightning_shard.data_parallel.offload.host_shard import HostShard, Uploaded
+from lightning_shard.data_parallel.offload.copier import HostCopier, HostShard, Uploaded
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.views.sharded_parameter import (
     ParameterHome,

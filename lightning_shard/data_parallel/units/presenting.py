@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.gradients.gradient_shards import GradientShards
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit, fewer_ranks_of
 from lightning_shard.data_parallel.phases import UserCode
-from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.units.unit import Unit, UnitState
 from lightning_shard.data_parallel.units.unsharding import Unsharder
 from lightning_shard.data_parallel.views.sharded_parameter import (

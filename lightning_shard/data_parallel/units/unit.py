@@ -19,7 +19,7 @@ from lightning_shard.core.states import State
 from lightning_shard.data_parallel.graph_borders import inputs_with_gradient, on_entry, on_exit
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.memory.leftovers import is_given_back, mark_leftover
-from lightning_shard.data_parallel.offload.host_shard import Uploaded
+from lightning_shard.data_parallel.offload.copier import Uploaded
 
 
 class Passage:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from lightning_shard.data_parallel.scripted import is_scripted
+from lightning_shard.core.modules import is_scripted
 from lightning_shard.errors import ConfigError
 
 _MB = 1024 * 1024

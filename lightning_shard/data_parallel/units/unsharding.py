@@ -24,12 +24,12 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_shard.core.modules import hookable
 from lightning_shard.core.states import State
 from lightning_shard.data_parallel.gradients.usage import UnshardRecord
 from lightning_shard.data_parallel.graph_borders import LeftGraphs, outputs_with_gradient
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.phases import Phase, Phases
-from lightning_shard.data_parallel.scripted import hookable
 from lightning_shard.data_parallel.torch_private import (
     GENERATES,
     GENERATES_TOGETHER,

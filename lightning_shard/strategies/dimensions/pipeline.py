@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_shard.core.modules import refuse_scripted_parts
 from lightning_shard.core.options import AtLeastOne, AxisSize
 from lightning_shard.data_parallel.agreement import check_same_model, refuse_embeddings_of_batches
 from lightning_shard.data_parallel.differentiation import asking
@@ -21,7 +22,6 @@ from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shard
 from lightning_shard.data_parallel.memory.quantised import refuse_quantised_parts
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import UnitOptions
-from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
 from lightning_shard.pipeline_parallel.gradients import AfterSchedule

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.modules import refuse_scripted_parts
 from lightning_shard.core.options import AtLeastOne, AxisSize, Limit
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import ZeroStage
-from lightning_shard.data_parallel.scripted import refuse_scripted_parts
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.description import Description, Measure, Simulated
 from lightning_shard.strategies.dimensions.dimension import (

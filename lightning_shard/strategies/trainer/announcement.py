@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.trial_optimizer import trial_optimizer
+from lightning_shard.checkpoint.misfits import trial_optimizer
 from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, expected

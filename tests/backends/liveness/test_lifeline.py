@@ -17,7 +17,7 @@ import pytest
 from lightning_shard.backends import liveness
 from lightning_shard.backends.authentication.connection import Message
 from lightning_shard.backends.liveness.lifeline import KEPT, Lifeline
-from lightning_shard.backends.liveness.report import NO_STEP
+from lightning_shard.backends.liveness.server import NO_STEP
 from lightning_shard.errors import RankFailedError
 from tests.processes import run_processes
 from tests.strategies.models import TiedLSTM

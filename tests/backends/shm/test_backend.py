@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.common_buffer import CommonBuffer, begin_update
+from lightning_shard.backends.collectives import Collectives, CommonBuffer, begin_update
 from lightning_shard.backends.shm import backend
 from lightning_shard.backends.shm.backend import CopyOnWrite, works_here
 from lightning_shard.backends.shm.heap import PAGE_BYTES

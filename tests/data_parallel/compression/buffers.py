@@ -22,7 +22,7 @@ from lightning_shard.data_parallel.compression import (
     TopK,
     Turn,
 )
-from lightning_shard.data_parallel.read_when_asked import mean_of_ranks
+from lightning_shard.data_parallel.compression.state import mean_of_ranks
 
 SHIPPED: dict[str, Compressor] = {
     "fp16": FP16(),

@@ -1,4 +1,7 @@
-"""What exchanges save and others take up: nothing of frozen buffers, nothing of unknown ones."""
+"""What exchanges save and others take up: nothing of frozen buffers, nothing of unknown ones.
+
+Means of what ranks have kept, tensor by tensor.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +20,7 @@ from lightning_shard.data_parallel.compression import (
 )
 from lightning_shard.data_parallel.compression.state import (
     load_state,
+    mean_of_ranks,
     own_state,
     shared_by_all,
     with_means,
@@ -95,3 +99,15 @@ def test_a_checkpoint_from_before_a_key_was_renamed_could_not_be_loaded(
         assert again.step == int(is_same)
 
     run_ranks(fn, 2)
+
+
+def test_a_mean_is_over_the_ranks_with_what_owners_have_added() -> None:
+    ranks = [{"w": torch.full((2, 2), float(rank))} for rank in range(3)]
+    parts = [{"w": torch.tensor([1.0, 2.0])}, {}, {"w": torch.tensor([3.0, 4.0])}]
+    means = mean_of_ranks(ranks, parts)
+    torch.testing.assert_close(means["w"], torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
+
+
+def test_the_mean_of_an_empty_parameter_could_not_be_taken() -> None:
+    ranks = [{"empty": torch.empty(0, 4)} for _ in range(2)]
+    assert mean_of_ranks(ranks, [{}, {}])["empty"].shape == (0, 4)

@@ -1,0 +1,105 @@
+"""What is asked of modules of any kind: classes to extend, TorchScript's, the largest layers.
+
+A run extends classes of modules by mixins, and gives them back in any order. Several dimensions may
+extend the class of one module: a pipeline a block, experts the same block, which is a mixture.
+
+    Block  ->  (_Caught, Block)  ->  (_Mixing, (_Caught, Block))
+                                     without _Caught: (_Mixing, Block)
+
+TorchScript's modules within a model take no hooks, and their code is not Python's. Data parallel
+follows them from the module that they lie in. What splits layers or cuts a model into stages would
+have to change them.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.jit import ScriptModule
+
+from lightning_shard.errors import ConfigError
+
+
+def largest_layers(model: nn.Module, num_layers: int = 3) -> str:
+    """Name the layers with the most parameters of their own, the largest first.
+
+    Args:
+        model: The module whose layers are named, of any kind.
+        num_layers: How many at the most.
+
+    Returns:
+        A sentence, such as "Its largest layers are 'net.0' (Conv2d, 224 parameters)."
+    """
+    sizes = {
+        name: sum(param.numel() for param in module.parameters(recurse=False))
+        for name, module in model.named_modules()
+    }
+    largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+    if not largest:
+        return "It has no layer with parameters."
+    named = [
+        f"{name!r} ({type(model.get_submodule(name)).__name__}, {sizes[name]:,} parameters)"
+        for name in largest[:num_layers]
+    ]
+    return f"Its largest layers are {', '.join(named)}."
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether a module was scripted or traced."""
+    return isinstance(module, ScriptModule)
+
+
+def hookable(module: nn.Module) -> list[nn.Module]:
+    """Return the module and those in it, without those of TorchScript."""
+    return [one for one in module.modules() if not is_scripted(one)]
+
+
+def refuse_scripted_parts(model: nn.Module, what: str) -> None:
+    """Raise if a model has a module of TorchScript.
+
+    Args:
+        model: Model whose modules are looked at.
+        what: Who refuses it, such as "a pipeline".
+
+    Raises:
+        ConfigError: Naming the first such module.
+    """
+    for name, module in model.named_modules():
+        if is_scripted(module):
+            raise ConfigError(
+                f"{name!r} is a module of TorchScript, which {what} cannot change; expected "
+                f"modules of Python. Leave torch.jit.script or torch.jit.trace out, or use "
+                f"strategy='zero3', which takes it as it is."
+            )
+
+
+_OF_EVERY_CLASS = ("__dict__", "__weakref__")
+
+
+def give_class_back(module: nn.Module, mixins: Iterable[type]) -> None:
+    """Take the first of some mixins off a module's class.
+
+    A class that user code has made of it since, as a parametrization does, stays, and so does one
+    with another mixin.
+    """
+    firsts = {(mixin,) for mixin in mixins}
+    seen = type(module)
+    made = next(one for one in seen.__mro__ if one.__bases__[:1] in firsts)
+    own = made.__bases__[1]
+    if seen is made:
+        module.__class__ = own
+    elif seen.__bases__ == (made,):  # a parametrization's, which is this module's alone
+        seen.__bases__ = (own,)
+    else:
+        module.__class__ = _without(seen, made)
+
+
+def _without(kind: type, made: type) -> type:
+    """Return a class like `kind`, which has another base where it has `made`."""
+    if kind is made:
+        return made.__bases__[1]
+    bases = tuple(_without(one, made) if issubclass(one, made) else one for one in kind.__bases__)
+    return type(
+        kind.__name__,
+        bases,
+        {name: one for name, one in vars(kind).items() if name not in _OF_EVERY_CLASS},
+    )
