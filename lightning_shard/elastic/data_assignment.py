@@ -24,7 +24,7 @@ Momentum needs no correction: torch's SGD multiplies by the learning rate outsid
 buffer (the remark in section 3 of arXiv:1706.02677 is about the other form).
 
 Private names of torch's schedulers, checked with torch 2.13: `_last_lr`, and the `_schedulers` that
-one is made of; `tests/elastic/test_learning_rate.py` fails when one changes.
+one is made of; `tests/elastic/test_data_assignment.py` fails when one changes.
 """
 
 import math

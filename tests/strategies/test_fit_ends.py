@@ -9,7 +9,7 @@ import torch
 
 from lightning_shard import ConfigError, ZeRO3Strategy
 from lightning_shard.checkpoint import arriving
-from lightning_shard.checkpoint.files import disk_file
+from lightning_shard.checkpoint.files import open_folder
 from lightning_shard.strategies import fit_ends
 from tests.checkpoint.sharded.runs import quiet_trainer
 from tests.processes import ProcessesFailedError, run_processes
@@ -126,7 +126,7 @@ def test_a_fit_that_leaves_shards_takes_at_most_a_unit_at_its_end(
     kind: str, tmp_path: Path
 ) -> None:
     unit, slack = 4 * 2**20, 8 * 2**20  # 64 MiB of parameters, 128 of Adam's state
-    buffers = disk_file.NUM_BUFFERS * disk_file.BUFFER_BYTES + arriving.ARRIVING_BYTES
+    buffers = open_folder.NUM_BUFFERS * open_folder.BUFFER_BYTES + arriving.ARRIVING_BYTES
     for at_end, in_save in run_processes(
         bytes_above, 2, fresh=True, folder=tmp_path, left=True, kind=kind
     ):

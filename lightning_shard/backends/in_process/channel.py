@@ -67,7 +67,7 @@ def all_reduce_in_ring(calls: Sequence[Call]) -> None:
     in rank order; they run over in-process ranks as they do over Gloo.
 
     Source: `ring` in gloo/allreduce.cc; checked with torch 2.13,
-    `tests/backends/in_process/test_gloo_order.py` fails when it changes.
+    `tests/backends/in_process/test_channel.py` fails when it changes.
     """
     parts = [pack(call.inputs).clone() for call in calls]
     total = reduce_in_ring(parts, calls[0].reduce_op)

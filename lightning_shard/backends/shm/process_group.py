@@ -40,8 +40,7 @@ from lightning_shard.backends.python_group import PythonGroup
 from lightning_shard.backends.rank_order import reduce_tensors
 from lightning_shard.backends.shm.board import HeapPlace
 from lightning_shard.backends.shm.heap import Doorbell, own_heap
-from lightning_shard.backends.shm.mail import Mail
-from lightning_shard.backends.shm.room import Offered, Room
+from lightning_shard.backends.shm.room import Mail, Offered, Room
 from lightning_shard.errors import CollectiveMismatchError, RankFailedError
 
 

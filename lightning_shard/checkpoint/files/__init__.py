@@ -3,10 +3,8 @@
     temporary beside its place ──> fsync ──> rename ──> fsync of the folder
     .last.ckpt.<writer>.part                 last.ckpt
 
-    a file, a folder, all or nothing           new_file, new_folder
-    to the disk, past the page cache           disk_file
+    a file, a folder, all or nothing           new (new_file, new_folder)
     a folder that ranks write into             open_folder
-    folders where nothing is renamed           remote_folders
     where a path lies                          places
     what a killed writer has left              parts
     why something cannot be written            failures

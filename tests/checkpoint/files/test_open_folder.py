@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_shard.checkpoint.files import disk_file
+from lightning_shard.checkpoint.files import open_folder
 from lightning_shard.checkpoint.files.new import new_file
 from lightning_shard.checkpoint.files.open_folder import DiskFile
 from lightning_shard.errors import CheckpointError
@@ -21,14 +21,14 @@ SMALL = 8192  # a buffer, so that little goes through many
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_file, "BUFFER_BYTES", SMALL)
+    monkeypatch.setattr(open_folder, "BUFFER_BYTES", SMALL)
 
 
 @pytest.fixture(params=["direct", "ordinary"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Write past the page cache where this filesystem can, or the ordinary way."""
     if request.param == "ordinary":
-        monkeypatch.setattr(disk_file, "_DIRECT", 0)
+        monkeypatch.setattr(open_folder, "_DIRECT", 0)
     return str(request.param)
 
 
@@ -92,7 +92,7 @@ def test_a_filesystem_that_refuses_direct_writes_late_gets_ordinary_ones(
     real = os.pwrite
 
     def refusing(descriptor: int, part: Any, at: int) -> int:
-        if disk_file._is_direct(descriptor):
+        if open_folder._is_direct(descriptor):
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(descriptor, part, at)
 
@@ -147,14 +147,14 @@ def test_an_error_of_the_last_flush_is_told(
 
 def test_no_more_is_held_than_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    real = disk_file.mmap
+    real = open_folder.mmap
 
     def counted(*args: Any, **options: Any) -> Any:
         made.append(args[1])
         return real(*args, **options)
 
-    monkeypatch.setattr(disk_file, "mmap", counted)
+    monkeypatch.setattr(open_folder, "mmap", counted)
     with closing(DiskFile(tmp_path / "one")) as file:
         file.write(content(50 * SMALL))
         file.finish()
-    assert made == [SMALL] * disk_file.NUM_BUFFERS
+    assert made == [SMALL] * open_folder.NUM_BUFFERS

@@ -17,11 +17,10 @@ from lightning_shard.checkpoint.files.checksums import (
     verify_folder,
     write_checked,
 )
-from lightning_shard.checkpoint.files.new import new_file, new_folder
+from lightning_shard.checkpoint.files.new import new_file, new_folder, remove_remote
 from lightning_shard.checkpoint.files.open_folder import edition_in
 from lightning_shard.checkpoint.files.parts import by_age, completed_at, part_of
 from lightning_shard.checkpoint.files.places import names_in
-from lightning_shard.checkpoint.files.remote_folders import remove_remote
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.files.mortal import NOBODY, Mortal
 

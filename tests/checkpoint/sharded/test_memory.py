@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_shard.checkpoint.files import disk_file, torch_archive
+from lightning_shard.checkpoint.files import open_folder, torch_archive
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
 from lightning_shard.checkpoint.sharded.writing import write_folder
@@ -24,7 +24,7 @@ BOUND = 64.0
 
 
 def test_the_buffers_are_less_than_a_unit() -> None:
-    assert disk_file.NUM_BUFFERS * disk_file.BUFFER_BYTES + torch_archive.PART_BYTES <= 16 << 20
+    assert open_folder.NUM_BUFFERS * open_folder.BUFFER_BYTES + torch_archive.PART_BYTES <= 16 << 20
 
 
 @pytest.mark.parametrize(
