@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from lightning_shard.core.placeholders import is_placeholder
+from lightning_shard.data_parallel.held_bytes import storage_bytes
 from lightning_shard.data_parallel.offload.activations import stretch_bytes
 from lightning_shard.data_parallel.recompute.recomputation import observed_by
 from lightning_shard.data_parallel.torch_private import (
@@ -237,12 +238,6 @@ class SavedBytes(saved_tensors_hooks):
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
     return tensor.part.local if isinstance(tensor, DimShardedTensor) else tensor
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages of some stand-ins, which have no addresses."""
-    storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 class _StepModule(nn.Module):

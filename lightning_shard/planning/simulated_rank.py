@@ -21,6 +21,7 @@ from lightning_shard.core.placeholders import tensors_given
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.held_bytes import storage_bytes
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.pipeline_parallel.backward import (
     Rest,
@@ -29,7 +30,7 @@ from lightning_shard.pipeline_parallel.backward import (
     weight_backward,
 )
 from lightning_shard.pipeline_parallel.containers import tensors_in
-from lightning_shard.pipeline_parallel.costs import SavedBytes, storage_bytes
+from lightning_shard.pipeline_parallel.costs import SavedBytes
 from lightning_shard.pipeline_parallel.gradients import OfLastStage, sum_dtype
 from lightning_shard.pipeline_parallel.messages import followed
 from lightning_shard.pipeline_parallel.microbatches import Microbatch

@@ -109,16 +109,30 @@ def host_key(root: Path | None = None) -> bytes:
         ) from error
 
 
-def _key_in(folder: Path) -> bytes:
+def make_private_folder(folder: Path, holds: str, instead: str) -> None:
+    """Make a folder that nobody else may enter, if it is not there.
+
+    Args:
+        folder: Its path.
+        holds: What it is to hold, for the error.
+        instead: What to do instead of removing one that is somebody else's.
+
+    Raises:
+        ConfigError: It is there, and somebody else's or open to others.
+    """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"{folder} is to hold this user's key, got {stat.filemode(found.st_mode)} of user "
+            f"{folder} is to hold {holds}, got {stat.filemode(found.st_mode)} of user "
             f"{found.st_uid}, expected a folder that user {os.getuid()} alone may enter. Remove "
-            f"it, or set LIGHTNING_SHARD_JOB_TOKEN for every rank."
+            f"it, or {instead}."
         )
+
+
+def _key_in(folder: Path) -> bytes:
+    make_private_folder(folder, "this user's key", "set LIGHTNING_SHARD_JOB_TOKEN for every rank")
     key = folder / "key"
     if not key.exists():
         _make_key(key)

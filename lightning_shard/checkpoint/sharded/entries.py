@@ -23,7 +23,7 @@ Who only looks at shapes reads no tensor.
 """
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_shard.checkpoint.by_rank import entries_of_ranks
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
@@ -39,6 +38,7 @@ from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor, read_all
 from lightning_shard.checkpoint.sharded.named_optimizers import named_state
 from lightning_shard.checkpoint.unread import exchanged
+from lightning_shard.data_parallel.compression.state import ReadWhenAsked
 from lightning_shard.errors import CheckpointError
 
 _OUTLINE = "_entry"
@@ -115,7 +115,7 @@ def _unpacked(
         ) from error
 
 
-class OnDemand(Mapping[str, Any]):
+class OnDemand(ReadWhenAsked):
     """An entry whose tensors are read when somebody asks for one, and not held.
 
     Args:
@@ -123,23 +123,8 @@ class OnDemand(Mapping[str, Any]):
     """
 
     def __init__(self, nested: Mapping[str, Any]) -> None:
+        super().__init__(nested, lambda key: _asked_for(nested[key]))
         self._nested = nested
-
-    @override
-    def __getitem__(self, key: str) -> Any:
-        return _asked_for(self._nested[key])
-
-    @override
-    def __contains__(self, key: object) -> bool:
-        return key in self._nested
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._nested)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._nested)
 
     @property
     def outline(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class RankFile:
             OSError: The file cannot be made or written.
         """
         head = {"kind": kind, "time": time.time(), "rank": self.rank, "step": step}
-        line = json.dumps(_finite({**head, **figures}), allow_nan=False) + "\n"
+        line = json.dumps(finite({**head, **figures}), allow_nan=False) + "\n"
         os.write(self._opened(), line.encode())
 
     def close(self) -> None:
@@ -77,12 +77,12 @@ class RankFile:
         return self._descriptor
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Return a value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: finite(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

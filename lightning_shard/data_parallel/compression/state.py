@@ -22,10 +22,8 @@ from typing_extensions import override
 from lightning_shard.data_parallel.compression.compressor import Compressor, Exchange, State
 
 
-class ReadWhenAsked(Mapping[str, Tensor]):
-    """Tensors by name, each made anew whenever it is asked for.
-
-    Tensors by name that are made when somebody asks for one, and then forgotten.
+class ReadWhenAsked(Mapping[Any, Any]):
+    """Tensors by name that are made whenever somebody asks for one, and then forgotten.
 
     So a rank takes up what a checkpoint holds tensor by tensor, with no copy of all of it beside.
 
@@ -34,11 +32,11 @@ class ReadWhenAsked(Mapping[str, Tensor]):
         read: Makes the tensor of a name.
     """
 
-    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+    def __init__(self, names: Collection[Any], read: Callable[[Any], Any]) -> None:
         self._names, self._read = dict.fromkeys(names), read
 
     @override
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: Any) -> Any:
         if name not in self._names:
             raise KeyError(name)
         return self._read(name)
@@ -48,7 +46,7 @@ class ReadWhenAsked(Mapping[str, Tensor]):
         return name in self._names
 
     @override
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self._names)
 
     @override

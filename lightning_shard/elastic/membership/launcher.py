@@ -12,10 +12,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
@@ -61,22 +60,9 @@ class ElasticLauncher(ProcessLauncher):
         return False  # it starts the server
 
     @override
-    def launch(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        trainer: "pl.Trainer | None" = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Start what is to be started, and run `function` here.
-
-        Raises:
-            ConfigError: LIGHTNING_SHARD_JOB or its token is wrong.
-            BaseException: What `function` raises.
-        """
+    def _begin(self) -> None:
         if settings.job() is None and self.cluster_environment.creates_processes_externally:
             self._begin_job()  # else before the children are started
-        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
     def kill(self, signum: Any) -> None:

@@ -21,8 +21,6 @@ written again, so that nobody reads a part of one, whenever the writer was kille
 
 import os
 import re
-import stat
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -32,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shard.backends.authentication.token import make_private_folder
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.objects import gather_objects
 from lightning_shard.checkpoint.host_buffers import SPARE_BYTES, full_buffer, take_fitting
@@ -63,15 +62,7 @@ def job_folder(job: str, root: Path | None = None) -> Path:
             f"Give another folder, on a disk if it must be."
         )
     folder = root / f"lightning_shard-{os.getuid()}-{_UNSAFE.sub('_', job)}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder} is to hold this job's snapshots, got {stat.filemode(found.st_mode)} of user "
-            f"{found.st_uid}, expected a folder that user {os.getuid()} alone may enter. Remove "
-            f"it, or name the job otherwise."
-        )
+    make_private_folder(folder, "this job's snapshots", "name the job otherwise")
     return folder
 
 

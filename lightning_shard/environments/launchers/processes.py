@@ -59,6 +59,7 @@ class ProcessLauncher(SubprocessScriptLauncher):
             RankFailedError: Another rank has failed, whichever call has noticed.
             BaseException: The error of `function`, of which the other ranks are told.
         """
+        self._begin()
         if settings.joins_job() and not self.takes_newcomers:
             raise ConfigError(
                 "This process joins an elastic job (LIGHTNING_SHARD_JOB is set), but a run of its "
@@ -81,6 +82,9 @@ class ProcessLauncher(SubprocessScriptLauncher):
             raise
         _terminate_if_asked()
         return result
+
+    def _begin(self) -> None:
+        """Prepare what ranks need that something outside has started, too."""
 
     @override
     def _call_children_scripts(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from lightning_shard.backends.registry import backend_names, get_backend
-from lightning_shard.tools.doctor.finding import Finding, absent, ok, size, warning
+from lightning_shard.tools.doctor.finding import Finding, absent, judged, ok, size, warning
 
 _MPI_SECONDS = 20
 _MPI_VERSION = "from mpi4py import MPI; print(MPI.Get_library_version().partition(',')[0])"
@@ -20,12 +20,7 @@ def backends() -> Iterator[Finding]:
     reasons = {name: _reason(name) for name in backend_names()}
     for name, reason in reasons.items():
         found, _, advice = (reason or "can run here").partition(". ")
-        yield Finding(
-            subject=f"backend {name}",
-            state="ok" if reason is None else "absent",
-            found=found,
-            advice=advice,
-        )
+        yield Finding("ok" if reason is None else "absent", f"backend {name}", found, advice)
     if reasons["mpi"] is None:
         yield _mpirun()
 
@@ -40,12 +35,9 @@ def _devices() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         free, whole = torch.cuda.mem_get_info(index)
-        yield Finding(
-            subject=f"GPU {index}",
-            state="ok" if free > whole / 2 else "warning",
-            found=f"{torch.cuda.get_device_name(index)}, {size(free)} free of {size(whole)}",
-            advice="" if free > whole / 2 else "Somebody else computes there: see nvidia-smi.",
-        )
+        found = f"{torch.cuda.get_device_name(index)}, {size(free)} free of {size(whole)}"
+        advice = "Somebody else computes there: see nvidia-smi."
+        yield judged(free > whole / 2, f"GPU {index}", found, advice)
 
 
 def _mpi() -> str | None:

@@ -10,39 +10,30 @@ State = Literal["ok", "absent", "warning", "failure"]
 size = partial(format_bytes, digits=".4g")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """What one check has found.
 
     Attributes:
-        subject: What was looked at.
         state: "ok"; "absent", which matters only to those who want it; "warning", where something
             is slow or fails later; "failure", where training does.
+        subject: What was looked at.
         found: What is there.
         advice: What to do; empty where nothing has to be done.
     """
 
-    subject: str
     state: State
+    subject: str
     found: str
     advice: str = ""
 
 
-def ok(subject: str, found: str) -> Finding:
-    """Return that something is as it should be."""
-    return Finding(subject=subject, state="ok", found=found)
+ok = partial(Finding, "ok")
+absent = partial(Finding, "absent")
+warning = partial(Finding, "warning")
+failure = partial(Finding, "failure")
 
 
-def absent(subject: str, found: str, advice: str = "") -> Finding:
-    """Return that something is not there, which matters only to those who want it."""
-    return Finding(subject=subject, state="absent", found=found, advice=advice)
-
-
-def warning(subject: str, found: str, advice: str) -> Finding:
-    """Return that something is slow, or fails later."""
-    return Finding(subject=subject, state="warning", found=found, advice=advice)
-
-
-def failure(subject: str, found: str, advice: str = "") -> Finding:
-    """Return that training fails with something."""
-    return Finding(subject=subject, state="failure", found=found, advice=advice)
+def judged(is_ok: bool, subject: str, found: str, advice: str) -> Finding:
+    """Return that something is as it should be, or else slow or failing later, with advice."""
+    return ok(subject, found) if is_ok else warning(subject, found, advice)

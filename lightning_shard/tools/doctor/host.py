@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_shard.tools.doctor.finding import Finding, absent, failure, ok, size, warning
+from lightning_shard.tools.doctor.finding import Finding, absent, failure, judged, ok, size, warning
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED = Path("/dev/shm")
@@ -129,12 +129,9 @@ def _file_system(folder: Path) -> Iterator[Finding]:
         )
         return
     free = shutil.disk_usage(folder).free
-    yield Finding(
-        subject=subject,
-        state="ok" if free >= _LEAST_FREE else "warning",
-        found=f"{folder}: written, synced and replaced a file; {size(free)} free",
-        advice="" if free >= _LEAST_FREE else "A checkpoint has about 12 bytes for a parameter.",
-    )
+    told = f"{folder}: written, synced and replaced a file; {size(free)} free"
+    advice = "A checkpoint has about 12 bytes for a parameter."
+    yield judged(free >= _LEAST_FREE, subject, told, advice)
     if abs(skew) > _MOST_SKEW_SECONDS:
         yield warning(
             "its clock",

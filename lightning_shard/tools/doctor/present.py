@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError
-from lightning_shard.tools.doctor.finding import Finding, failure, ok, warning
+from lightning_shard.tools.doctor.finding import Finding, failure, judged, ok, warning
 
 _PACKAGE = "lightning-shard"
 _PYTHON = ">=3.11"
@@ -165,14 +165,9 @@ def _without() -> Finding:
     by_hand = [name for name in _BY_HAND if settings.given(name)]
     if not by_hand:
         return ok("launcher", "none: a Trainer starts the ranks of this host")
-    return Finding(
-        subject="launcher",
-        state="ok" if len(by_hand) == len(_BY_HAND) else "warning",
-        found=f"none that is known, but {', '.join(by_hand)} set by hand",
-        advice=""
-        if len(by_hand) == len(_BY_HAND)
-        else f"unset {' '.join(by_hand)}, or set all of {', '.join(_BY_HAND)} for every rank.",
-    )
+    found = f"none that is known, but {', '.join(by_hand)} set by hand"
+    advice = f"unset {' '.join(by_hand)}, or set all of {', '.join(_BY_HAND)} for every rank."
+    return judged(len(by_hand) == len(_BY_HAND), "launcher", found, advice)
 
 
 def _job() -> Iterator[Finding]:
@@ -183,9 +178,5 @@ def _job() -> Iterator[Finding]:
         return
     if job is not None:
         token = "with a token" if job.token else "without a token"
-        yield Finding(
-            subject="elastic job",
-            state="ok" if job.token else "warning",
-            found=f"{job.host}:{job.port}, {token}",
-            advice="" if job.token else "Set LIGHTNING_SHARD_JOB_TOKEN; see docs/security.md.",
-        )
+        advice = "Set LIGHTNING_SHARD_JOB_TOKEN; see docs/security.md."
+        yield judged(bool(job.token), "elastic job", f"{job.host}:{job.port}, {token}", advice)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_shard.core.reporting.records import finite
 from lightning_shard.tools.proving.comparison import Difference
 from lightning_shard.tools.proving.records import Kind, Place
 
@@ -123,7 +124,7 @@ class Verdict:
 
     def as_json(self) -> str:
         """Return `as_dict` as JSON, in which what is not finite is null."""
-        return json.dumps(_finite(self.as_dict()), indent=1, allow_nan=False)
+        return json.dumps(finite(self.as_dict()), indent=1, allow_nan=False)
 
     def __str__(self) -> str:
         head = f"{self.strategy} on {self.num_ranks} ranks: {self.outcome}"
@@ -200,11 +201,3 @@ def _told(first: Difference) -> dict[str, Any]:
         "index": list(index),
         "deviation": first.deviation,
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list) else value
