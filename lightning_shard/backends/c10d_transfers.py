@@ -117,10 +117,7 @@ class C10dTransfers:
 
     def _gather_slices(self, output: Tensor, source: Tensor, sizes: list[int]) -> StartedTransfer:
         """Collect slices of different sizes."""
-        slices, own = (
-            list(torch.split(output, sizes)),
-            source.clone(),
-        )  # `source` may be one of them
+        slices, own = list(torch.split(output, sizes)), source.clone()  # it may be one of them
         work = dist.all_to_all(slices, [own] * self.size, group=self.group, async_op=True)
         return StartedTransfer(works=[work])
 

@@ -219,12 +219,8 @@ _Shapes = Mapping[str, Any]  # full shapes by parameter name
 _OF_LOCAL_SGD = {"own", "common", "arriving", "outer", "compression"}
 _OF_ONE_RANK = {"parameters", "buffers", "compression"}  # of local SGD
 _OF_GRADIENTS = {"residual", "momentum"}  # of what compression keeps; PowerSGD's q is shaped by it
-_OF_ELEMENTS = {
-    "momentum_buffer",
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-}  # of an optimizer
+# entries of an optimizer
+_OF_ELEMENTS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
 def kept_misfits(kept: Mapping[str, Any], shapes: _Shapes) -> Iterator[str]:

@@ -161,4 +161,4 @@ def _serve_fabric(lightning: str, package: str) -> None:
     registry.register_strategies(lightning, package)
     registry.refuse_misplaced(lightning, package)
     environments = package.removesuffix("fabric") + "environments"  # of the same root
-    import_module(f"{environments}.selection").ask_mpi_under_mpi_alone(lightning)
+    import_module(environments).ask_mpi_under_mpi_alone(lightning)

@@ -121,7 +121,6 @@ def clip_grad_value(
     """Clamp every element of the gradients to [-max_value, max_value]; no communication."""
     with engine.optimizer_view():
         held = [param for param in params if param.grad is not None]
-        if (
-            not engine.clipping.ask(params, max_value, None) and held
-        ):  # torch's refuses a rank without a shard of any of them
+        # torch's refuses a rank without a shard of any of them
+        if not engine.clipping.ask(params, max_value, None) and held:
             nn.utils.clip_grad_value_(held, max_value)
