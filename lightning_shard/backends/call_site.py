@@ -8,12 +8,14 @@ of the standard library, and code that a compiler has made.
 import os
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
+
+from lightning_shard.core.states import having
 
 _WRAPPING_PACKAGES = (
     "torch",
@@ -87,14 +89,9 @@ def start_thread_at(site: CallSite) -> None:
     _launch.set((site.filename, site.line))
 
 
-@contextmanager
-def reading(name: str) -> Iterator[None]:
+def reading(name: str) -> AbstractContextManager[object]:
     """Let errors of collective calls inside say that they bring what user code reads of `name`."""
-    token = _read.set(name)
-    try:
-        yield
-    finally:
-        _read.reset(token)
+    return having(_read, name)
 
 
 def purpose() -> str:

@@ -13,7 +13,7 @@ Once a placeholder has been received, it has a `value`, with which the step goes
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_shard.core.states import having
 from lightning_shard.core.tensor_calls import (
     MOVES_MEMORY,
     OF_MEMORY,
@@ -46,14 +47,9 @@ _given: ContextVar[list[Tensor] | None] = ContextVar("given", default=None)
 _born: ContextVar[list["weakref.ref[Placeholder]"] | None] = ContextVar("born", default=None)
 
 
-@contextmanager
-def alone() -> Iterator[None]:
+def alone() -> AbstractContextManager[object]:
     """Call a block inside to see the shapes of what it returns, where peers call nothing."""
-    token = _is_alone.set(True)
-    try:
-        yield
-    finally:
-        _is_alone.reset(token)
+    return having(_is_alone, value=True)
 
 
 def is_alone() -> bool:
@@ -317,29 +313,17 @@ def _refuse_writes(
         )
 
 
-@contextmanager
-def births() -> Iterator[list["weakref.ref[Placeholder]"]]:
+def births() -> AbstractContextManager[list["weakref.ref[Placeholder]"]]:
     """Note every `Placeholder` that this thread makes inside."""
-    born: list[weakref.ref[Placeholder]] = []
-    token = _born.set(born)
-    try:
-        yield born
-    finally:
-        _born.reset(token)
+    return having(_born, [])
 
 
-@contextmanager
-def tensors_given() -> Iterator[list[Tensor]]:
+def tensors_given() -> AbstractContextManager[list[Tensor]]:
     """Note the tensors that require gradients and that other stages compute with, in this thread.
 
     Their gradients are not known here, not even in part.
     """
-    given: list[Tensor] = []
-    token = _given.set(given)
-    try:
-        yield given
-    finally:
-        _given.reset(token)
+    return having(_given, [])
 
 
 def note_given(values: Any) -> None:
@@ -351,15 +335,9 @@ def note_given(values: Any) -> None:
         given += [one for one in found if one.requires_grad]
 
 
-@contextmanager
-def parameters_written() -> Iterator[dict[str, None]]:
+def parameters_written() -> AbstractContextManager[dict[str, None]]:
     """Note the names of parameters of other stages that this thread writes to inside."""
-    written: dict[str, None] = {}
-    token = _written_to.set(written)
-    try:
-        yield written
-    finally:
-        _written_to.reset(token)
+    return having(_written_to, {})
 
 
 def stands_in(module: nn.Module, arguments: object) -> bool:

@@ -10,12 +10,28 @@
 One word says what several booleans would say, most of whose combinations cannot be. A change that
 is not allowed is a mistake of this package, not of its user: debug runs raise there, and so do
 tests. Other runs only assign.
+
+    with having(_reader, "head"):                what a thread is in for a while, by its variable
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 _S = TypeVar("_S", bound="State")
+_T = TypeVar("_T")
+
+
+@contextmanager
+def having(variable: ContextVar[Any], value: _T) -> Iterator[_T]:
+    """Let a variable of this thread have a value inside, and yield that."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 class Checks:

@@ -202,7 +202,7 @@ class SavedBytes(saved_tensors_hooks):
         """Note tensors that the device has until backward, also where activations are offloaded."""
         self._staying |= {storage_key(_local(one)) for one in tensors}
 
-    def backward(self) -> AbstractContextManager[None]:
+    def backward(self) -> AbstractContextManager[object]:
         """Make the context of a backward, in which recomputations are counted."""
         return observed_by(self)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.core.placeholders import OtherStageError, Placeholder, is_placeholder
+from lightning_shard.core.states import having
 from lightning_shard.data_parallel.offload.activations import stay
 from lightning_shard.data_parallel.recompute.recomputation import computed
 from lightning_shard.data_parallel.views.transforms import OF_STAGES, refuse_transforms
@@ -164,15 +165,13 @@ class StageRun:
             ConfigError: The step does not call the blocks once, in order, or uses a value of
                 another stage in another way than as an argument of a block.
         """
-        token = _running.set(self)
+        noting = nullcontext() if self._noted is None else self._noted.noting()
         try:
-            noting = nullcontext() if self._noted is None else self._noted.noting()
-            with self._stance.as_written(), noting, self._after:
+            with having(_running, self), self._stance.as_written(), noting, self._after:
                 self.result = step()
         except StepCutShort:
             return
         finally:
-            _running.reset(token)
             self.is_over = True
             self._note_writes()
         if self.result is None and not self._entered:

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_shard.core.states import having
 from lightning_shard.errors import ConfigError
 
 FaultKind = Literal["fail", "delay", "drop", "add", "leave"]
@@ -95,11 +96,8 @@ def injected_faults(faults: Iterable[Fault]) -> Iterator[list[Fault]]:
         The faults that have struck so far, in order, over all launches.
     """
     struck: list[Fault] = []
-    token = _injected.set((tuple(faults), struck))
-    try:
+    with having(_injected, (tuple(faults), struck)):
         yield struck
-    finally:
-        _injected.reset(token)
 
 
 def faults_to_inject() -> tuple[tuple[Fault, ...], list[Fault]]:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_shard.core.states import having
 from lightning_shard.core.tensor_calls import Args
 from lightning_shard.data_parallel.deferred_init.tape import (
     Tape,
@@ -111,12 +112,8 @@ def recording(
 @contextmanager
 def noting(tape: Tape) -> Iterator[None]:
     """Note inside what happens to tensors on meta that exist."""
-    token = _current.set(tape)
-    try:
-        with _Recorder(tape):
-            yield
-    finally:
-        _current.reset(token)
+    with having(_current, tape), _Recorder(tape):
+        yield
         tape.forget_values()
 
 

@@ -357,7 +357,7 @@ class Tape:
         packet = getattr(node.func, "overloadpacket", None)
         if packet not in _DRAWN_BY_SIZE and node.needs:
             memory = {}
-            with _same_random_state():
+            with torch.random.fork_rng(devices=[]):
                 self._run(dict.fromkeys(node.needs, len(self._nodes)), memory)
         draw(node, memory)
 
@@ -398,7 +398,7 @@ class Tape:
         memory: dict[int, Tensor] = {}
         if in_place:
             memory[ref.storage] = target.detach().view(-1).view(torch.uint8)
-        with _same_random_state():
+        with torch.random.fork_rng(devices=[]):
             self._run({ref.storage: len(self._nodes)}, memory)
         if not in_place:
             target.copy_(ref.inside(memory[ref.storage]))
@@ -414,7 +414,7 @@ class Tape:
         noted = tree_map_only(Tensor, self._noted_or_self, (tuple(args), kwargs))
         wanted = {one.storage for one in tree_leaves(noted) if isinstance(one, Ref)}
         memory: dict[int, Tensor] = {}
-        with _same_random_state():
+        with torch.random.fork_rng(devices=[]):
             self._run(dict.fromkeys(wanted, len(self._nodes)), memory, keep=True)
         self._at_hand = {one: (memory[one], len(self._nodes)) for one in wanted}
         real = tree_map_only(Ref, lambda one: one.inside(memory[one.storage]), noted)
@@ -537,15 +537,6 @@ def _on_meta(nested: Any) -> Any:
 def _state(kwargs: Mapping[str, Any]) -> Tensor:
     generator = kwargs.get("generator")
     return torch.get_rng_state() if generator is None else generator.get_state()
-
-
-@contextmanager
-def _same_random_state() -> Iterator[None]:
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 # --- notes at tensors -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ nothing through tensors inside a list or a dictionary that it returns.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from lightning_shard.core.options import ClassNames
+from lightning_shard.core.states import having
 from lightning_shard.data_parallel.recompute.recomputation import RECOMPUTED, Recomputed, recomputes
 from lightning_shard.data_parallel.recompute.recomputed_state import has_statistics
 from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
@@ -70,19 +71,14 @@ def requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
-@contextmanager
-def without_reentrance(asks: Asks = requires_grad) -> Iterator[None]:
+def without_reentrance(asks: Asks = requires_grad) -> AbstractContextManager[object]:
     """Make no checkpoint of activations reentrant inside, whatever the user's code asks for.
 
     Args:
         asks: Says whether an argument of a checkpoint asks for a gradient.
     """
     checkpoint.CheckpointFunction = _CheckpointFunction  # type: ignore[misc]
-    token = _asks.set(asks)
-    try:
-        yield
-    finally:
-        _asks.reset(token)
+    return having(_asks, asks)
 
 
 ActivationCheckpointing = Literal["full", "selective"] | ClassNames

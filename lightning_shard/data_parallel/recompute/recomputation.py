@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from lightning_shard.core.states import having
 from lightning_shard.data_parallel.offload.activations import Here, Saved, kept_by
 from lightning_shard.data_parallel.recompute.recomputed_state import (
     Drawn,
@@ -285,14 +286,9 @@ class Observer(Protocol):
 _observer: ContextVar[Observer | None] = ContextVar("_observer", default=None)
 
 
-@contextmanager
-def observed_by(observer: Observer) -> Iterator[None]:
+def observed_by(observer: Observer) -> AbstractContextManager[object]:
     """Let an observer hear of the checkpoints inside."""
-    token = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
+    return having(_observer, observer)
 
 
 def recomputes(block: nn.Module, kind: str) -> Callable[..., Any]:
