@@ -7,6 +7,7 @@ whatever its shape (Adafactor's rows and columns, Shampoo's factors), and nothin
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -340,7 +341,7 @@ def _packed(optimizer: Optimizer) -> dict[str, Any]:
 
 def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return every parameter of every group, in order."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    return [*chain.from_iterable([group["params"] for group in optimizer.param_groups])]
 
 
 def _own_part(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.optimizer_entries import of_parameters
+from lightning_shard.data_parallel.torch_private import storage_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,8 @@ def expected(engine: DataParallelEngine) -> HeldBytes:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of `tensors`: views and ties count once."""
-    storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in tensors)}
-    return sum(storage.nbytes() for storage in storages.values() if storage.nbytes())
+    storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldBytes:

@@ -278,7 +278,7 @@ class ReplacedParameters:
             self._engine.adoption.on_replaced.remove(self._follow)
 
     def _follow(self, one: ReplacedParameter) -> None:
-        listed = set(self._listed())
+        listed = set(params_of(self._optimizer))
         groups, state = self._optimizer.param_groups, self._optimizer.state
         if one.newcomer in listed:
             for group in groups:
@@ -317,20 +317,16 @@ class ReplacedParameters:
             ConfigError: A parameter was replaced that this optimizer still has, or it was given
                 one that the ranks do not share.
         """
-        listed = self._listed()
+        listed = params_of(self._optimizer)
         if [*map(id, listed)] != self._checked:
             self._engine.adopt_assigned()  # what was replaced is in its place again
-            listed = self._listed()
+            listed = params_of(self._optimizer)
             for param in listed:
                 self._refuse_unknown(param)
             self._checked = [*map(id, listed)]
         if self._lost:
             self._refuse_lost(set(listed))
             self._tell()
-
-    def _listed(self) -> list[nn.Parameter]:
-        groups = self._optimizer.param_groups
-        return [*chain.from_iterable([group["params"] for group in groups])]
 
     def _refuse_unknown(self, param: nn.Parameter) -> None:
         try:
@@ -397,11 +393,6 @@ class ShardedOptimizer:
         ]
         with suppress(AttributeError):  # a wrapper of another package calls no constructor of torch
             self._handles.append(optimizer.register_state_dict_pre_hook(self._before_saving))
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """Every parameter of every group."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     @property
     def is_stepping(self) -> bool:
@@ -513,7 +504,7 @@ class ShardedOptimizer:
             self._edited_state.take_in()
             self.engine.view.enter()
             self._in_view = True
-            self.engine.begin_update(self.params)
+            self.engine.begin_update(params_of(self.optimizer))
             self._on_host.take()
             self._owned.take()
             try:
@@ -529,7 +520,7 @@ class ShardedOptimizer:
         self._is_flat = False
         self.engine.view.enter(self._shows_shards)
         self._in_view = True
-        self.engine.begin_update(self.params, in_place=not self._is_flat)
+        self.engine.begin_update(params_of(self.optimizer), in_place=not self._is_flat)
         if self._is_flat:
             self._flat.take()
             return
@@ -550,10 +541,10 @@ class ShardedOptimizer:
         self._owned.put_back()
         self._frozen_adam.put_back()
         self._on_host.put_back()
-        self.engine.send_up(self.params)
+        self.engine.send_up(params_of(self.optimizer))
         self.engine.view.leave()
         self._edited_state.look()
-        self.engine.publish(self.params)
+        self.engine.publish(params_of(self.optimizer))
 
 
 def check_optimizer(optimizer: Optimizer, engine: Any) -> None:

@@ -113,7 +113,7 @@ def make_private_folder(folder: Path, holds: str, instead: str) -> None:
     """Make a folder that nobody else may enter, if it is not there.
 
     Args:
-        folder: Its path.
+        folder: The path to make it at.
         holds: What it is to hold, for the error.
         instead: What to do instead of removing one that is somebody else's.
 

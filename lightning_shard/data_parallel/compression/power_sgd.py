@@ -406,9 +406,7 @@ class LowRankExchange(Exchange):
         if self._first is None:
             return
         self._residual.zero_()
-        for name, view in self.buffer.views(self._residual).items():
-            if name in state.get("residual", {}):
-                view.copy_(state["residual"][name])
+        self.load_own(state)
         for one in self._factors:
             q = state.get("q", {}).get(one.slot.name)
             if q is not None and q.shape == one.q.shape:  # another rank starts from a guess

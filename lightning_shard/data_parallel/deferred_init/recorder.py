@@ -114,7 +114,7 @@ def noting(tape: Tape) -> Iterator[None]:
     """Note inside what happens to tensors on meta that exist."""
     with having(_current, tape), _Recorder(tape):
         yield
-        tape.forget_values()
+    tape.forget_values()
 
 
 @contextmanager

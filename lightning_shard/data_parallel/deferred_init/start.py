@@ -327,8 +327,7 @@ def note_initialisers(model: nn.Module, tensors: Collection[Tensor], state: Tens
         state: State of the CPU's generator in which the first value is drawn; None for the present.
     """
     tape, wanted = Tape(), {id(one) for one in tensors}
-    before = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         if state is not None:
             torch.set_rng_state(state)
         holders = {
@@ -338,8 +337,6 @@ def note_initialisers(model: nn.Module, tensors: Collection[Tensor], state: Tens
         }
         with _others_replaced(model, wanted), noting(tape), torch.no_grad():
             _initialise(model, holders)
-    finally:
-        torch.set_rng_state(before)
     for tensor in tensors:
         note_recipe(tensor, tape)
 
