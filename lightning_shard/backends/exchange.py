@@ -128,10 +128,7 @@ class ExchangeCollectives(Collectives):
     def _all_gather(self, output: Tensor, source: Tensor) -> StartedTransfer:
         if self._is_still(output):
             return copy_unless_same(output, source)
-        slices = output.view(self.size, -1).unbind()
-        works = self._exchange([source] * self.size, slices)
-        copy_unless_same(slices[self.rank], source)  # while the messages move
-        return StartedTransfer(works=works)
+        return self._gather_slices(output, source, [source.numel()] * self.size)
 
     def _reduce_slices(
         self, output: Tensor, source: Tensor, sizes: list[int], op: ReduceOpName

@@ -111,9 +111,7 @@ class GlooRanks:
         nothing = flat.new_empty(0)
         self.exchange(
             [own if rank in wanted else nothing for rank in self._ranks],
-            [one if self.rank in wanted else own[:0] for one in slices]
-            if self.rank in wanted
-            else [nothing] * self.size,
+            slices if self.rank in wanted else [nothing] * self.size,
         )
 
     @property
