@@ -15,7 +15,7 @@ more: when it got its last one, nobody had less. Pure arithmetic, as in `flat`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import accumulate
 
 from typing_extensions import override
 
@@ -86,18 +86,8 @@ def build_owned_layout(
             f"A buffer that is cut between parameters needs an owner of each of its {len(shapes)} "
             f"parameters, from 0 to {num_shards - 1} in ascending order, got {list(owners)}."
         )
-    ends = [0] * num_shards
-    for slot, owner, following in zip(
-        even.slots,
-        owners,
-        [*(slot.offset for slot in even.slots[1:]), even.full_numel],
-        strict=True,
-    ):
-        assert following >= slot.offset + prod(slot.shape)
-        ends[owner] = following
-    cuts = [0]
-    for end in ends:
-        cuts.append(max(end, cuts[-1]))
-    return OwnedLayout(
-        slots=even.slots, num_shards=num_shards, shard_numel=max(ends), cuts=tuple(cuts)
-    )
+    ends, starts = [0] * num_shards, [slot.offset for slot in even.slots]
+    for owner, end in zip(owners, [*starts[1:], even.full_numel], strict=True):
+        ends[owner] = end
+    cuts = (0, *accumulate(ends, max))
+    return OwnedLayout(slots=even.slots, num_shards=num_shards, shard_numel=max(ends), cuts=cuts)

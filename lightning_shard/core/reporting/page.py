@@ -134,13 +134,11 @@ def step_times(run: RunRecords) -> str:
     classes = colours(parts)
     total = sum(parts.values()) or 1.0
     rows = [(name, seconds_of(one), percent(one / total)) for name, one in parts.items()]
-    return "".join(
-        [
-            paragraph(_of_clock(run), "faint"),
-            legend(classes),
-            drawings.columns(steps, classes, title="Parts of each step"),
-            table(("part", "median", "share"), rows),
-        ]
+    return (
+        paragraph(_of_clock(run), "faint")
+        + legend(classes)
+        + drawings.columns(steps, classes, title="Parts of each step")
+        + table(("part", "median", "share"), rows)
     )
 
 
@@ -182,13 +180,11 @@ def ranks(run: RunRecords) -> str:
         for one in times
     ]
     bars = [(f"rank {one.rank}", one.parts) for one in times]
-    return "".join(
-        [
-            *map(paragraph, said),
-            legend(classes),
-            drawings.bars(bars, classes, title="Median step of each rank", write=seconds_of),
-            table(("", "step", "own", "own / median", "times slowest"), rows),
-        ]
+    return (
+        "".join(map(paragraph, said))
+        + legend(classes)
+        + drawings.bars(bars, classes, title="Median step of each rank", write=seconds_of)
+        + table(("", "step", "own", "own / median", "times slowest"), rows)
     )
 
 
@@ -244,17 +240,15 @@ def memory(run: RunRecords) -> str:
         for one in counted
     ]
     peaks = "peak of the process" if _peak_of(run) == "process" else "peak of the device"
-    return "".join(
-        [
-            paragraph(
-                "Bytes when the optimizer is about to step. Under each rank what the dry run says "
-                "it holds at most, activations among it.",
-                "faint",
-            ),
-            legend(classes),
-            drawings.bars(bars, classes, title="Memory of each rank by kind", write=bytes_of),
-            table(("", *PERSISTENT, "in host memory", peaks), rows),
-        ]
+    return (
+        paragraph(
+            "Bytes when the optimizer is about to step. Under each rank what the dry run says "
+            "it holds at most, activations among it.",
+            "faint",
+        )
+        + legend(classes)
+        + drawings.bars(bars, classes, title="Memory of each rank by kind", write=bytes_of)
+        + table(("", *PERSISTENT, "in host memory", peaks), rows)
     )
 
 
@@ -293,16 +287,14 @@ def traffic(run: RunRecords) -> str:
     ]
     head = ("axis", "sent in a step", "dry run", "deviation", "waited in a step")
     why = figures.why_not_compared(run)
-    return "".join(
-        [
-            paragraph(
-                "Bytes of the rank that sends most, as a ring would send them; what the dry run "
-                "does not count are flags, norms, buffers and logged values. " + why,
-                "faint",
-            ),
-            table(head, rows),
-            table(("operation", "calls", "sent", "waited"), operations),
-        ]
+    return (
+        paragraph(
+            "Bytes of the rank that sends most, as a ring would send them; what the dry run "
+            "does not count are flags, norms, buffers and logged values. " + why,
+            "faint",
+        )
+        + table(head, rows)
+        + table(("operation", "calls", "sent", "waited"), operations)
     )
 
 
@@ -318,20 +310,16 @@ def pipeline(run: RunRecords) -> str:
         )
     present = {one.category for one in run.timeline}
     classes = colours(name for name in _COMPUTATIONS if name in present)
-    return "".join(
-        [
-            paragraph(f"{run.timeline_name}: the last batch that was profiled.", "faint"),
-            legend(classes),
-            drawings.timeline(run.timeline, classes, title="Timeline of the pipeline"),
-        ]
+    return (
+        paragraph(f"{run.timeline_name}: the last batch that was profiled.", "faint")
+        + legend(classes)
+        + drawings.timeline(run.timeline, classes, title="Timeline of the pipeline")
     )
 
 
 def events(run: RunRecords) -> str:
     """Show when fits and generations began and ended."""
-    rows: list[tuple[str, str, str]] = []
-    for one in _once(run):
-        rows.append((_clock(one["time"]), str(one["step"]), _told(one)))
+    rows = [(_clock(one["time"]), str(one["step"]), _told(one)) for one in _once(run)]
     return table(("time (UTC)", "step", "event"), rows, words=(2,))
 
 
@@ -381,12 +369,10 @@ def plan(run: RunRecords) -> str:
         "Planned times are those at the profile's peaks."
     )
     besides = why_of_another_run(run)
-    return "".join(
-        [
-            paragraph(said, "faint"),
-            paragraph(besides, "bad") if besides else "",
-            table(("", "planned", "measured", "deviation"), [one.cells for one in rows]),
-        ]
+    return (
+        paragraph(said, "faint")
+        + (paragraph(besides, "bad") if besides else "")
+        + table(("", "planned", "measured", "deviation"), [one.cells for one in rows])
     )
 
 
