@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
@@ -74,6 +74,8 @@ def _property(func: Any, sharded: Any, *value: Any) -> Any:
     part: Part = sharded.part
     is_gradient = func in _OF_GRADIENTS
     own: Rule = part.own_gradient if is_gradient else part.narrow
+    if not is_gradient:
+        value = tree_map_only(AveragedGradient, AveragedGradient.full_tensor, value)
     given = (one if isinstance(one, AveragedGradient) else own(one) for one in value)
     result = func(part.local, *given)
     widen: Rule = part.wide_gradient if is_gradient else part.widen

@@ -34,6 +34,8 @@ from lightning_shard.core.tensor_calls import BY_ADDRESS, MOVES_MEMORY, memory_r
 from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.recompute.recomputation import TakenApart, take_apart_by
 from lightning_shard.data_parallel.torch_private import untraced
+from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.views.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.regions import (
@@ -300,6 +302,8 @@ class DimShardedTensor(Tensor):
             return _in_turn(func, args, kwargs)
         if func in BY_ADDRESS:
             raise memory_refused(func, args[0], "each rank of a layer has a part of it")
+        if AveragedGradient in types and getattr(func, "__name__", "") != "__set__":
+            return _with_gradients(func, args, kwargs)
         if func in _rules.of_wrapper:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -389,6 +393,27 @@ def _is_of_leaf(local: Tensor) -> bool:
     return local.is_leaf or (local._base is not None and local._base.is_leaf)
 
 
+def _with_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Compute with averaged gradients, whose elements may lie on ranks beyond those of the parts.
+
+    weight.sub_(0.1 * weight.grad), (weight * weight.grad).sum()     with the full gradient
+    weight.grad.add_(weight), weight - 0.1 * weight.grad             where its elements are
+    """
+    leaves, targets = tree_leaves((args, kwargs)), _written(func, args, kwargs)
+    wide = [one for one in leaves if isinstance(one, DimShardedTensor)]
+    in_graph = torch.is_grad_enabled() and any(one.requires_grad for one in wide)
+    changes_gradient = any(isinstance(one, AveragedGradient) for one in targets)
+    if changes_gradient or not (targets or in_graph):
+        args, kwargs = tree_map_only(DimShardedTensor, _gather_detached, (args, kwargs))
+    else:
+        args, kwargs = tree_map_only(AveragedGradient, _in_full, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _in_full(gradient: AveragedGradient) -> Tensor:
+    return gradient.full_tensor()
+
+
 def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """Return what an operation changes, several tensors where it is of a list."""
     return tree_leaves(kwargs.get("out", args[0] if args and writes(func) else ()))
@@ -445,6 +470,7 @@ class Gathered:
         """Whether a tensor is a view of these."""
         return (
             value is not self.full
+            and not isinstance(value, (AveragedGradient, ShardedTensor))
             and value.layout == torch.strided
             and not isinstance(value, DimShardedTensor)
             and value.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()

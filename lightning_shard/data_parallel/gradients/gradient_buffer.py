@@ -365,7 +365,7 @@ class GradientBuffer:
             self.full, self.views = kept
         else:
             self.full = self.flat.memory.like(self.flat.full, kind)
-            self.views = full_views(self.full, self.flat.layout)
+            self.views = [view.detach() for view in full_views(self.full, self.flat.layout)]
         for start, stop in self.flat.layout.gaps:  # padding travels too: keep it zero
             self.full[start:stop].zero_()
         if self.accumulates and self.local is None:
@@ -387,7 +387,7 @@ class GradientBuffer:
             return
         for index, slot in enumerate(self.flat.layout.slots):
             if addresses[index] != self._addresses[index]:
-                self.views[index] = self.full[slot.offset : slot.stop].view(slot.shape)
+                self.views[index] = self.full[slot.offset : slot.stop].view(slot.shape).detach()
 
     @as_they_are
     def renew(self) -> None:
@@ -419,7 +419,7 @@ class GradientBuffer:
         if self.accumulates:
             assert self.full is not None
             self.full = self.flat.memory.copy(self.full)
-            self.views = full_views(self.full, self.flat.layout)
+            self.views = [view.detach() for view in full_views(self.full, self.flat.layout)]
             self.local = self.flat.own_part(self.full)
             self._addresses = addresses_of(self.views)
         else:
@@ -493,6 +493,7 @@ class GradientBuffer:
             self.views[index].add_(grad)
         else:
             self.set_aside()
+            _out_of_graphs([self.views[index]])
             self.views[index].copy_(grad)
         if self.shows_sums:
             self.flat.params[index].grad = self.views[index]
@@ -508,6 +509,7 @@ class GradientBuffer:
             grads: Their gradients, dense and in no graph; nothing must be set aside for them.
         """
         views = [self.views[index] for index in indices]
+        _out_of_graphs(views)
         torch._foreach_copy_(views, grads)
         if self.shows_sums:
             for index, view in zip(indices, views, strict=True):
@@ -698,7 +700,7 @@ class GradientBuffer:
         """Let a gradient that user code has kept stay what it is, in memory of its own."""
         kept, slot = self.views[index], self.flat.layout.slots[index]
         assert self.full is not None
-        self.views[index] = self.full[slot.offset : slot.stop].view(slot.shape)
+        self.views[index] = self.full[slot.offset : slot.stop].view(slot.shape).detach()
         kept.data = kept.data.clone()
 
     @as_they_are
@@ -784,3 +786,10 @@ class GradientBuffer:
         for param, grad, is_stand_in in zip(self.flat.params, outer, stood_in, strict=True):
             param.grad = None if is_stand_in else grad
         self.flat.stand_ins.put(compress(range(len(outer)), stood_in))
+
+
+def _out_of_graphs(views: Sequence[Tensor]) -> None:
+    """Let go of the graphs by which hooks of the last step have added to gradients."""
+    for view in views:
+        if view.requires_grad:
+            view.detach_()

@@ -251,9 +251,9 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return found[id(gradient)][0]
 
     name = getattr(func, "__name__", "")
-    if _is_written_to_full(name, args):  # as in an update by hand; each rank has its part, full
-        given = args, kwargs
-        args, kwargs = tree_map_only(AveragedGradient, lambda one: one.sharded().own_full(), given)
+    targets = _plain_targets(func, args, kwargs)
+    if targets:  # as in an update by hand
+        args, kwargs = _full_for(targets, args, kwargs)
         return func(*args, **kwargs)
     args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
     first, like = next(iter(found.values()))
@@ -272,11 +272,26 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return tree_map_only(ShardedTensor, lambda one: _shown(one, found, like), result)
 
 
-def _is_written_to_full(name: str, args: Sequence[Any]) -> bool:
-    """Whether an in-place operation writes to full tensors, its first argument, not a gradient."""
+def _plain_targets(func: Any, args: Sequence[Any], kwargs: Kwargs) -> list[Tensor]:
+    """Return what an operation changes where that is no gradient."""
+    name = getattr(func, "__name__", "")
     in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-    return in_place and not any(isinstance(one, AveragedGradient) for one in targets)
+    changed = kwargs.get("out", args[0] if in_place or func == _SET_DATA else ())
+    targets = list(changed) if isinstance(changed, (list, tuple)) else [changed]
+    return [] if any(isinstance(one, AveragedGradient) for one in targets) else targets
+
+
+def _full_for(targets: list[Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Replace gradients by what has the shape of the target: all of it, or this rank's part."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    beside = {id(one): target for each in lists for one, target in zip(each, targets, strict=False)}
+
+    def full(gradient: AveragedGradient) -> Tensor:
+        sharded, target = gradient.sharded(), beside.get(id(gradient), targets[0])
+        tensor = sharded.full_tensor()
+        return tensor if tensor.shape == target.shape else sharded.spread.own(tensor)
+
+    return tree_map_only(AveragedGradient, full, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _with_operands(

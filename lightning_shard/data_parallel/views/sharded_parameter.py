@@ -164,7 +164,12 @@ class KeptParameter(nn.Parameter):
             if func not in OF_TRAINING and is_called_by_user():
                 given = tree_map_only(cls, _seen, given)
             if any(type(one) is cls for one in tree_leaves(given)):
-                return func(*given[0], **given[1])
+                if AveragedGradient not in types:
+                    return func(*given[0], **given[1])
+                others = set(types) - {cls, nn.Parameter, AveragedGradient}
+                if others:
+                    return NotImplemented
+                return AveragedGradient.called(func, [AveragedGradient], given[0], dict(given[1]))
         return func(*given[0], **given[1])
 
 

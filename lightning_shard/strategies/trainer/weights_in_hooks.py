@@ -160,7 +160,8 @@ class WeightsInHooks:
         given = tree_leaves((args, kwargs))
         params = [one for one in given if self._is_spread(one)]
         if not params:
-            return _with_full_gradients(func, args, kwargs, given)
+            args, kwargs = _with_full_gradients(func, args, kwargs)
+            return func(*args, **kwargs)
         if func in _OF_THE_OBJECT:
             return func(*args, **kwargs)
         caller = _caller()
@@ -174,7 +175,8 @@ class WeightsInHooks:
             return func(args[0], self._local(args[0], args[1]))
         if func in _OF_THE_SHAPE:
             return func(_shaped(args[0], self._shape(args[0])), *args[1:], **kwargs)
-        if any(isinstance(one, (AveragedGradient, ShardedTensor)) for one in given):
+        args, kwargs = _with_full_gradients(func, args, kwargs)
+        if any(isinstance(one, _SHARDED) for one in tree_leaves((args, kwargs))):
             self._settle_all()  # goes element by element, where the elements are
             return func(*args, **kwargs)
         return self._on_full(func, args, kwargs, params)
@@ -384,14 +386,13 @@ class _Substituting(TorchFunctionMode):
 
 
 def _with_full_gradients(
-    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], given: Sequence[Any]
-) -> Any:
-    """Take the full gradient where a plain tensor is changed by a sharded gradient."""
-    target = args[0] if args and writes(func) else None
-    is_plain = isinstance(target, Tensor) and not isinstance(target, _SHARDED)
-    if is_plain and any(isinstance(one, _SHARDED) for one in given):
-        args, kwargs = tree_map_only(_SHARDED, lambda one: one.full_tensor(), (args, kwargs))
-    return func(*args, **kwargs)
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Take the full gradients where something else is changed by sharded ones."""
+    target = kwargs.get("out", args[0] if args and writes(func) else None)
+    if not isinstance(target, Tensor) or isinstance(target, _SHARDED):
+        return args, kwargs
+    return tree_map_only(_SHARDED, lambda one: one.full_tensor(), (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _shows(result: Any, tensor: Tensor) -> bool:
