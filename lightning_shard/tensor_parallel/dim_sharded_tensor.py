@@ -35,7 +35,6 @@ from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.recompute.recomputation import TakenApart, take_apart_by
 from lightning_shard.data_parallel.torch_private import untraced
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
-from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.views.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.regions import (
@@ -469,10 +468,9 @@ class Gathered:
     def has(self, value: Tensor) -> bool:
         """Whether a tensor is a view of these."""
         return (
-            value is not self.full
-            and not isinstance(value, (AveragedGradient, ShardedTensor))
+            type(value) is Tensor
+            and value is not self.full
             and value.layout == torch.strided
-            and not isinstance(value, DimShardedTensor)
             and value.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
         )
 
