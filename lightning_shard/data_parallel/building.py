@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.layout.owned import assign_owners
+from lightning_shard.core.layout.flat import assign_owners
 from lightning_shard.data_parallel.compression.compressor import Exchange, FlatBuffer
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
@@ -38,7 +38,7 @@ class Owners:
     both                      S x T ranks, of which one       shard rank s has its T ranks' parts
                               updates                         full, and rank t of those gathers
 
-    Parameters go to S x T ranks by size, see `layout/owned`: state is 1/(S T), and one matrix more.
+    Parameters go to S x T ranks by size, see `OwnedLayout`: state is 1/(S T), and one matrix more.
 
     Attributes:
         rank: This rank, of those that have parts of the same layers; 0 where layers have no parts.

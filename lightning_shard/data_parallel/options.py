@@ -95,7 +95,7 @@ class EngineOptions(ShardOptions, UnitOptions):
         dtypes: Number formats of compute, traffic and the optimizer's copy.
         compression: How gradients are compressed before they travel; stages 0 to 2.
         owned: Parameters that lie full on one rank each, from stage 1 on, for optimizers of full
-            matrices; see `layout/owned`.
+            matrices; see `OwnedLayout`.
         start: Knows the values of parameters that are on meta; None where there are none.
         seeing_shards: Makes the context in which the engine works: each step and backward, and what
             takes over values, which a hook that sees full weights may have begun.

@@ -1,7 +1,7 @@
 """Optimizers of full matrices on shards and parts: who updates what, and the update itself.
 
     before the engine   a trial says which param groups need full parameters (Muon's, Adafactor's)
-                        and the engine gives each of their parameters to one rank: `layout/owned`
+                        and the engine gives each of their parameters to one rank: `OwnedLayout`
     a step              owner    param.data, param.grad   full, in the parameter's own shape
                         others   the optimizer's groups leave the parameter out
     tensor parallel     the owner gathers what other ranks have

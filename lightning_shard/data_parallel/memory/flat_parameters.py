@@ -35,8 +35,12 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import CommonBuffer
 from lightning_shard.backends.pending import Pending
-from lightning_shard.core.layout.flat import FlatLayout, build_layout
-from lightning_shard.core.layout.owned import OwnedLayout, build_owned_layout
+from lightning_shard.core.layout.flat import (
+    FlatLayout,
+    OwnedLayout,
+    build_layout,
+    build_owned_layout,
+)
 from lightning_shard.data_parallel.content import sum_of_bits
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.memory.assigned import (
