@@ -67,6 +67,11 @@ class ProcessesFailedError(AssertionError):
     """A process failed or ran out of time; the message holds every process's output."""
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """Return RANK and WORLD_SIZE of this process."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
 def free_port() -> int:
     """Return a port that nothing listened on a moment ago."""
     with socket.socket() as probe:

@@ -11,16 +11,11 @@ each rank sends:
     all_to_all                           everything but its own split
     send                                 n
 
-Each `Collectives` has one `Traffic`; `traffic_table` sets several groups' side by side:
-
-    group      ranks  operation       calls  bytes  seconds  waited
-    mesh_dp    0 2    reduce_scatter     24  4.7 M     0.31    0.12
-    mesh_tp    0 1    all_reduce         96  1.2 M     0.08    0.08
+Each `Collectives` has one `Traffic`.
 """
 
 import operator
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -58,7 +53,6 @@ class OperationTraffic:
 
 
 _NOTHING = OperationTraffic()
-_NUMBER = re.compile(r"[-\d.,]+")
 
 # What `Collectives` counts.
 OPERATIONS = (
@@ -121,16 +115,6 @@ class Traffic(Mapping[str, OperationTraffic]):
         """Bytes sent by all operations."""
         return sum(one.bytes for one in self._operations.values())
 
-    @property
-    def total_seconds(self) -> float:
-        """Seconds spent in all operations."""
-        return sum(one.seconds for one in self._operations.values())
-
-    @property
-    def total_seconds_waited(self) -> float:
-        """Seconds in which this rank waited for data of any operation."""
-        return sum(one.seconds_waited for one in self._operations.values())
-
     def count(self, operation: str, elements: int, element_bytes: int) -> None:
         """Add one call that sends `elements` of `element_bytes` bytes each."""
         own = self._own(operation)
@@ -174,37 +158,3 @@ def ring_share(numel: int, size: int) -> int:
         numel * (size - 1) / size, rounded up.
     """
     return -(-numel * (size - 1) // size)
-
-
-def traffic_table(groups: Iterable[GroupTraffic]) -> str:
-    """Write the counters of several groups as one table, a line per group and operation."""
-    rows = [("group", "ranks", "operation", "calls", "bytes", "seconds", "waited")]
-    rows += [
-        (
-            group.name,
-            " ".join(map(str, group.ranks)),
-            operation,
-            f"{one.calls:,}",
-            f"{one.bytes:,}",
-            f"{one.seconds:.3f}",
-            f"{one.seconds_waited:.3f}",
-        )
-        for group in groups
-        for operation, one in group.traffic.items()
-    ]
-    return format_table(rows)
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns, numbers to the right; the first row is the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numeric = [
-        all(_NUMBER.fullmatch(cell) for cell in column[1:]) for column in zip(*rows, strict=True)
-    ]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ).rstrip()
-        for row in rows
-    )

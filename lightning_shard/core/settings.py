@@ -332,15 +332,6 @@ def joins_job() -> bool:
     return job() is not None and given(_JOB_IS_INITIAL) != "1"
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """Read RANK and WORLD_SIZE.
-
-    Raises:
-        ConfigError: A variable is missing or no number, or the rank is not below the size.
-    """
-    return _number_below("RANK", "WORLD_SIZE", TORCHRUN)
-
-
 def prefer_loopback_for_gloo() -> None:
     """Let Gloo bind to the loopback interface, unless the user has chosen one.
 

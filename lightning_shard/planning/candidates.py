@@ -18,7 +18,6 @@ from lightning_shard.core.schemes import BY_STAGE, SCHEMES
 from lightning_shard.data_parallel.options import Offload
 
 Checkpointing = Literal["full", "selective"] | None
-_SCHEDULES = ("1f1b", "interleaved_1f1b")
 
 
 def strategy_class(name: str) -> Any:

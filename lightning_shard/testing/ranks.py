@@ -1,7 +1,7 @@
 """Run a function on several ranks in this process; for tests, notebooks and debugging."""
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TypeVar
@@ -12,7 +12,7 @@ import torch
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process import Fault, InProcessBackend, World, injected_faults
-from lightning_shard.backends.traffic import OPERATIONS, OperationTraffic, format_table
+from lightning_shard.backends.traffic import OPERATIONS, OperationTraffic
 from lightning_shard.errors import ConfigError
 
 __all__ = ["Fault", "injected_faults", "run_ranks"]
@@ -152,7 +152,7 @@ def assert_traffic(
         raise AssertionError(
             f"Traffic on rank {collectives.rank} of {collectives.size}, group "
             f"{collectives.group.group_desc!r}, is not as expected.\n"
-            + format_table([("operation", "counter", "got", "expected"), *wrong])
+            + _table([("operation", "counter", "got", "expected"), *wrong])
         )
 
 
@@ -164,3 +164,11 @@ def _misfits(
         got = getattr(after, counter) - getattr(before, counter)
         if wanted is not None and got != wanted:
             yield operation, counter, f"{got:,}", f"{wanted:,}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns, two of words and two of numbers; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = (str.ljust, str.ljust, str.rjust, str.rjust)
+    lines = (zip(aligned, row, widths, strict=True) for row in rows)
+    return "\n".join("  ".join(align(cell, width) for align, cell, width in line) for line in lines)

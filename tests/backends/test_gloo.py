@@ -11,13 +11,12 @@ import torch.distributed as dist
 from lightning_shard.backends.base import Backend
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.gloo import GlooBackend
-from lightning_shard.core import settings
 from lightning_shard.errors import RankFailedError
-from tests.processes import run_processes
+from tests.processes import rank_and_world_size, run_processes
 
 
 def join(backend: Backend) -> ExchangeCollectives:
-    rank, world_size = settings.rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     cpu = torch.device("cpu")
     backend.check(cpu)
     backend.init_process_group(

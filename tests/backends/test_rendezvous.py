@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from lightning_shard.backends import liveness, rendezvous
 from lightning_shard.backends.gloo import GlooBackend
-from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError, RankFailedError
-from tests.processes import free_port, run_processes
+from tests.processes import free_port, rank_and_world_size, run_processes
 
 
 def join(rank: int) -> None:
@@ -59,7 +58,7 @@ def test_the_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def come(late_seconds: float = 0, group_seconds: float = 60) -> bool:
     """Meet the others, the last rank late."""
-    rank, world_size = settings.rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     time.sleep(late_seconds if rank == world_size - 1 else 0)
     timeout = timedelta(seconds=group_seconds)
     GlooBackend().init_process_group(
@@ -78,7 +77,7 @@ def test_coming_later_than_the_time_out_is_no_silence() -> None:
 
 
 def come_twice_to_a_store_that_stays() -> list[bool]:
-    rank, _ = settings.rank_and_world_size()
+    rank, _ = rank_and_world_size()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = dist.TCPStore(host, port, is_master=True, wait_for_workers=False) if rank == 0 else None

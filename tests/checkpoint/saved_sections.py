@@ -1,12 +1,19 @@
 """What other ranks than those that have saved a checkpoint take up of its section, in full."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lightning_shard.checkpoint.by_rank import entries_of_ranks
+from lightning_shard.checkpoint.files.open_folder import INDEX_FILE
 from lightning_shard.data_parallel.compression.state import mean_of_ranks, with_means
+
+
+def is_sharded_folder(path: str | Path) -> bool:
+    """Whether there is a complete checkpoint of the sharded format at `path`."""
+    return Path(path, INDEX_FILE).is_file()
 
 
 def compression_in(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,14 +56,17 @@ def test_a_missing_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rank_and_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
+        monkeypatch.setenv(name, "0" if name.endswith("RANK") else "1")
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert settings.rank_and_world_size() == (2, 3)
+    place = settings.placement(settings.TORCHRUN)
+    assert (place.rank, place.world_size) == (2, 3)
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(
         ConfigError, match="RANK is 3 and WORLD_SIZE is 3; expected 0 <= RANK < WORLD_SIZE"
     ):
-        settings.rank_and_world_size()
+        settings.placement(settings.TORCHRUN)
 
 
 def test_gloo_is_bound_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

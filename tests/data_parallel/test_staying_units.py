@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.core.settings import rank_and_world_size
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.flat_gradients import IS_SENT
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.data_parallel.units.unit import HERE
 from tests.data_parallel.one_step import forward_and_backward
-from tests.processes import run_processes
+from tests.processes import rank_and_world_size, run_processes
 
 NUM_BLOCKS = 4
 

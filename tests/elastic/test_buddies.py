@@ -15,7 +15,6 @@ from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
-from lightning_shard.core import settings
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.elastic.snapshot_memory import BuddyRing
@@ -23,7 +22,7 @@ from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, start
 from tests.patience import patient
-from tests.processes import run_processes
+from tests.processes import rank_and_world_size, run_processes
 
 Names = list[tuple[int, int]]  # step and shard of what is held, the newest first
 
@@ -202,7 +201,7 @@ def test_a_loss_in_an_exchange_leaves_the_older_one_everywhere(stage: int) -> No
 
 def join() -> tuple[DataParallelEngine, Collectives]:
     backend, cpu = GlooBackend(), torch.device("cpu")
-    rank, world_size = settings.rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     backend.init_process_group(
         rank=rank, world_size=world_size, device=cpu, timeout=timedelta(seconds=60)
     )

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_shard.backends.shm import backend as shm_backend
-from lightning_shard.core.settings import rank_and_world_size
-from tests.processes import run_processes
+from tests.processes import rank_and_world_size, run_processes
 from tests.strategies.parity import (
     STRATEGIES,
     UPSTREAM_WARNINGS,

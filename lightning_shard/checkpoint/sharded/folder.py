@@ -23,7 +23,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_shard.checkpoint.files.checksums import CHECKSUMS, read_checksums, verify_folder
-from lightning_shard.checkpoint.files.open_folder import INDEX_FILE, META_FILE, in_edition
+from lightning_shard.checkpoint.files.open_folder import META_FILE, in_edition
 from lightning_shard.checkpoint.files.parts import is_leftover
 from lightning_shard.checkpoint.files.places import file_sizes, inside, is_file
 from lightning_shard.checkpoint.files.reading import read_file
@@ -149,11 +149,6 @@ def _fill(file: Any, begin: int, tensor: Tensor) -> None:
         if not count:
             raise OSError(f"it ends {len(memory) - done} bytes before the end of a tensor")
         done += count
-
-
-def is_sharded_folder(path: Any) -> bool:
-    """Whether there is a complete checkpoint of the sharded format at `path`."""
-    return is_file(inside(path, INDEX_FILE))
 
 
 class StoredTensor:

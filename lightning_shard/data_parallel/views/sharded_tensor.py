@@ -21,8 +21,6 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.tensor_calls import SeesOperations
 from lightning_shard.errors import ConfigError
 
-Operation = Callable[..., Any]
-
 
 class Spread(Protocol):
     """The spread of a tensor's elements over ranks."""

@@ -77,7 +77,6 @@ class Recorder(Callback):
         self._batch_idx = 0
         self._in_step = False
         self._in_fit = ExitStack()
-        self._num_before: dict[str, int] = {}
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

@@ -10,11 +10,10 @@ import torch.distributed as dist
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.gloo import GlooBackend
-from lightning_shard.core import settings
 from tests.backends.conformance.limits import LIMITS
 from tests.backends.conformance.suite import CHECKS, Limit, Outcome, read_outcome, run_all
 from tests.backends.conformance.worlds import WORLDS
-from tests.processes import run_processes
+from tests.processes import rank_and_world_size, run_processes
 
 CPU = torch.device("cpu")
 LIMIT = Limit(error="RuntimeError", match="no such type")
@@ -53,7 +52,7 @@ def run_bad_checks(folder: str) -> None:
 
     bad = {"one": fails_on_rank_1, "all": fails_everywhere, "lost": loses_rank_1}
     CHECKS.update(bad)
-    rank, size = settings.rank_and_world_size()
+    rank, size = rank_and_world_size()
     GlooBackend().init_process_group(
         rank=rank, world_size=size, device=CPU, timeout=timedelta(seconds=20)
     )

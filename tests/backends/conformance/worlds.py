@@ -18,12 +18,11 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.shm import backend as shm_backend
-from lightning_shard.core import settings
 from lightning_shard.testing import run_ranks
 from tests.backends.conformance import facade
 from tests.backends.conformance.suite import CHECKS, Outcome, read_outcome, run_all
 from tests.mpirun import run_mpi
-from tests.processes import ProcessesFailedError, run_processes
+from tests.processes import ProcessesFailedError, rank_and_world_size, run_processes
 
 _TIMEOUT = timedelta(seconds=20)
 _START_SECONDS = 200
@@ -147,7 +146,7 @@ def rank_and_size(backend: str) -> tuple[int, int]:
         from mpi4py import MPI
 
         return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    return settings.rank_and_world_size()
+    return rank_and_world_size()
 
 
 def default_collectives(backend: str, algorithms: str = "") -> Collectives:

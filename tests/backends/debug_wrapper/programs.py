@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_shard.backends.debug_wrapper import DebugExchange, DebugGroup, exchange_collectives
 from lightning_shard.core import settings
+from tests.processes import rank_and_world_size
 
 _stores: list[
     dist.TCPStore
@@ -18,7 +19,7 @@ _stores: list[
 def meeting_place() -> dist.TCPStore:
     """Return the store of this process's peers."""
     if not _stores:
-        rank, world_size = settings.rank_and_world_size()
+        rank, world_size = rank_and_world_size()
         place = settings.rendezvous()
         _stores.append(dist.TCPStore(place.host, place.port, world_size, rank == 0))
         settings.prefer_loopback_for_gloo()
@@ -28,7 +29,7 @@ def meeting_place() -> dist.TCPStore:
 @contextmanager
 def debug_world(name: str, timeout_seconds: float = 30) -> Iterator[DebugExchange]:
     """Start a checked Gloo world of this name, and end it."""
-    rank, world_size = settings.rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     dist.init_process_group(
         "checked_gloo",
         store=dist.PrefixStore(name, meeting_place()),

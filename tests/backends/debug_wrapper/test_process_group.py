@@ -17,10 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shard.backends.debug_wrapper import DebugExchange
-from lightning_shard.core import settings
 from lightning_shard.errors import CollectiveMismatchError
 from tests.backends.debug_wrapper.programs import debug_world, meeting_place, outcome
-from tests.processes import run_processes
+from tests.processes import rank_and_world_size, run_processes
 
 
 def wait_for_peers(name: str) -> None:
@@ -92,7 +91,7 @@ def group_made_again_after_a_mismatch() -> list[float]:
 def group_made_again_by_one_rank_first() -> list[float]:
     sums = []
     for turn in range(4):
-        if settings.rank_and_world_size()[0] == turn % 2:
+        if rank_and_world_size()[0] == turn % 2:
             time.sleep(0.2)  # meanwhile the other finds what the last group has left in the store
         with debug_world("late"):
             tensor = torch.ones(())

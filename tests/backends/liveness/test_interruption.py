@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from lightning_shard.backends.liveness.interruption import Interruptible, interrupt_groups
 from lightning_shard.backends.rendezvous import join_world
-from lightning_shard.core.settings import prefer_loopback_for_gloo, rank_and_world_size
+from lightning_shard.core.settings import prefer_loopback_for_gloo
 from tests.patience import patient
-from tests.processes import run_processes
+from tests.processes import rank_and_world_size, run_processes
 
 
 def wait_for_each_other() -> str:

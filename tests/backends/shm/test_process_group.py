@@ -24,13 +24,12 @@ from lightning_shard.backends.calls import Call
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.shm import heap, room
-from lightning_shard.core.settings import rank_and_world_size
 from lightning_shard.errors import (
     CollectiveMismatchError,
     RankFailedError,
     ShardError,
 )
-from tests.processes import REPOSITORY, run_processes
+from tests.processes import REPOSITORY, rank_and_world_size, run_processes
 
 
 def join(*, timeout: float = 20, debug: bool = False) -> Collectives:

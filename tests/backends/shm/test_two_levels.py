@@ -11,10 +11,9 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.shm import backend as shm_backend
 from lightning_shard.backends.shm.process_group import ShmGroup
 from lightning_shard.backends.shm.two_levels import TwoLevelGroup
-from lightning_shard.core.settings import rank_and_world_size
 from lightning_shard.errors import RankFailedError
 from tests.backends.shm.test_process_group import error_of, join
-from tests.processes import run_processes
+from tests.processes import rank_and_world_size, run_processes
 
 NUMEL = 100_003  # divided by no number of ranks
 HALVES = 256.0, 0.9, 0.05, 0.1  # 258 in bfloat16, but 256 where a host rounds its own sum first

@@ -17,8 +17,8 @@ from lightning_shard import AsyncSGDStrategy, ElasticStrategy, LocalSGDStrategy,
 from lightning_shard.backends.in_process import current_rank
 from lightning_shard.checkpoint.async_save.background_saves import SaveInFlight, StagedWriter
 from lightning_shard.checkpoint.host_buffers import HostBuffers
-from lightning_shard.checkpoint.sharded.folder import is_sharded_folder
 from lightning_shard.errors import CheckpointError, ConfigError
+from tests.checkpoint.saved_sections import is_sharded_folder
 from tests.checkpoint.sharded.runs import LAYOUTS, NUM_STEPS, SAVED_AFTER, Model, fit
 from tests.examples.commands import ignore_upstream_warnings
 

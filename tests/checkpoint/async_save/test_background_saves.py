@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves, SaveInFlight
-from lightning_shard.checkpoint.sharded.folder import is_sharded_folder
+from tests.checkpoint.saved_sections import is_sharded_folder
 
 STATE: dict[str, Any] = {"state_dict": {"weight": torch.arange(6.0)}}
 

@@ -8,8 +8,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard.checkpoint.async_save.background_saves import SaveInFlight, StagedWriter
-from lightning_shard.checkpoint.sharded.folder import is_sharded_folder
 from tests.checkpoint.async_save.test_async_saves import made, sharded
+from tests.checkpoint.saved_sections import is_sharded_folder
 from tests.checkpoint.sharded.runs import NUM_STEPS, fit
 from tests.examples.commands import ignore_upstream_warnings
 

@@ -7,10 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.backends.gloo import GlooBackend
-from lightning_shard.core import settings
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import SHIPPED, average, gradient, make_exchange
-from tests.processes import run_processes
+from tests.processes import rank_and_world_size, run_processes
 
 NUM_STEPS = 3
 
@@ -28,7 +27,7 @@ def averages(rank: int, backend: str) -> dict[tuple[str, bool], Tensor]:
 
 
 def over_gloo() -> dict[tuple[str, bool], Tensor]:
-    rank, world_size = settings.rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     GlooBackend().init_process_group(
         rank=rank,
         world_size=world_size,
