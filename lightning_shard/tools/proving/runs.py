@@ -68,11 +68,10 @@ class Recorder(Callback):
     Args:
         sink: Where the ranks' records are kept.
         accumulate: Batches of one optimizer step.
-        with_outputs: Whether what modules return is recorded, too.
     """
 
-    def __init__(self, sink: Sink, accumulate: int = 1, *, with_outputs: bool = True) -> None:
-        self._sink, self._accumulate, self._with_outputs = sink, accumulate, with_outputs
+    def __init__(self, sink: Sink, accumulate: int = 1) -> None:
+        self._sink, self._accumulate = sink, accumulate
         self._record = Record()
         self._batch_idx = 0
         self._in_step = False
@@ -91,7 +90,7 @@ class Recorder(Callback):
             ("configure_gradient_clipping", self._after_clipping),
         ):
             enter(patch.object(pl_module, name, noting(pl_module)))
-        for name, module in pl_module.named_modules() if self._with_outputs else ():
+        for name, module in pl_module.named_modules():
             if name:
                 handle = module.register_forward_hook(self._noting_output(name))
                 self._in_fit.callback(handle.remove)
