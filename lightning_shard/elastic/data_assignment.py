@@ -395,12 +395,12 @@ class DataAssignment:
             epoch: The epoch in which the step was made.
             global_step: The steps of the fit that are done.
         """
-        self._position, self._noted_step = self._position_behind(epoch, 1), global_step
+        self._position, self._noted_step = self._position_behind(epoch), global_step
 
-    def _position_behind(self, epoch: int, num_steps: int) -> Position:
+    def _position_behind(self, epoch: int) -> Position:
         assert self._sampler is not None
         steps = self._position.steps if self._position.epoch == epoch else 0
-        return self._sampler.position(steps + num_steps)
+        return self._sampler.position(steps + 1)
 
     def weight(self, batch_idx: int) -> float:
         """Return the factor of the mean loss of this rank's batch, 1.0 where all are alike."""
@@ -411,7 +411,7 @@ class DataAssignment:
         position = self._position
         if self._sampler is not None and self._has_unnoted_step:
             epoch = epoch_of_samplers(self._trainer)
-            position = self._position_behind(epoch, 1)
+            position = self._position_behind(epoch)
         return {
             **vars(self.batch_assignment),
             "position": vars(position),
