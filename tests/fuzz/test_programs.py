@@ -42,6 +42,12 @@ def test_a_program_that_was_wrong_trains_as_on_one_device(features: str, scheme:
     assert outcome.verdict == EQUAL, outcome.text
 
 
+def test_what_stands_in_for_a_frozen_layer_is_asked_for_no_memory() -> None:
+    """A step of another stage was refused, as if user code had asked for the layer's memory."""
+    outcome = judged(("frozen layer", "positions and tokens"), 3, "pipeline x tensor x4")
+    assert outcome.verdict == EQUAL, outcome.text
+
+
 def test_there_are_at_least_sixty_features() -> None:
     assert len(FEATURES) >= 60
 
