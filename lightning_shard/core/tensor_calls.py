@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.errors import ConfigError
 
@@ -44,6 +44,24 @@ def name_of(func: Any) -> str:
     """Return the name of a function, or of the property that it reads, without underscores."""
     name, read = getattr(func, "__name__", ""), getattr(func, "__self__", None)
     return str(getattr(read, "__name__", name) if name == "__get__" else name).strip("_")
+
+
+def writes(func: Any) -> bool:
+    """Whether a function changes its first argument, by torch's convention for names."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _READING)
+    return name.endswith("_")
+
+
+_READING = ("__index__", "__int__", "__invert__", "__iter__")  # the others are __iadd__ and so on
+
+
+def changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what a function changes, several tensors where it is of a list."""
+    out = kwargs.get("out")
+    changed = args[0] if out is None and args and writes(func) else out
+    return [] if changed is None else tree_leaves(changed)
 
 
 @cache

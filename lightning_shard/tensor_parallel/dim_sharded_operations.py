@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_shard.core.tensor_calls import writes
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.transforms import OF_RANKS, transform_refused
@@ -24,7 +25,6 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     full_tensor,
     own_part,
     register_rules,
-    writes,
 )
 from lightning_shard.tensor_parallel.full_width_attention import (
     attend,

@@ -30,7 +30,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.tensor_calls import BY_ADDRESS, MOVES_MEMORY, memory_refused, name_of
+from lightning_shard.core.tensor_calls import (
+    BY_ADDRESS,
+    MOVES_MEMORY,
+    changed_by,
+    memory_refused,
+    name_of,
+    writes,
+)
 from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.recompute.recomputation import TakenApart, take_apart_by
 from lightning_shard.data_parallel.torch_private import untraced
@@ -370,7 +377,7 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     full_args, full_kwargs = tree_map_only(DimShardedTensor, full, (args, kwargs))
     result = func(*full_args, **full_kwargs)
     given = {id(one): one for one in tree_leaves((args, kwargs)) if id(one) in gathered}
-    targets = [one for one in _written(func, args, kwargs) if id(one) in gathered]
+    targets = [one for one in changed_by(func, args, kwargs) if id(one) in gathered]
     for target in targets:
         part = target.part
         written = gathered[id(target)].to(part.local.dtype)
@@ -398,7 +405,7 @@ def _with_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     weight.sub_(0.1 * weight.grad), (weight * weight.grad).sum()     with the full gradient
     weight.grad.add_(weight), weight - 0.1 * weight.grad             where its elements are
     """
-    leaves, targets = tree_leaves((args, kwargs)), _written(func, args, kwargs)
+    leaves, targets = tree_leaves((args, kwargs)), changed_by(func, args, kwargs)
     wide = [one for one in leaves if isinstance(one, DimShardedTensor)]
     in_graph = torch.is_grad_enabled() and any(one.requires_grad for one in wide)
     changes_gradient = any(isinstance(one, AveragedGradient) for one in targets)
@@ -411,11 +418,6 @@ def _with_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, Any])
 
 def _in_full(gradient: AveragedGradient) -> Tensor:
     return gradient.full_tensor()
-
-
-def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Return what an operation changes, several tensors where it is of a list."""
-    return tree_leaves(kwargs.get("out", args[0] if args and writes(func) else ()))
 
 
 class Gathered:
@@ -499,7 +501,7 @@ class ViewOfGathered(Tensor):
             return _in_turn(func, args, kwargs)
         views = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)}
         homes = [*{id(one.of): one.of for one in views.values()}.values()]
-        targets = [one for one in _written(func, args, kwargs) if id(one) in views]
+        targets = [one for one in changed_by(func, args, kwargs) if id(one) in views]
         if func in _OF_THE_GRAPH and DimShardedTensor in types:
             return DimShardedTensor.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -545,17 +547,6 @@ def _shown(result: Any, homes: Sequence[Gathered]) -> Any:
         return view
 
     return tree_map_only(Tensor, shown, result) if homes else result
-
-
-def writes(func: Callable[..., Any]) -> bool:
-    """Whether an operation changes its first argument, by torch's convention for names."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in _READING)
-    return name.endswith("_")
-
-
-_READING = ("__index__", "__int__", "__invert__", "__iter__")  # the others are __iadd__ and so on
 
 
 _OF_THE_GRAPH = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)  # of these nodes

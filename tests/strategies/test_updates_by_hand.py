@@ -33,6 +33,17 @@ def _like_adam(param: Any) -> None:
     param.addcdiv_(param.grad, square.sqrt().add_(1e-3), value=-0.01)
 
 
+def _by_norms(param: Any) -> None:
+    norm = torch.norm(torch.stack([torch.norm(param.grad), torch.norm(param.grad, p=1)]))
+    param.sub_(0.1 * param.grad * torch.norm(param) / (norm + 1))
+
+
+def _filled(param: Any) -> None:
+    rows = torch.zeros((2, *param.shape), dtype=param.dtype)
+    rows[1] = param.grad
+    param.sub_(0.1 * rows[1])
+
+
 def _projected(param: Any) -> None:
     along = (param.grad * param).sum() / param.square().sum().add(1e-9)
     param.sub_(0.1 * (param.grad - along * param))
@@ -53,6 +64,8 @@ UPDATES: dict[str, Callable[[Any], Any]] = {
     "momentum": _with_momentum,
     "adam": _like_adam,
     "projected": _projected,
+    "norms": _by_norms,
+    "filled": _filled,
 }
 
 

@@ -32,6 +32,7 @@ from lightning_shard.core.tensor_calls import (
     Kwargs,
     SeesCalls,
     SeesOperations,
+    changed_by,
     name_of,
 )
 from lightning_shard.data_parallel.torch_private import is_traced
@@ -274,10 +275,7 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _plain_targets(func: Any, args: Sequence[Any], kwargs: Kwargs) -> list[Tensor]:
     """Return what an operation changes where that is no gradient."""
-    name = getattr(func, "__name__", "")
-    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    changed = kwargs.get("out", args[0] if in_place or func == _SET_DATA else ())
-    targets = list(changed) if isinstance(changed, (list, tuple)) else [changed]
+    targets = [args[0]] if func == _SET_DATA else changed_by(func, args, kwargs)
     return [] if any(isinstance(one, AveragedGradient) for one in targets) else targets
 
 
@@ -289,7 +287,8 @@ def _full_for(targets: list[Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, 
     def full(gradient: AveragedGradient) -> Tensor:
         sharded, target = gradient.sharded(), beside.get(id(gradient), targets[0])
         tensor = sharded.full_tensor()
-        return tensor if tensor.shape == target.shape else sharded.spread.own(tensor)
+        own = sharded.spread.own(tensor)
+        return own if own.shape == target.shape != tensor.shape else tensor
 
     return tree_map_only(AveragedGradient, full, (args, kwargs))  # type: ignore[no-any-return]
 

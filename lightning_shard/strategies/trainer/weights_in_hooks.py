@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.call_site import reading
-from lightning_shard.core.tensor_calls import OF_MEMORY, name_of
+from lightning_shard.core.tensor_calls import OF_MEMORY, changed_by, name_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.torch_private import (
     innermost_function_mode,
@@ -39,7 +39,6 @@ from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradie
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.views.unseen_calls import makers_seen
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.dim_sharded_tensor import writes
 
 _PACKAGE = __name__.partition(".")[0]
 _LAYERS = f"{_PACKAGE}.tensor_parallel."
@@ -215,7 +214,7 @@ class WeightsInHooks:
         result = func(*full_args, **full_kwargs)
         if func in _SETTERS and args[0] in fulls:
             fulls[args[0]].is_assigned = True
-        is_written = writes(func) or func in _SETTERS or "out" in kwargs
+        is_written = func in _SETTERS or bool(changed_by(func, args, kwargs))
         for param, one in fulls.items():
             if param not in self._kept and is_written:
                 self._settle(one)
@@ -389,8 +388,8 @@ def _with_full_gradients(
     func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Take the full gradients where something else is changed by sharded ones."""
-    target = kwargs.get("out", args[0] if args and writes(func) else None)
-    if not isinstance(target, Tensor) or isinstance(target, _SHARDED):
+    targets = changed_by(func, args, kwargs)
+    if len(targets) != 1 or isinstance(targets[0], _SHARDED):
         return args, kwargs
     return tree_map_only(_SHARDED, lambda one: one.full_tensor(), (args, kwargs))  # type: ignore[no-any-return]
 
