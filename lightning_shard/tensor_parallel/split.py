@@ -228,14 +228,17 @@ class SplitModel(ModelSplit):
 
     @untraced
     def _wide(self, sharding: Sharding, part: Tensor) -> Tensor:
-        """Return what shows a weight for as long as a step runs: a tied one is the same twice."""
+        """Return what shows a weight for as long as a step runs, in a graph or in none.
+
+        A tied one is the same twice; what a step keeps by parameter it finds again.
+        """
         refuse_transforms(OF_RANKS)
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        key = (id(part), part.requires_grad, part.dtype, *modes)
+        key = (id(part), part.requires_grad, part.dtype, torch.is_inference_mode_enabled())
         known, wide = self._shown.get(key, (None, part))
         if known is not part:
             dim, num_blocks = sharding.dim, len(sharding.blocks)
-            wide = from_local(part, self.group, dim, num_blocks)
+            with torch.enable_grad():
+                wide = from_local(part, self.group, dim, num_blocks)
             pass_for_parameter(wide)
             self._shown[key] = part, wide
         return wide
@@ -264,7 +267,8 @@ class SplitModel(ModelSplit):
                 yield
         finally:
             self._is_in_step = before
-            self._shown.clear()
+            if not before:  # a backward by hand enters again
+                self._shown.clear()
             self._crossings.forget()  # else what entered last is there until the next step
             self._between.close()
 

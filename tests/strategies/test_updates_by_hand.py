@@ -136,6 +136,35 @@ def test_a_step_changes_gradients_by_the_weights(name: str, scheme: str) -> None
     assert_as_alone(type("Hand", (ByHand,), own), scheme)
 
 
+class Sharpness(ByHand):
+    """Moves weights uphill and back, by what it keeps for each parameter."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = Decoder.training_step(self, batch, batch_idx)
+        self.manual_backward(loss)
+        before = {param: param.detach().clone() for param in self.parameters()}
+        with torch.no_grad():
+            norm = torch.stack([param.grad.norm() for param in before]).norm()
+            uphill = {param: 0.05 * param.grad / norm for param in self.parameters()}
+            for param in self.parameters():
+                param.add_(uphill[param])
+        optimizer.zero_grad()
+        self.manual_backward(Decoder.training_step(self, batch, batch_idx))
+        with torch.no_grad():
+            for param in self.parameters():
+                param.sub_(uphill[param]).lerp_(before[param], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
+def test_a_step_finds_what_it_keeps_by_parameter_after_a_backward(scheme: str) -> None:
+    """A backward by hand made other tensors of tensor parallel's weights, as did `no_grad`."""
+    assert_as_alone(Sharpness, scheme)
+
+
 class InHook(Decoder):
     """Does so in a hook before the update, with or without a graph."""
 
