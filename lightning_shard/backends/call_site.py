@@ -104,11 +104,7 @@ def purpose() -> str:
 
 
 def find_call_site(frame: FrameType | None = None) -> CallSite:
-    """Return the innermost frame that is not of torch, Lightning, a wrapper or this package.
-
-    Args:
-        frame: Where to begin; by default at the caller.
-    """
+    """Return the innermost frame that is not of torch, Lightning, a wrapper or this package."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename

@@ -54,12 +54,6 @@ class MissingRanksError(dist.DistStoreError):  # a peer's end, to whoever asks w
 def fresh_store(store: Store, rank: int, world_size: int, patience: timedelta) -> Store:
     """Wait for all ranks of this meeting, and return a part of the store that only they use.
 
-    Args:
-        store: Store at which the ranks meet; every rank must call.
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        patience: How long to wait for the other ranks.
-
     Raises:
         MissingRanksError: A rank did not come; says which have, and which have not.
         torch.distributed.DistError: The store is gone.
@@ -274,13 +268,6 @@ def store_without_python(
 
     NCCL asks its store from threads of its own, even as the process ends, when no Python runs any
     more. It listens where the job's server does, and is open to all who reach that.
-
-    Args:
-        store: The job's store; every rank must call.
-        host: Rank 0's address.
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        timeout: How long its calls wait.
     """
     if rank == 0:
         listener, *others = listen(host, 0)

@@ -199,11 +199,7 @@ class PythonGroup(GroupHandle):
     alltoall_base = all_to_all_single
 
     def gather_common(self, buffer: Any) -> Work:
-        """Bring a buffer up to date that the ranks have in common; on shared memory alone.
-
-        Args:
-            buffer: A `CommonBuffer` of this group.
-        """
+        """Bring a buffer up to date that the ranks have in common; on shared memory alone."""
         size = (buffer.tensor.dtype, buffer.tensor.numel())
         return self._post("gather_common", [torch.zeros(1)], agreed=size, results=[buffer])
 

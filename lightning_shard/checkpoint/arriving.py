@@ -365,13 +365,7 @@ def slices_of(
 def of_split(
     param: nn.Parameter, full: ArrivingTensor, engine: DataParallelEngine
 ) -> ArrivingTensor:
-    """Return a full tensor from those of the ranks that split the model; each of them must call.
-
-    Args:
-        param: The parameter that is split as the tensor is, or one that was added in mid-run.
-        full: What has arrived on this rank; as it is where the model is not split.
-        engine: The engine that holds the parameter.
-    """
+    """Return a full tensor from those of the ranks that split the model; each of them must call."""
     if not engine.split.groups or not engine.split.is_spread(param):
         return full
     return ArrivingTensor.here(engine.split.full(param, full.tensor()))

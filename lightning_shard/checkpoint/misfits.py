@@ -97,14 +97,7 @@ def shape_misfits(what: str, got: Sequence[int], expected: Sequence[int]) -> lis
 def misfit_error(
     owner: str, misfits: Sequence[str], advice: str, loaded: str = "nothing of it was"
 ) -> CheckpointError:
-    """Make the error of a checkpoint that does not fit.
-
-    Args:
-        owner: Name of the object that the checkpoint was to be loaded into.
-        misfits: Messages of what does not fit, each without a full stop.
-        advice: Sentences that tell the user what to do.
-        loaded: Says what was loaded of it all the same.
-    """
+    """Make the error of a checkpoint that does not fit."""
     told = "; ".join(misfits[:_MOST_TOLD])
     more = f"; and {len(misfits) - _MOST_TOLD} more" if len(misfits) > _MOST_TOLD else ""
     return CheckpointError(

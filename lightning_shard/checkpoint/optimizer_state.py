@@ -290,12 +290,7 @@ def _brought(
 def _agree_on_keys(
     state: Mapping[int, Mapping[str, Any]], params: list[nn.Parameter], engine: DataParallelEngine
 ) -> dict[str, dict[int, dict[str, Any]]]:
-    """Agree on the entries to join: a rank without a shard of a parameter has no state for it.
-
-    Returns:
-        By kind, parameter and key, the format of entries that lie in shards, the value of others,
-            and where those lie that only the owner of a parameter has.
-    """
+    """Agree on the entries to join: a rank without a shard of a parameter has no state for it."""
     mine: dict[int, dict[str, Any]] = {}
     for index, entries in state.items():
         if not engine.split.is_here(params[index]):

@@ -69,12 +69,7 @@ def leave_out_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
 
 
 def frozen_entries(module: nn.Module, state: Mapping[str, Any]) -> set[nn.Parameter]:
-    """Return the parameters of which `leave_out_frozen` takes every entry out of a state.
-
-    Args:
-        module: The module, with the same parameters on every rank.
-        state: Its `state_dict` with the parameters themselves.
-    """
+    """Return the parameters of which `leave_out_frozen` takes every entry out of a state."""
     frozen = _frozen_names(module)
     params = {value for value in state.values() if isinstance(value, nn.Parameter)}
     return params - {value for name, value in state.items() if name not in frozen}

@@ -53,12 +53,7 @@ def run(subcommand: str, given: Namespace) -> int:
 
 
 def whole_parser(lightnings: dict[str, str], path: Any = None) -> ArgumentParser:
-    """Return one parser of every subcommand, to be completed and not to be used.
-
-    Args:
-        lightnings: By subcommand of Lightning's command line what it does.
-        path: What shtab completes files with.
-    """
+    """Return one parser of every subcommand, to be completed and not to be used."""
     whole = ArgumentParser(prog="lightning-shard", description="Train on many devices.")
     whole.add_argument("--version", action="store_true", help="Print versions.")
     subcommands = whole.add_subparsers(dest="subcommand")

@@ -89,12 +89,7 @@ class RankSubset:
 
 
 def heads_and_ring(group: Collectives, num_sharing: int) -> tuple[RankSubset, RankSubset]:
-    """Return the ranks with which this one shares heads, and those of its ring.
-
-    Args:
-        group: Group of the W ranks that share each sequence.
-        num_sharing: Number of neighbours that share heads; divides W.
-    """
+    """Return the ranks with which this one shares heads, and those of its ring."""
     first = group.rank - group.rank % num_sharing
     sharing = range(first, first + num_sharing)
     ring = range(group.rank % num_sharing, group.size, num_sharing)

@@ -24,11 +24,7 @@ _REQUEUED = re.compile(r"hpc_ckpt_(?P<number>\d+)\.ckpt")
 
 
 def take_remote_places(lightning: str) -> None:
-    """Let fits of a root of Lightning resume from what they find behind fsspec.
-
-    Args:
-        lightning: Root of Lightning: "lightning.pytorch" or "pytorch_lightning".
-    """
+    """Let fits of a root of Lightning resume from what they find behind fsspec."""
     connectors = import_module(f"{lightning}.trainer.connectors.checkpoint_connector")
     connector = getattr(connectors, "_CheckpointConnector", None)
     parse = getattr(connector, "_parse_ckpt_path", None)
@@ -91,11 +87,7 @@ def _found() -> Any:
 
 
 def take_folders(lightning: str) -> None:
-    """Let modules and data modules of a root of Lightning load from folders.
-
-    Args:
-        lightning: Root of Lightning: "lightning.pytorch" or "pytorch_lightning".
-    """
+    """Let modules and data modules of a root of Lightning load from folders."""
     saving = import_module(f"{lightning}.core.saving")
     read_file = getattr(saving, "pl_load", None)
     if read_file is None:

@@ -62,12 +62,7 @@ def default_mb(stage: int) -> float:
 
 
 def size_for(link: LinkFigures, model_mb: float) -> int:
-    """Return the size of buckets in MB, one of `LADDER`.
-
-    Args:
-        link: What has been measured.
-        model_mb: Size of this rank's parameters.
-    """
+    """Return the size of buckets in MB, one of `LADDER`."""
     fixed = HOST_SECONDS + link.fixed_seconds
     enough = (mb for mb in LADDER if fixed <= FIXED_SHARE * mb * link.seconds_per_mb)
     room = (mb for mb in LADDER if LEAST_BUCKETS * mb <= model_mb)

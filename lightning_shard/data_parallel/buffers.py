@@ -87,11 +87,7 @@ class BufferSync:
         self._seen = {key: one for key, one in self._others().items() if key not in set(changed)}
 
     def note_training(self, *, exchanges: bool) -> None:
-        """Note that a step of training begins, which may change buffers.
-
-        Args:
-            exchanges: Whether its backward will exchange gradients, by what is known yet.
-        """
+        """Note that a step of training begins, which may change buffers."""
         self._is_due |= exchanges
         self._may_differ = True
 

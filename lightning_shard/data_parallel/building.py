@@ -194,14 +194,7 @@ def _is_trained(named: Sequence[tuple[str, nn.Parameter]]) -> bool:
 def build_gradients(
     units: Sequence[Unit], reducing: DataGroups, options: EngineOptions, split: ModelSplit
 ) -> list[FlatGradients]:
-    """Make the gradients' buffers of all parameters that can have gradients.
-
-    Args:
-        units: All units of the model.
-        reducing: Groups of the data-parallel ranks, made for gradients.
-        options: Stage, formats and compression of the engine.
-        split: How the model is split over other ranks.
-    """
+    """Make the gradients' buffers of all parameters that can have gradients."""
     flats = [flat for unit in units for flat in unit.flats]
     unshards_in_backward = options.stage == 3 and not exist_once(units)
     return [

@@ -71,11 +71,7 @@ def inputs_with_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> li
 
 
 def outputs_with_gradient(output: Any) -> tuple[list[Tensor], bool]:
-    """Return the tensors among a call's results whose gradients a backward computes.
-
-    Returns:
-        The tensors, and whether an object that we do not know may carry others.
-    """
+    """Return the tensors among a call's results whose gradients a backward computes."""
     if type(output) is Tensor:
         return ([output] if output.requires_grad else []), False
     leaves = leaves_of(output)
@@ -132,10 +128,6 @@ def on_entry(outputs: Sequence[Tensor], entered: Callable[[Any], None]) -> None:
     """Call a function when a backward enters a block, and after what waits for its gradients.
 
     The block after it is left by a hook of the same tensor, and is to be resharded first.
-
-    Args:
-        outputs: What the block has returned.
-        entered: Called for every output whose graph is gone through.
     """
     arrived: list[None] = []
 

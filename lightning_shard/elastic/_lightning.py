@@ -185,12 +185,7 @@ def _model_savers(trainer: "pl.Trainer") -> list[ModelCheckpoint]:
 
 
 def begin_anew(trainer: "pl.Trainer", *, mid_epoch: bool) -> None:
-    """Leave whatever hook, stage or data the trainer was in, and ask for the data anew.
-
-    Args:
-        trainer: The trainer, in its fit.
-        mid_epoch: Whether batches of the epoch have been trained on.
-    """
+    """Leave whatever hook, stage or data the trainer was in, and ask for the data anew."""
     loop = trainer.fit_loop
     val_loop = loop.epoch_loop.val_loop
     if trainer.validating and trainer.lightning_module is not None:
@@ -273,13 +268,7 @@ def emergency_place(trainer: "pl.Trainer") -> str:
 
 
 def newest_checkpoint(trainer: "pl.Trainer", since: float) -> str | None:
-    """Return the newest file that this fit has saved or begun with, as far as this rank can see.
-
-    Args:
-        trainer: The trainer, in its fit.
-        since: Time at which the fit began. Files that were saved behind the boundary to which the
-            callbacks have been taken back count, too, though callbacks do not know of them.
-    """
+    """Return the newest file that this fit has saved or begun with, as far as this rank can see."""
     paths = [str(one) for one in (trainer.ckpt_path,) if one]
     for saver in _model_savers(trainer):
         known = [saver.last_model_path, saver.best_model_path, *saver.best_k_models]
@@ -449,14 +438,7 @@ def take_logs(trainer: "pl.Trainer") -> EpochLogs:
 def put_logs(
     trainer: "pl.Trainer", logs: EpochLogs, *, reduce: Callable[..., Any], emptied: bool
 ) -> None:
-    """Have a fit hold these logged values and no others.
-
-    Args:
-        trainer: The Trainer, in its fit.
-        logs: What this rank, or another one, has logged.
-        reduce: The strategy's method `reduce`.
-        emptied: Take only what is logged and how: the sums are another rank's.
-    """
+    """Have a fit hold these logged values and no others."""
     results = _results(trainer)
     for key in [key for key, metric in results.items() if metric.is_tensor and key not in logs]:
         del results[key]

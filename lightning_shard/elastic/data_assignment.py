@@ -256,11 +256,6 @@ class DataAssignment:
 
         Both limits count batches of the first ranks, so that steps hold what they held.
 
-        Args:
-            num_samples: The samples of the dataset.
-            limit: The Trainer's `limit_train_batches`.
-            drop_last: The loader's option of that name.
-
         Raises:
             ConfigError: The limit is a share of the batches that is less than one.
         """
@@ -389,12 +384,7 @@ class DataAssignment:
         return self._trainer.global_step > self._noted_step
 
     def note_step(self, epoch: int, global_step: int) -> None:
-        """Take note of an optimizer step.
-
-        Args:
-            epoch: The epoch in which the step was made.
-            global_step: The steps of the fit that are done.
-        """
+        """Take note of an optimizer step."""
         self._position, self._noted_step = self._position_behind(epoch), global_step
 
     def _position_behind(self, epoch: int) -> Position:

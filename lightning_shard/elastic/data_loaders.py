@@ -48,10 +48,6 @@ def find_order(loader: object, seed: int = 0) -> EpochOrder:
     A DistributedSampler counts with its whole order. Where Lightning has wrapped a user's sampler,
     which it would have shuffled, the user's order counts.
 
-    Args:
-        loader: As Lightning passes it to `Strategy.process_dataloader`, or the user's.
-        seed: The job's seed, the same on all ranks.
-
     Raises:
         ConfigError: Samples cannot be assigned: a stream, batches made by the dataset or by a batch
             sampler of the user's, or a sampler without a length.

@@ -85,13 +85,7 @@ class ExpertLoad:
 def loads_of_ranks(
     loads: Mapping[str, tuple[Load, int]], group: Collectives, others: Sequence[Collectives]
 ) -> dict[str, ExpertLoad]:
-    """Bring the counters of all mixtures together; each rank must call.
-
-    Args:
-        loads: By name this rank's load of a mixture, and its number of experts.
-        group: The ranks that share the experts.
-        others: The groups of ranks that have the same experts, and of those with other stages.
-    """
+    """Bring the counters of all mixtures together; each rank must call."""
     own = {
         name: (
             load.num_calls,

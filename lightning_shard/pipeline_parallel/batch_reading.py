@@ -85,11 +85,6 @@ class BatchReader:
     def holds_samples(self, values: Any, num_samples: int, *, is_batch: bool = False) -> bool:
         """Whether a list or tuple holds one value for each of a batch's samples.
 
-        Args:
-            values: The list or tuple, or anything else.
-            num_samples: Number of the batch's samples.
-            is_batch: Whether it is the batch itself; then a tuple is read as fields.
-
         Raises:
             ConfigError: It may hold as well fields that have as many rows.
         """

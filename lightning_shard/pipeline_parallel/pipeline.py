@@ -241,12 +241,7 @@ class Pipeline:
         self._needs.forget(batch.kind)
 
     def _rehearse(self, batch: RunningBatch) -> bool:
-        """Send the first microbatch through all stages, to find what they want to borrow.
-
-        Returns:
-            Whether the microbatch's forward has been done, as it is the first time that a kind of
-            step comes.
-        """
+        """Send the first microbatch through all stages, to find what they want to borrow."""
         if batch.kind in self._rehearsed or self.num_stages == 1:
             return False
         for attempt in range(_MAX_ATTEMPTS):

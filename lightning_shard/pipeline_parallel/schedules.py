@@ -136,10 +136,6 @@ def forward_schedule(training: Schedule | Sequence[int], num_microbatches: int) 
     """Make the table of a forward pass alone, with the stages where they are in training.
 
     Each rank runs all microbatches through its first stage, then through its next.
-
-    Args:
-        training: The schedule of a training step, or its `stage_ranks`.
-        num_microbatches: Number of microbatches of the batch.
     """
     ranks = tuple(training.stage_ranks if isinstance(training, Schedule) else training)
     tables: list[list[Step | None]] = [[None] * rank for rank in range(max(ranks) + 1)]

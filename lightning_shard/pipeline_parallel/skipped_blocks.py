@@ -208,12 +208,7 @@ class SkippedBlock:
 
 
 def template_of_call(call: BlockCall, forget: Callable[[], None]) -> Template:
-    """Call a block with values, and return the structure of its result.
-
-    Args:
-        call: The call of the block.
-        forget: Lets go of activations that split layers, not the block, keep between calls.
-    """
+    """Call a block with values, and return the structure of its result."""
     leaves = tensors_in(call.arguments)
     with (
         torch.inference_mode(mode=False),

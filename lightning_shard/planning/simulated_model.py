@@ -47,13 +47,7 @@ M = TypeVar("M", bound=nn.Module)
 def copied_with(
     stand_in: Callable[[Tensor], Tensor], module: M, left_out: Iterable[object] = ()
 ) -> M:
-    """Copy a module with other tensors for its parameters and buffers; ties stay ties.
-
-    Args:
-        stand_in: Makes the tensor in the place of a parameter or buffer.
-        module: The module to copy.
-        left_out: Objects that the module refers to and the copy must not.
-    """
+    """Copy a module with other tensors for its parameters and buffers; ties stay ties."""
     memo: dict[int, Any] = {id(one): None for one in left_out}
     for param in module.parameters():
         memo[id(param)] = nn.Parameter(stand_in(param), requires_grad=param.requires_grad)

@@ -244,14 +244,7 @@ class PipelineTimeline(Callback):
 
 
 def render_idle_shares(batches: Sequence[IdleShares]) -> str:
-    """Lay the medians over some batches out as a table, a row for each rank.
-
-    Args:
-        batches: Idle shares of at least one batch.
-
-    Returns:
-        Lines of plain text, without colours.
-    """
+    """Lay the medians over some batches out as a table, a row for each rank."""
     table = Table(title=f"Idle shares, median of {len(batches)} batches")
     for heading in ("rank", "measured", "replayed", "theory"):
         table.add_column(heading, justify="left" if heading == "rank" else "right")

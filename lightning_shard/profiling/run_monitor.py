@@ -117,10 +117,6 @@ class RunMonitor(OnlyLooks, Callback):
 def own_strategy(trainer: "pl.Trainer", monitor: str) -> DataParallelStrategy:
     """Return the Trainer's strategy, if it is one whose counters and engine are known.
 
-    Args:
-        trainer: The Trainer of the run.
-        monitor: Name of the callback that asks.
-
     Raises:
         ConfigError: It is another strategy.
     """

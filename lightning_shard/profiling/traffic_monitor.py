@@ -176,15 +176,7 @@ def seconds_in(traffic: AxisTraffic) -> float:
 
 
 def axis_of(mesh: ParallelMesh, ranks: tuple[int, ...]) -> str:
-    """Return the axes on which a group's ranks differ, such as "dp" or "pp+tp".
-
-    Args:
-        mesh: The grid of the run's ranks.
-        ranks: Global ranks of the group.
-
-    Returns:
-        Empty for a single rank; "other" where the mesh has no such ranks.
-    """
+    """Return the axes on which a group's ranks differ, such as "dp" or "pp+tp"."""
     if max(ranks, default=0) >= mesh.world_size:
         return "other"
     places = [mesh.coordinates(rank) for rank in ranks]

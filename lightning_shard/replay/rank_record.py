@@ -178,11 +178,6 @@ def path_of(folder: Path, rank: int) -> Path:
 def read_record(folder: Path, rank: int, *, trust: bool = False) -> RankRecord:
     """Read a recorded step of one rank, which is to be taken alone.
 
-    Args:
-        folder: The step's folder.
-        rank: Rank whose record is meant.
-        trust: Whether classes of user code may be made; see `RankRecord.load`.
-
     Raises:
         CheckpointError: The rank has no file, or its file has no results of collectives.
     """
@@ -202,10 +197,6 @@ def read_record(folder: Path, rank: int, *, trust: bool = False) -> RankRecord:
 
 def read_records(folder: Path, *, trust: bool = False) -> list[RankRecord]:
     """Read a recorded step of all ranks.
-
-    Args:
-        folder: The step's folder.
-        trust: Whether classes of user code may be made; see `RankRecord.load`.
 
     Raises:
         CheckpointError: A rank's file is missing, or ranks have recorded different steps.
@@ -269,12 +260,7 @@ def versions(lightning: ModuleType) -> dict[str, str]:
 
 
 def own_error(told: BaseException) -> tuple[str, str]:
-    """Return class and message of what this rank has raised.
-
-    Args:
-        told: What its callbacks are told, which on rank 0 of an in-process world may be the first
-            failing rank's.
-    """
+    """Return class and message of what this rank has raised."""
     world = current_world()
     own = None if world is None else world.scheduler.running.failing
     error = told if own is None else own

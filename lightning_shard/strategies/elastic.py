@@ -396,10 +396,6 @@ def check_backend(backend: str) -> None:
 def check_trainer(trainer: "pl.Trainer", averaging: Sequence[Callback]) -> None:
     """Check what is to be trained, and how.
 
-    Args:
-        trainer: The Trainer, whose optimizers are made.
-        averaging: Those of its callbacks that average weights.
-
     Raises:
         ConfigError: It cannot be trained elastically.
     """

@@ -84,13 +84,7 @@ _USED_AT_MOST = 0.9  # of the memory that is free
 
 @torch.no_grad()
 def complete_kept(trainer: "pl.Trainer", collectives: Collectives, live: Collection[int]) -> None:
-    """Put full tensors where user code keeps what was read in shards; each rank must call.
-
-    Args:
-        trainer: The Trainer whose run ends.
-        collectives: Group of all ranks.
-        live: Storages of the parameters, by `storage_key`.
-    """
+    """Put full tensors where user code keeps what was read in shards; each rank must call."""
     own: dict[str, Tensor] = {}
 
     def note(place: str, tensor: Tensor) -> Tensor:

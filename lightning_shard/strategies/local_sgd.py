@@ -306,11 +306,7 @@ class LocalSGDStrategy(LocalUpdates):
 
 
 def _with_means(section: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what local SGD keeps for all ranks, with means of what each has kept.
-
-    Args:
-        section: The section of a checkpoint, of files and folders.
-    """
+    """Return what local SGD keeps for all ranks, with means of what each has kept."""
     shared = section.get("local_sgd")
     kept = [one["local_sgd"] for _, one in entries_of_ranks(section) if "local_sgd" in one]
     if shared is None or not kept:

@@ -256,12 +256,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def told_of_memory(place: str, describe: Callable[[], str]) -> Iterator[None]:
-    """Add a note to out-of-memory errors that are raised inside; nested contexts add one.
-
-    Args:
-        place: What runs, such as "backward".
-        describe: Says what this rank holds and what would save memory.
-    """
+    """Add a note to out-of-memory errors that are raised inside; nested contexts add one."""
     try:
         yield
     except RuntimeError as error:

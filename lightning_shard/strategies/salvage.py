@@ -121,12 +121,7 @@ def saving_alone(
 
 @contextmanager
 def saving_nothing(strategy: Any, reason: str) -> Iterator[None]:
-    """Raise an error inside when code asks for a state to save, which says why there is none.
-
-    Args:
-        strategy: The strategy of this rank.
-        reason: Why nothing is saved, as a clause for the error.
-    """
+    """Raise an error inside when code asks for a state to save, which says why there is none."""
 
     def refuse(*_: Any) -> NoReturn:
         raise CheckpointError(
@@ -141,12 +136,7 @@ def saving_nothing(strategy: Any, reason: str) -> Iterator[None]:
 
 @contextmanager
 def saving_once(strategy: Any, error: BaseException) -> Iterator[None]:
-    """Save a fit that a signal has ended, unless callbacks do so inside; each rank must call.
-
-    Args:
-        strategy: The strategy of the run, whose ranks have stopped together.
-        error: What the callbacks hear of; it notes what could not be saved for SLURM.
-    """
+    """Save a fit that a signal has ended, unless callbacks do so inside; each rank must call."""
     trainer = strategy.lightning_module.trainer
     saved: list[Any] = []
     save_checkpoint = strategy.save_checkpoint

@@ -86,9 +86,6 @@ def count_heads(
 ) -> dict[nn.Module, list[PlannedLayer]]:
     """Tell the modules whose projections are split how many heads there are on each rank.
 
-    Returns:
-        These modules, with their layers that are split.
-
     Raises:
         ConfigError: The ranks cannot share the heads.
     """
@@ -265,13 +262,7 @@ def _visit(value: Any, see: Callable[[Tensor], Tensor], cuts: list[_Cut], depth:
 def cut_given_heads(
     attention: nn.Module, layers: Sequence[PlannedLayer], group: Collectives
 ) -> Iterator[RemovableHandle]:
-    """Let an attention be given keys and values of all heads; yield the hooks that see to it.
-
-    Args:
-        attention: A module that is told of this rank's heads.
-        layers: Its layers that are split, before they are.
-        group: Group of the ranks that share the heads.
-    """
+    """Let an attention be given keys and values of all heads; yield the hooks that see to it."""
     widths = {}
     for module, style in ((layer.module, layer.style) for layer in layers):
         if style.form == "shared":

@@ -38,10 +38,6 @@ _QUERY, _KEYS = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value")
 def own_plans(model: nn.Module, num_ranks: int) -> Iterator[PlannedLayer]:
     """Yield the layers that the plans of the Hugging Face models in a model name.
 
-    Args:
-        model: A Hugging Face model, or a module that contains such models.
-        num_ranks: Number of ranks of the tensor-parallel group.
-
     Raises:
         ConfigError: A style has no counterpart here, or heads cannot be shared.
     """

@@ -104,10 +104,6 @@ _COUNTED = re.compile(r"(packed_colwise(?:_parted)?|shared_heads|shared_tail)\((
 def style_of(value: Any, pattern: str) -> Style:
     """Return the style that a plan's entry means.
 
-    Args:
-        value: A name, a `Style`, or an object of `torch.distributed.tensor.parallel`.
-        pattern: The entry's pattern, for the error.
-
     Raises:
         ConfigError: The value is no style.
     """

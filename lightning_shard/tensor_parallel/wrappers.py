@@ -78,16 +78,7 @@ def is_low_rank(module: nn.Module) -> bool:
 
 
 def inner_styles(module: nn.Module, style: Style) -> dict[str, Style]:
-    """Return how the layers in a planned module are split, by their paths in it.
-
-    Args:
-        module: The module that the plan names.
-        style: The plan's style for the module.
-
-    Returns:
-        The style by path; the module itself has an empty path. A wrapper whose inner layers are
-        split has the form "unsplit", as one has that computes the same on every rank.
-    """
+    """Return how the layers in a planned module are split, by their paths in it."""
     if copies := copies_in(module):
         return dict.fromkeys(copies, style)
     if wrapped_embedding(module) is not None:

@@ -90,9 +90,6 @@ def wrong_token(address: JobAddress, error: OSError) -> ConfigError:
 def host_key(root: Path | None = None) -> bytes:
     """Return the key that this user has on this host; it is made when there is none.
 
-    Args:
-        root: Where its folder lies; in memory when left out.
-
     Raises:
         ConfigError: The folder is somebody else's, others may enter it, or there is no space.
     """

@@ -134,11 +134,7 @@ def _reduce_in_slices(group: GroupOfRanks, call: Call, flat: Tensor, *, to: Sequ
 def _give_slices(
     group: GroupOfRanks, call: Call, slices: Sequence[Tensor], flat: Tensor
 ) -> tuple[Any, Tensor]:
-    """Start to give each rank its slice; `flat` holds them one after the other.
-
-    Returns:
-        The request, and where every rank's version of this rank's slice will lie.
-    """
+    """Start to give each rank its slice; `flat` holds them one after the other."""
     received = flat.new_empty(group.size(), slices[call.rank].numel())
     even = [slices[call.rank].numel()] * group.size()
     sent = parts(flat, _numels(slices))

@@ -435,13 +435,7 @@ def own_host() -> str:
 
 
 def hosts_of_ranks(store: Store, rank: int, size: int) -> list[str]:
-    """Return each rank's host; each of them must call.
-
-    Args:
-        store: A store of this group alone.
-        rank: This rank's number in the group.
-        size: Number of ranks.
-    """
+    """Return each rank's host; each of them must call."""
     store.set(f"host/{rank}", own_host())
     return [store.get(f"host/{peer}").decode() for peer in range(size)]
 

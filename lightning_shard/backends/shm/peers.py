@@ -83,11 +83,6 @@ _mapped: WeakValueDictionary[tuple[int, int], PeerHeap] = WeakValueDictionary()
 def open_file(process: int, fd: int, inode: int) -> int:
     """Open a file that a process of this host has open; return its number here.
 
-    Args:
-        process: The process's id.
-        fd: Number of the open file in that process.
-        inode: Number of the file itself.
-
     Raises:
         RankFailedError: The process is gone.
         ConfigError: The process is another user's, or cannot be seen from here.

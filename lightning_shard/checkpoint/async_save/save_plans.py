@@ -68,10 +68,6 @@ class SavePlans:
         """Return the numbers of the plans in which this rank's local plan is this.
 
         They are several where other ranks have changed, and this one has not.
-
-        Args:
-            local: This rank's local plan.
-            group: Group of all ranks; another one than before has no plans.
         """
         if group is not self._group:
             return set()

@@ -59,13 +59,7 @@ class Named:
 
 
 def named_as(module: nn.Module, own: Iterable[str], stored: Mapping[str, Any]) -> Named:
-    """Return a file's tensors under the names that a module has for them; none is read.
-
-    Args:
-        module: Any module; the tensors of one that is not Hugging Face's keep their names.
-        own: The module's names.
-        stored: The file's tensors by name.
-    """
+    """Return a file's tensors under the names that a module has for them; none is read."""
     names = set(own)
     if not _is_hugging_face(module) or (names <= stored.keys() and len(names) == len(stored)):
         return Named(dict(stored))

@@ -56,11 +56,6 @@ def folder_checkpoint(
 ) -> dict[str, Any]:
     """Return a folder's checkpoint; no tensor is read.
 
-    Args:
-        folder: The folder to read from.
-        meta: What Lightning keeps besides; empty where it has kept nothing.
-        weights_only: Whether optimizers are left out, whoever has written them.
-
     Raises:
         CheckpointError: It has an optimizer in a form that cannot be told from its names.
     """

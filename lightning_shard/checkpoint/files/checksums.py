@@ -45,13 +45,7 @@ def checksum_of(path: Any) -> Checksum:
 
 
 def write_checked(folder: OpenFolder, name: str, content: bytes | memoryview) -> Checksum:
-    """Write a file of a folder that is not complete, and return its length and checksum.
-
-    Args:
-        folder: The folder to write into.
-        name: Name of the file, as `OpenFolder.named` gives it.
-        content: What the file holds.
-    """
+    """Write a file of a folder that is not complete, and return its length and checksum."""
     with closing(folder.create(name)) as file:
         file.write(content)
         file.finish()
@@ -59,13 +53,7 @@ def write_checked(folder: OpenFolder, name: str, content: bytes | memoryview) ->
 
 
 def complete_folder(folder: OpenFolder, index: bytes, files: Mapping[str, Checksum]) -> None:
-    """Write what makes a folder complete: its checksums, then its index.
-
-    Args:
-        folder: The folder, in which all other files are.
-        index: What its index holds.
-        files: Checksums of the other files, whose names are relative to it.
-    """
+    """Write what makes a folder complete: its checksums, then its index."""
     last: Checksum = {"bytes": len(index), "crc32": f"{zlib.crc32(index):08x}"}
     told = {"format": _FORMAT, "files": {**files, INDEX_FILE: last}}
     write_checked(folder, folder.named(CHECKSUMS), json.dumps(told, indent=1).encode())
@@ -74,10 +62,6 @@ def complete_folder(folder: OpenFolder, index: bytes, files: Mapping[str, Checks
 
 def read_checksums(folder: Any, edition: str = "") -> dict[str, Checksum] | None:
     """Return the checksums of a folder's files; None where nobody has written any.
-
-    Args:
-        folder: Local, or any path of fsspec's.
-        edition: The folder's, as its index tells it; one has checksums.
 
     Raises:
         CheckpointError: They cannot be read, or a newer version has written them.
@@ -114,11 +98,6 @@ def read_checksums(folder: Any, edition: str = "") -> dict[str, Checksum] | None
 
 def verify_folder(folder: Any, files: Iterable[str] | None = None, *, edition: str = "") -> None:
     """Check files of a folder against its checksums.
-
-    Args:
-        folder: Local, or any path of fsspec's. Nothing is checked if it has no checksums.
-        files: Names relative to the folder; all that have a checksum if left out.
-        edition: As for `read_checksums`.
 
     Raises:
         CheckpointError: A file is missing, has another length or another checksum.

@@ -228,16 +228,6 @@ def new_folder(path: Any, *, own: Sequence[str] = ()) -> Iterator[OpenFolder]:
     files are flushed to the disk here; on a filesystem of several hosts each rank calls
     `sync_file` of its own, too.
 
-    Args:
-        path: Local, or any path of fsspec's. Folders above it are made. A checkpoint, file or
-            folder, of this name is replaced, and other files in such a folder are kept.
-        own: Patterns of the files of a folder without an index of checkpoints, which is replaced,
-            too. On an object store they go first.
-
-    Yields:
-        The folder to write into. On an object store it is `path` itself, and a new edition of it
-        counts once its index (`.metadata`) is put: write that last.
-
     Raises:
         CheckpointError: The operating system's reason, or a folder of this name is no checkpoint.
     """
@@ -362,9 +352,6 @@ _SAVING = "saving"
 def new_edition(path: Any) -> Iterator[OpenFolder]:
     """Write a remote folder, which is the one before until its index is put.
 
-    Yields:
-        The folder to write into. Its index comes last.
-
     Raises:
         OSError: The filesystem's reason.
     """
@@ -434,12 +421,7 @@ def remove_remote(path: Any) -> None:
 
 
 def remove_remote_leftovers(filesystem: Any, folder: str) -> None:
-    """Remove what dead writers have left of folders in a remote folder.
-
-    Args:
-        filesystem: One of fsspec's filesystems.
-        folder: Path of the folder there.
-    """
+    """Remove what dead writers have left of folders in a remote folder."""
     for name in filter(is_leftover, names_in(filesystem, folder)):
         saving = posixpath.join(folder, name)
         with suppress(OSError, NotImplementedError, ValueError):

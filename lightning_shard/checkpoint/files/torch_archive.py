@@ -51,11 +51,6 @@ def joined_crc(first: int, second: int, second_bytes: int) -> int:
 
     Source:
         `crc32_combine` of zlib, which Python does not wrap.
-
-    Args:
-        first: CRC-32 of the first string.
-        second: CRC-32 of the second one.
-        second_bytes: Length of the second one.
     """
     return _product(_factor(second_bytes), first) ^ second
 
@@ -107,12 +102,7 @@ def records_of(obj: object) -> list[ArchiveRecord]:
 def records_awaiting(
     obj: object, awaited: Mapping[Any, Tensor]
 ) -> Iterator[tuple[ArchiveRecord, Any]]:
-    """Yield the records of an object, with the key of what elements come later; else with None.
-
-    Args:
-        obj: What is saved.
-        awaited: Tensors in it, `untouched`, by any keys.
-    """
+    """Yield the records of an object, with the key of what elements come later; else with None."""
     keys = {one.data_ptr(): key for key, one in awaited.items() if one.numel()}
     for record in records_of(obj):
         is_storage = isinstance(record.content, torch.UntypedStorage)

@@ -198,14 +198,7 @@ def folder_entries(
     *,
     keeps: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what this rank writes into a folder, and what is left of a checkpoint for meta.pt.
-
-    Args:
-        checkpoint: Lightning's checkpoint, with this rank's boxes and its own entry.
-        optimizers: The optimizers whose states it has.
-        names: Name of each parameter.
-        keeps: Whether this rank writes what is no box, too.
-    """
+    """Return what this rank writes into a folder, and what is left of a checkpoint for meta.pt."""
     meta, state = dict(checkpoint), dict[str, Any]()
     own: dict[str, Any] = {}
     if CHECKPOINT_KEY in meta:

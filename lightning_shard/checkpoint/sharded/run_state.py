@@ -43,14 +43,7 @@ def module_boxes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any
 def parameter_boxes(
     param: nn.Parameter, engine: DataParallelEngine, *, reading: bool = False
 ) -> BoxedTensor:
-    """Return the boxes of a parameter in this rank's shard.
-
-    Args:
-        param: A parameter of the engine's.
-        engine: The engine that holds it.
-        reading: Whether the boxes are to be read, by every rank that has them; one that several
-            stages share is written by the first alone, since their cuts differ.
-    """
+    """Return the boxes of a parameter in this rank's shard."""
     if not engine.split.is_here(param):
         flat = engine.flats[0]
         return BoxedTensor(engine.full_shape(param), flat.master_dtype, [])

@@ -214,14 +214,7 @@ class _ErrorFeedback:
     def take_up_owned(
         self, values: Tensor, sent: Tensor, unused: Sequence[int], sound: Tensor
     ) -> None:
-        """Update the owner's kept values after it has sent an average.
-
-        Args:
-            values: The values that `with_owned` returned.
-            sent: The decoded values that the other ranks got.
-            unused: Indices of tensors that no rank has values for; their kept values do not change.
-            sound: Whether all ranks' values were finite, a bool scalar; else nothing changes.
-        """
+        """Update the owner's kept values after it has sent an average."""
         if self._owner_residual is None:
             return
         rest, rank = values - sent, self._buffer.ranks.rank

@@ -255,11 +255,7 @@ class Exchange(ABC):
         """Return once `out` holds the average; each rank must call."""
 
     def common_state(self) -> State:
-        """Return what further steps depend on that is the same on all ranks; no communication.
-
-        Returns:
-            Tensors by kind and tensor name.
-        """
+        """Return what further steps depend on that is the same on all ranks; no communication."""
         return {}
 
     def own_state(self) -> State:

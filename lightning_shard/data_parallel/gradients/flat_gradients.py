@@ -178,11 +178,7 @@ class OwnGradients:
 
     @unrecorded
     def average_again(self, there: Sequence[bool]) -> None:
-        """Under stage 0, average the gradients in the buffer once more; each rank must call.
-
-        Args:
-            there: Whether each parameter has a gradient on any rank.
-        """
+        """Under stage 0, average the gradients in the buffer once more; each rank must call."""
         if self._buffer.full is None:
             self._buffer.allocate().zero_()
         full = self._buffer.allocate()
@@ -532,11 +528,7 @@ class FlatGradients:
 
     @unrecorded
     def begin_reduce(self, *, synchronised: bool = True) -> None:
-        """Start averaging the full buffer over the ranks; each rank must call.
-
-        Args:
-            synchronised: Whether no micro-batch follows the one that is being reduced.
-        """
+        """Start averaging the full buffer over the ranks; each rank must call."""
         self.finish_reduce()
         self.accept_waiting()
         self.is_owed = False

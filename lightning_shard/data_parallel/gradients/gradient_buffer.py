@@ -187,13 +187,7 @@ class KeptAverages:
 
 
 def moved_along(left: Sequence[Tensor], views: list[Tensor], stay: Collection[int]) -> list[Tensor]:
-    """Return views of new memory, some of which are the tensors that have been seen.
-
-    Args:
-        left: The views of the memory that others keep.
-        views: Those of the new memory.
-        stay: Indices of those to which new averages are added.
-    """
+    """Return views of new memory, some of which are the tensors that have been seen."""
     for index in stay:
         left[index].data = views[index]
     return [left[index] if index in stay else view for index, view in enumerate(views)]
@@ -636,11 +630,7 @@ class GradientBuffer:
 
     @as_they_are
     def observe_all(self) -> list[int]:
-        """Learn from every `.grad` whether user code has zeroed the gradient.
-
-        Returns:
-            The indices of tensors of the user's, where the engine would let a stand-in stand.
-        """
+        """Learn from every `.grad` whether user code has zeroed the gradient."""
         grads = [*map(OWN_GRAD, self.flat.params)]
         if self.shows_sums and len(self.views) == len(grads) and all(map(is_, grads, self.views)):
             return []

@@ -109,12 +109,7 @@ class HandEdits:
     def _differences(
         self, some: Sequence[FlatGradients], ranks: Collectives
     ) -> tuple[list[list[tuple[bool, bool]]], list[bool]]:
-        """Ask all ranks which tensors stand in `.grad`.
-
-        Returns:
-            For each parameter whether on any rank a tensor of the user's stands there, and whether
-            one of the engine's does; for each buffer whether ranks have different gradients.
-        """
+        """Ask all ranks which tensors stand in `.grad`."""
         kinds = [kind for one in some for kind in one.own.kinds()]
         there = torch.tensor(kinds, dtype=torch.int64, device=self._device).view(-1)
         hashes = torch.stack([self._content(one) for one in some])

@@ -226,11 +226,7 @@ class Adoption:
         self._loaded.clear()
 
     def check_ties(self, full_parameters: FullParameters) -> None:
-        """Raise ConfigError if parameters on one memory have come apart; each rank must call.
-
-        Args:
-            full_parameters: Brings parameters together, as the engine's does.
-        """
+        """Raise ConfigError if parameters on one memory have come apart; each rank must call."""
         if self.ties.are_any:
             formats = {param: flat.full.dtype for param, (flat, _) in self._homes.items()}
             self.ties.check(full_parameters, formats)

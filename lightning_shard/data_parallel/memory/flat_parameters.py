@@ -184,19 +184,8 @@ def first_values(
 ) -> FirstValues:
     """Lay out rank 0's values on every rank; each rank must call.
 
-        the parameters exist     once per host        on every rank            under offload
-        shard                    a part of them       a part, or its own       on the host, or both
-
-    Args:
-        params: The parameters of the buffer, in its order.
-        layout: Where each of them lies.
-        groups: The data-parallel ranks.
-        stage: ZeRO stage, 0 to 3.
-        compute_dtype: Format of the full parameters in forward and backward.
-        shard_index: Number of this rank's shard.
-        copier: Copies to host memory, under offload.
-        keeps_shard: Whether the device keeps a shard beside that on the host.
-        start: Knows the values of parameters on meta.
+    the parameters exist     once per host        on every rank            under offload
+    shard                    a part of them       a part, or its own       on the host, or both
     """
     like, bounds = params[0], layout.shard_bounds(shard_index)  # it may have no elements
     memory, is_plain, reshards = FlatMemory(groups.shard), compute_dtype == like.dtype, stage == 3
@@ -326,12 +315,7 @@ class FlatParameters:
         return self.full.dtype != self.master_dtype
 
     def gather_in(self, dtype: torch.dtype) -> Tensor:
-        """Have full parameters in another format from now on; they are resharded after it.
-
-        Returns:
-            The buffer of the full parameters until now: graphs that have saved views of it are the
-            only ones to read it, if there are any.
-        """
+        """Have full parameters in another format from now on; they are resharded after it."""
         if self.is_unsharded:
             self.take_in_edits()
         before, self.full = self.full, torch.empty_like(self.full, dtype=dtype)
@@ -415,11 +399,7 @@ class FlatParameters:
         return value
 
     def settle_in(self, home_of: Callable[[int], ParameterHome]) -> None:
-        """Let parameters look full to user code while they are in shards.
-
-        Args:
-            home_of: Returns by a parameter's index what it needs to know of its buffer.
-        """
+        """Let parameters look full to user code while they are in shards."""
         homes = {param: home_of(index) for index, param in enumerate(self.params)}
         self._presented = [param for param, home in homes.items() if settle_in(param, home)]
         self._are_sharded = False
@@ -431,11 +411,7 @@ class FlatParameters:
         self._presented = []
 
     def present_shards(self, *, sharded: bool) -> None:
-        """Let sharded parameters look full to user code, or show themselves as they are.
-
-        Args:
-            sharded: Whether they look full, as sharded tensors.
-        """
+        """Let sharded parameters look full to user code, or show themselves as they are."""
         if sharded is not self._are_sharded:
             present(self._presented, sharded=sharded)
             self._are_sharded = sharded

@@ -19,11 +19,6 @@ _STATE = "quant_state"  # of a parameter of bitsandbytes' 4-bit layers
 def refuse_quantised(model: nn.Module, rank: int, *, stage: int) -> None:
     """Raise for weights that flat buffers cannot hold.
 
-    Args:
-        model: The module, on this rank, whose parameters are looked at.
-        rank: Number of this rank, for messages.
-        stage: ZeRO stage of the buffers.
-
     Raises:
         ConfigError: Names the first such parameter.
     """

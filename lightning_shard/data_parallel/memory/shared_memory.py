@@ -22,12 +22,7 @@ K = TypeVar("K")
 
 
 def refuse_shared_memory(model: nn.Module, rank: int) -> None:
-    """Raise ConfigError if a parameter of a model has elements in the memory of something else.
-
-    Args:
-        model: The model, as the user has built it.
-        rank: Global rank of this process, for the message.
-    """
+    """Raise ConfigError if a parameter of a model has elements in the memory of something else."""
     params = {
         name: param.data
         for name, param in model.named_parameters()

@@ -154,15 +154,7 @@ class HostActivations:
         return stretch.elements()
 
     def bring_ahead(self, stretch: Stretch, needed: Container[Stretch]) -> bool:
-        """Start a stretch's way up before anyone asks for it, unless it is here or coming.
-
-        Args:
-            stretch: The stretch that will be needed next.
-            needed: Those that the running backward needs, too, which make no room.
-
-        Returns:
-            Whether there was room.
-        """
+        """Start a stretch's way up before anyone asks for it, unless it is here or coming."""
         if not stretch.is_away:
             return True
         total = self._ahead_bytes + stretch.num_bytes

@@ -150,13 +150,7 @@ def cut_loaded(
     homes: Mapping[nn.Parameter, tuple[FlatParameters, int]],
     split: ModelSplit,
 ) -> list[RemovableHandle]:
-    """Let each module of a model take in full tensors as well as shards.
-
-    Args:
-        model: The module whose parameters are sharded.
-        homes: By parameter, its buffer and its index there.
-        split: How the model is split over other ranks.
-    """
+    """Let each module of a model take in full tensors as well as shards."""
 
     def own(param: nn.Parameter, value: Tensor) -> Tensor:
         if looks_full(param, through=__name__):

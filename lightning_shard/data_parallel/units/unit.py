@@ -107,11 +107,7 @@ class Passages:
         return passage
 
     def end_call(self, outputs: Sequence[Tensor]) -> Passage:
-        """Note that a block's forward has ended, with these results that need gradients.
-
-        Returns:
-            The passage that the block's call belongs to.
-        """
+        """Note that a block's forward has ended, with these results that need gradients."""
         passage = self._running.pop() if self._running else Passage(self.on_entry, self.on_exit)
         if not outputs:
             return passage
@@ -315,11 +311,7 @@ class Unit:
                     mark_leftover(param)
 
     def forget_calls(self, *, but_kept: bool = False) -> None:
-        """Forget open calls and what they keep, since none of their backwards comes any more.
-
-        Args:
-            but_kept: Whether backwards that hooks do not see may come; user code has the unit then.
-        """
+        """Forget open calls and what they keep, since none of their backwards comes any more."""
         self.passages.forget()
         self.kept = self.kept and but_kept
         self.was_met |= self.kept

@@ -92,13 +92,7 @@ class MatchingParts:
 
 
 def find_matching_parts(model: nn.Module, blocks: Collection[nn.Module]) -> MatchingParts:
-    """Find the largest parts of a model that occur several times.
-
-    Args:
-        model: The module to search, of any kind.
-        blocks: Repeated blocks, which are alike without being each other's teachers; nothing
-            inside them counts.
-    """
+    """Find the largest parts of a model that occur several times."""
     parts: dict[nn.Parameter, int] = {}
     flags: dict[nn.Parameter, tuple[bool, ...]] = {}
     number = 0

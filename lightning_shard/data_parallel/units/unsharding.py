@@ -524,13 +524,7 @@ class Unsharder:
             unit.ensure_full()
 
     def end_backward(self, *, is_used: bool = True, held_up: bool = False) -> None:
-        """Reshard what backward has finished with; inside a step, what stays for it does not.
-
-        Args:
-            is_used: Whether it was a backward of this model; what waits for another one stays.
-            held_up: Whether units have waited for one that was not complete: from now on this tells
-                of blocks that backward has left also where units stay for a step.
-        """
+        """Reshard what backward has finished with; inside a step, what stays for it does not."""
         self._watches_steps |= held_up
         if not is_used and self._awaits_backward:
             return

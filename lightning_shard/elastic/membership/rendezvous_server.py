@@ -201,15 +201,6 @@ class RendezvousServer(Served):
 def start_rendezvous_server(rules: JobRules, host: str, port: int, token: str = "") -> settings.Job:
     """Start a rendezvous server on this host; it lives in a session of its own and ends by itself.
 
-    Args:
-        rules: What the job goes by.
-        host: An address of this host that all participants reach.
-        port: The port to which participants connect; 0 for any.
-        token: The secret that a participant must know; "" for the one that `find_token` finds.
-
-    Returns:
-        The address and the token with which a process joins the job.
-
     Raises:
         BackendUnavailableError: The server did not start.
     """

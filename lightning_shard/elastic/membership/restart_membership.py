@@ -48,10 +48,6 @@ _NUMBER = re.compile(r"(\d{6,})-")
 def job_folder(job: str, root: Path | None = None) -> Path:
     """Return the folder of a job on this host, made if need be; nobody else may enter it.
 
-    Args:
-        job: The job's name, which its workers have in common over its restarts.
-        root: Where the folder lies; in memory when left out.
-
     Raises:
         ConfigError: There is no shared memory here, or the folder is somebody else's.
     """
@@ -161,11 +157,7 @@ def clear(folder: Path, before: int | None = None, writer: str | None = None) ->
 
 
 def remove_orphans(root: Path | None = None) -> None:
-    """Remove what this user's jobs have left whose agent has gone: nobody will take it up.
-
-    Args:
-        root: Where the jobs' folders lie; a job's name ends with its agent's process id.
-    """
+    """Remove what this user's jobs have left whose agent has gone: nobody will take it up."""
     root = _ROOT if root is None else root
     for folder in root.glob(f"lightning_shard-{os.getuid()}-*"):
         agent = _AGENT.search(folder.name)

@@ -86,13 +86,7 @@ def without_samplers_of_ranks(trainer: "pl.Trainer") -> Iterator[None]:
 def assign_under_indices(
     tracking: Any, is_assigned: Callable[[Any], bool], assign: Callable[[Any], Any]
 ) -> None:
-    """Assign the ranks the batches whose indices Lightning notes.
-
-    Args:
-        tracking: The batch sampler of a loader that was prepared for predictions.
-        is_assigned: Returns whether a batch sampler stays as it is.
-        assign: Returns a rank's batches of a batch sampler.
-    """
+    """Assign the ranks the batches whose indices Lightning notes."""
     batches = tracking._batch_sampler
     if not is_assigned(batches):
         tracking._batch_sampler = assign(batches)
@@ -400,9 +394,6 @@ def begin_validation_anew(trainer: "pl.Trainer") -> bool:
 
     Lightning 2.6 would go on at the batch after the last one that was validated, but with the first
     batches once more, and with the metrics of those alone.
-
-    Returns:
-        Whether it has ended there.
     """
     progress: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
     if progress.total.started == progress.total.processed:
@@ -472,14 +463,7 @@ def sharing_values(
     at_epoch_end: Callable[[], None],
     mean: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> Iterator[None]:
-    """Share what is logged, and what is monitored.
-
-    Args:
-        trainer: The Trainer of a run.
-        at_epoch_end: Called before an epoch's values are looked at, and after the hooks of its end,
-            which may log more.
-        mean: Returns what a scheduler or a checkpoint acts on, by name; all ranks call it.
-    """
+    """Share what is logged, and what is monitored."""
     connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
     monitored = loop._get_monitor_value
     with ExitStack() as stack:

@@ -85,13 +85,7 @@ def _numel(param: nn.Parameter) -> int:
 
 
 def draw_graphs(trainer: "pl.Trainer", module: "pl.LightningModule", device: torch.device) -> None:
-    """Let the loggers of a fit draw the module while it is full, and not when the fit starts.
-
-    Args:
-        trainer: The trainer of that fit.
-        module: The module, which is still full.
-        device: Device on which inputs come.
-    """
+    """Let the loggers of a fit draw the module while it is full, and not when the fit starts."""
     if not trainer.is_global_zero:  # loggers may be one for all ranks
         return
     for logger in trainer.loggers:
@@ -134,14 +128,7 @@ def prepare_callbacks(
     *,
     from_local: bool,
 ) -> None:
-    """Run callbacks' work on full parameters before the parameters are sharded.
-
-    Args:
-        callbacks: All callbacks of a fit.
-        trainer: The trainer of that fit.
-        module: The module, whose parameters are still full.
-        from_local: Whether a rank has only shards of the parameters between the steps.
-    """
+    """Run callbacks' work on full parameters before the parameters are sharded."""
     if from_local:
         compare_by_identity(callbacks)
         for callback in callbacks:
@@ -152,10 +139,6 @@ def prepare_callbacks(
 
 def check_callbacks(callbacks: Sequence[Callback], *, averages_shards: bool) -> None:
     """Refuse callbacks that cannot work with a strategy.
-
-    Args:
-        callbacks: All callbacks of a fit.
-        averages_shards: Whether a rank will have shards of weight averages.
 
     Raises:
         ConfigError: Names the first such callback.

@@ -148,14 +148,7 @@ def hooks_inside(
     callbacks: Sequence[Callback],
     without: Collection[str] = (),
 ) -> Iterator[None]:
-    """Let each overridden hook of a module and of callbacks run in a context of its own.
-
-    Args:
-        around: Makes the context of a hook.
-        module: The user's module.
-        callbacks: The callbacks of the Trainer.
-        without: Names of hooks that are left as they are.
-    """
+    """Let each overridden hook of a module and of callbacks run in a context of its own."""
     with ExitStack() as stack:
         for owner, parent in [
             (module, pl.LightningModule),

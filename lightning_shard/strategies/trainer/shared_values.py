@@ -294,12 +294,7 @@ class _Unpacking:
 
 @contextmanager
 def common_values(trainer: "pl.Trainer", strategy: Any) -> Iterator[None]:
-    """Give ranks one value of each name that they log inside, and compare their settings.
-
-    Args:
-        trainer: The Trainer of a run.
-        strategy: Its strategy, whose `data_collectives` are the ranks that have other samples.
-    """
+    """Give ranks one value of each name that they log inside, and compare their settings."""
 
     def at_epoch_end() -> None:
         of_all = met(epoch_values(trainer), strategy.data_collectives, "an epoch's values")

@@ -125,12 +125,7 @@ def num_repeats(batches: Sequence[Any]) -> int:
 
 
 def reordered(batch: Any, order: Callable[[int], list[int]]) -> Any:
-    """Return a batch's samples in another order; the batch itself where they cannot be told.
-
-    Args:
-        batch: The batch to reorder.
-        order: Gives for a number of samples their places in the new order.
-    """
+    """Return a batch's samples in another order; the batch itself where they cannot be told."""
     sizes = {one.shape[0] for one in tensors_of(batch) if one.ndim > 0}
     return batch if len(sizes) != 1 else _picked(batch, order(sizes.pop()))
 

@@ -360,12 +360,7 @@ class _Rank:
 
 
 def compared_alone(subject: Subject, verdict: Verdict) -> Verdict:
-    """Compare each rank with one device on its own samples.
-
-    Args:
-        subject: What is proved, under a strategy whose ranks never meet.
-        verdict: The verdict to complete.
-    """
+    """Compare each rank with one device on its own samples."""
     run = subject.on_ranks()
     steps = 1 + max(place.step for place in run.records[0].values)
     verdict = replace(verdict, num_steps=steps, precision=subject.precision)

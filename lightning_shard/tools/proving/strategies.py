@@ -107,12 +107,7 @@ def name_of(strategy: ShardStrategy) -> str:
 
 
 def comparable(given: StrategyLike, num_ranks: int) -> tuple[StrategyLike, str, bool]:
-    """Return what is compared in a strategy's place, where it differs from one device by design.
-
-    Returns:
-        The strategy, what was changed in words, and whether its ranks train by themselves, so that
-        each is one device on its own samples.
-    """
+    """Return what is compared in a strategy's place, where it differs from one device by design."""
     made = strategy_in_process(given, num_ranks)
     name, told = strategy_name(made), list[str]()
     changed: dict[str, Any] = {}
