@@ -117,11 +117,10 @@ class RunFolders:
         keeps = alone or run.mesh_rank == 0
         state, meta = folder_entries(checkpoint, run.optimizers, names_of(run), keeps=keeps)
         section, mesh = writable_section(meta), run.mesh
-        section["layout"] = {
-            "scheme": scheme,
-            "ranks": run.mesh_size,
-            "mesh": {**asdict(mesh), "axis_order": list(mesh.axis_order)},
-        }
+        sizes = asdict(mesh)
+        further = sizes.pop("others")
+        axes = {**sizes, **further, "axis_order": list(mesh.axis_order)}
+        section["layout"] = {"scheme": scheme, "ranks": run.mesh_size, "mesh": axes}
         lightning = checkpoint.get("pytorch-lightning_version", lightning_version())
         section["versions"] = {"torch": str(torch.__version__), "lightning": lightning}
         group = None if alone else run.present_collectives

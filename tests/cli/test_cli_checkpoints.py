@@ -58,7 +58,7 @@ def test_describe_tells_who_wrote_what(
     assert run(monkeypatch, "describe", saved["sharded"], "--verify") == 0
     said = capsys.readouterr().out
     for text in (
-        "hybrid_parallel, 8 ranks, pp 2, dp 2, tp 2",
+        "hybrid_parallel, 8 ranks, pp 2, dp 2, tp 2, axis_order ['pp', 'dp', 'tp'], cp 1, ep 1  ",
         f"torch {torch.__version__}",
         "epoch 0, global step 2",
         "611 float32; 2.4 KB",
