@@ -58,9 +58,13 @@ _READING = ("__index__", "__int__", "__invert__", "__iter__")  # the others are 
 
 
 def changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return what a function changes, several tensors where it is of a list."""
+    """Return what a function changes, several tensors where it is of a list.
+
+    Functions of `nn.init` are asked with all their arguments by name, the tensor first.
+    """
     out = kwargs.get("out")
-    changed = args[0] if out is None and args and writes(func) else out
+    first = next(iter((*args, *kwargs.values())), None)
+    changed = first if out is None and writes(func) else out
     return [] if changed is None else tree_leaves(changed)
 
 

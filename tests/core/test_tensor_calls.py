@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_shard.core.tensor_calls import SeesCalls, SeesOperations
+from lightning_shard.core.tensor_calls import SeesCalls, SeesOperations, changed_by
 
 
 def _empty(kind: type[Tensor]) -> Any:
@@ -47,3 +47,16 @@ def test_a_class_without_a_rule_says_so() -> None:
         silent.add(1)
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(NotImplementedError):
         torch.neg(silent)
+
+
+def test_what_a_function_changes_is_known_however_it_is_told() -> None:
+    """`nn.init` names its arguments, and `torch.norm` an `out` of None: one was missed, one made up."""
+    first, second = torch.ones(2), torch.zeros(2)
+    assert changed_by(torch.norm, (first,), {"p": 2, "out": None}) == []
+    for args, kwargs in (((first,), {}), ((), {"tensor": first, "mean": 0.0})):
+        (changed,) = changed_by(nn.init.normal_, args, kwargs)
+        assert changed is first
+    (changed,) = changed_by(torch.add, (first, first), {"out": second})
+    assert changed is second
+    several = changed_by(torch._foreach_add_, ([first, second], 1.0), {})
+    assert all(one is other for one, other in zip(several, (first, second), strict=True))

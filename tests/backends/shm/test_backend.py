@@ -259,6 +259,7 @@ def test_a_forked_child_edits_alone_and_leaves_the_parent_s_memory(memory: CopyO
 
 
 def test_memory_and_file_go_with_the_last_tensor() -> None:
+    gc.collect()  # what tests before have left may hold files
     before = len(os.listdir("/proc/self/fd"))
     memory = mapped(64 << 20)
     view = memory.own[5:].view(torch.uint8)

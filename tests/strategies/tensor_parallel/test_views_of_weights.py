@@ -41,6 +41,9 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "foreach of rows": lambda weight: torch._foreach_mul_([weight[0], weight[2]], 1.1),
     "foreach of it and a row": lambda weight: torch._foreach_mul_([weight, weight[0]], 1.1),
     "foreach of a row and it": lambda weight: torch._foreach_add_([weight[1], weight], 0.1),
+    "initialised anew": lambda weight: torch.nn.init.constant_(weight, 0.2),
+    "a row initialised": lambda weight: torch.nn.init.constant_(weight[1], 0.2),
+    "by name": lambda weight: torch.clamp_(input=weight, min=-0.1, max=0.1),
     "kept": _kept,
 }
 
