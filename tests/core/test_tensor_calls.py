@@ -50,7 +50,7 @@ def test_a_class_without_a_rule_says_so() -> None:
 
 
 def test_what_a_function_changes_is_known_however_it_is_told() -> None:
-    """`nn.init` names its arguments, and `torch.norm` an `out` of None: one was missed, one made up."""
+    """`nn.init` names its arguments, and `torch.norm` an `out` of None."""
     first, second = torch.ones(2), torch.zeros(2)
     assert changed_by(torch.norm, (first,), {"p": 2, "out": None}) == []
     for args, kwargs in (((first,), {}), ((), {"tensor": first, "mean": 0.0})):
