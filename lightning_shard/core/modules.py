@@ -9,14 +9,37 @@ extend the class of one module: a pipeline a block, experts the same block, whic
 TorchScript's modules within a model take no hooks, and their code is not Python's. Data parallel
 follows them from the module that they lie in. What splits layers or cuts a model into stages would
 have to change them.
+
+What only tries a module leaves no trace in the streams of random numbers, torch's, NumPy's or
+Python's: training would draw others after it.
 """
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
+import torch
 from torch import nn
 from torch.jit import ScriptModule
 
 from lightning_shard.errors import ConfigError
+
+
+@contextmanager
+def random_streams_kept(cuda: Sequence[int] = ()) -> Iterator[None]:
+    """Put all streams of random numbers back to where they were.
+
+    Args:
+        cuda: Numbers of the GPUs whose streams are put back, too.
+    """
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def largest_layers(model: nn.Module, num_layers: int = 3) -> str:

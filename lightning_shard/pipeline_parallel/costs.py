@@ -9,20 +9,19 @@ its tokens, a metric that checks its labels) cannot run so; it then runs once on
 """
 
 import logging
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import prod
 from typing import Literal, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
+from lightning_shard.core.modules import random_streams_kept
 from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.held_bytes import storage_bytes
 from lightning_shard.data_parallel.offload.activations import stretch_bytes
@@ -338,14 +337,9 @@ def _unlogged() -> Iterator[None]:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore the random streams and the modules' attributes after the step inside."""
-    python, arrays = random.getstate(), np.random.get_state()
     cuda = sorted({param.get_device() for param in model.parameters() if param.is_cuda})
-    try:
-        with _attributes_kept(model), torch.random.fork_rng(devices=cuda):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
+    with random_streams_kept(cuda), _attributes_kept(model):
+        yield
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.modules import random_streams_kept
 from lightning_shard.data_parallel.differentiation import asking_nobody
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
 from lightning_shard.data_parallel.recompute.recomputation import CACHES
@@ -232,7 +233,7 @@ def as_it_was(block: nn.Module) -> Iterator[None]:
     block.eval()
     try:
         with (
-            torch.random.fork_rng(devices=devices),
+            random_streams_kept(devices),
             unchanged(block),
             without_reentrance(),
             without_saving_hooks(),

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.modules import random_streams_kept
 from lightning_shard.data_parallel.memory.values_at_start import give_memory
 from lightning_shard.data_parallel.torch_private import (
     forget_forward_hooks,
@@ -93,7 +94,7 @@ def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
     if is_large or any(map(_is_lightning_module, candidate.owner.modules())):
         return TrialResult(is_right=None)  # a copy of a LightningModule has a copy of its trainer
     shapes = _SHAPES[:1] if candidate.is_attention else _SHAPES
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), without_hooks():
+    with random_streams_kept(), torch.enable_grad(), without_hooks():
         try:
             trial = _Trial(candidate, num_ranks)
         except Exception as error:  # a module may refuse to be copied
@@ -135,7 +136,7 @@ def _results(
     layer: nn.Module, style: Style, full_input: Tensor, inputs: Sequence[Tensor]
 ) -> _Results:
     parts = []
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), without_hooks():
+    with random_streams_kept(), torch.no_grad(), without_hooks():
         full = nn.ModuleDict({"layer": bare_copy(layer)})
         for rank, values in enumerate(inputs):
             part = copy.deepcopy(full)

@@ -1,11 +1,13 @@
 """What an automatic plan splits, what it leaves full, and what it refuses."""
 
 import itertools
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L  # noqa: N812
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -473,6 +475,24 @@ def test_a_model_is_left_as_it_is_and_random_numbers_too() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert model.training
     assert calls == []
+
+
+class Drawing(FeedForward):
+    """Leaves its function out now and then, by streams that are not torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and random.random() + np.random.rand() > 1:
+            return x
+        return super().forward(x)
+
+
+def test_a_trial_draws_no_random_numbers_from_python_or_numpy() -> None:
+    """Trials in training draw what blocks draw; a run drew other numbers after them."""
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    assert "sure.0" in found(Net(Drawing(torch.tanh)))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 def test_the_description_says_what_is_split_and_what_is_not_and_why() -> None:
