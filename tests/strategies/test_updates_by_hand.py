@@ -23,7 +23,7 @@ def _into(param: Any) -> None:
 
 
 def _with_momentum(param: Any) -> None:
-    state = vars(param).setdefault("momentum", torch.zeros(param.shape, dtype=param.dtype))
+    state = torch.full(param.shape, 0.1, dtype=param.dtype)
     state.mul_(0.9).addcmul_(param.grad, param).add_(param.grad)
     param.sub_(0.1 * state)
 
