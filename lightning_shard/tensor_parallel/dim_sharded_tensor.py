@@ -412,12 +412,8 @@ def _with_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     if changes_gradient or not (targets or in_graph):
         args, kwargs = tree_map_only(DimShardedTensor, _gather_detached, (args, kwargs))
     else:
-        args, kwargs = tree_map_only(AveragedGradient, _in_full, (args, kwargs))
+        args, kwargs = tree_map_only(AveragedGradient, AveragedGradient.full_tensor, (args, kwargs))
     return func(*args, **kwargs)
-
-
-def _in_full(gradient: AveragedGradient) -> Tensor:
-    return gradient.full_tensor()
 
 
 class Gathered:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.strategies.decoders import DECODER_SCHEMES, Decoder
+from tests.strategies.decoders import DECODER_SCHEMES, Decoder, assert_as_alone
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.stacks import fit
 
@@ -87,13 +87,6 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
     "masked": lambda param: param.grad.masked_fill_(param > 0.2, 0.0),
 }
 SCHEMES = ["shard_ddp", "zero2", "zero3", "tensor", "tensor_zero3", "context"]
-
-
-def assert_as_alone(style: type[Decoder], scheme: str) -> None:
-    num_ranks, make = DECODER_SCHEMES[scheme]
-    ours, alone = fit(style, make(), devices=num_ranks), fit(style)
-    for mine, other in zip(ours.model.parameters(), alone.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, other)
 
 
 class ByHand(Decoder):

@@ -111,10 +111,6 @@ class ShardedTensor(SeesOperations):
         with reading(self.spread.name):
             return self.spread.join(self.local).view(self.shape)
 
-    def own_full(self) -> Tensor:
-        """Return this rank's part of the model, as parameters show it; each rank must call."""
-        return self.spread.own(self.full_tensor())
-
     def beside(self, local: Tensor) -> "ShardedTensor":
         """Return a tensor of other elements that is spread and looks like this one."""
         return type(self)(local, self.spread, self.shape)

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_shard.errors import ConfigError
-from tests.strategies.decoders import DECODER_SCHEMES, Decoder
+from tests.strategies.decoders import DECODER_SCHEMES, Decoder, assert_as_alone
 from tests.strategies.parity import UPSTREAM_WARNINGS
 from tests.strategies.stacks import fit
 
@@ -48,13 +48,6 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def assert_same_weights(style: type[Decoder], scheme: str) -> None:
-    num_ranks, make = DECODER_SCHEMES[scheme]
-    ours, alone = fit(style, make(), devices=num_ranks), fit(style)
-    for mine, other in zip(ours.model.parameters(), alone.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, other)
-
-
 class WritesInStep(Decoder):
     write: Callable[[Tensor], Any]
 
@@ -72,7 +65,7 @@ class WritesInStep(Decoder):
 def test_what_a_step_writes_to_a_view_of_a_weight_stays(write: str, scheme: str) -> None:
     """It was written to a gathered copy, and lost: weights were 13 % to 180 % off."""
     style: Any = type("Writes", (WritesInStep,), {"write": staticmethod(WRITES[write])})
-    assert_same_weights(style, scheme)
+    assert_as_alone(style, scheme)
 
 
 def _twice(logits: Tensor) -> None:
@@ -109,7 +102,7 @@ class WritesLogits(Decoder):
 def test_what_a_step_writes_to_a_view_of_logits_stays(write: str, scheme: str) -> None:
     """It was lost as well, with its gradient: masked logits were not."""
     style: Any = type("Writes", (WritesLogits,), {"write": staticmethod(IN_GRAPH[write])})
-    assert_same_weights(style, scheme)
+    assert_as_alone(style, scheme)
 
 
 class WritesComputed(Decoder):
@@ -133,7 +126,7 @@ def test_what_a_step_writes_to_a_view_of_what_it_computed_from_a_weight_stays(
 ) -> None:
     """Only views of activations stayed: those of `2 * weight` were plain copies, and lost."""
     style: Any = type("Writes", (WritesComputed,), {"write": staticmethod(COMPUTED[write])})
-    assert_same_weights(style, scheme)
+    assert_as_alone(style, scheme)
 
 
 class ReadsOnOneRank(Decoder):
