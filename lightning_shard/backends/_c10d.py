@@ -151,13 +151,7 @@ Rendezvous = Callable[[int, int], tuple[Store, int, int]]
 
 @contextmanager
 def in_process_c10d(backend_name: str, rendezvous: Rendezvous) -> Iterator[None]:
-    """Make every new group an in-process one, and every rendezvous the world's.
-
-    Args:
-        backend_name: Name under which the in-process backend is registered in c10d.
-        rendezvous: Called with the rank and world size that the user gave (-1 for none); returns
-            the store, the rank and the world size.
-    """
+    """Make every new group an in-process one, and every rendezvous the world's."""
     patched, private = cast(Any, c10d), cast(Any, torch._C._distributed_c10d)
     original_helper, original_rendezvous = patched._new_process_group_helper, patched.rendezvous
     groups = patched._world

@@ -68,13 +68,7 @@ _read: ContextVar[str] = ContextVar("read", default="")  # by user code, in this
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """The file and line of a call.
-
-    Attributes:
-        filename: Path of the file, as its code object has it.
-        line: Line in the file, from 1.
-        purpose: What the call is for, as `purpose` has it.
-    """
+    """The file and line of a call."""
 
     filename: str
     line: int

@@ -89,13 +89,7 @@ def describe_tensor(tensor: Tensor) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One rank's part in a disagreement.
-
-    Attributes:
-        rank: Global rank of the process.
-        operation: The operation that the rank called, in words.
-        site: File and line where the user's code called it.
-    """
+    """One rank's part in a disagreement."""
 
     rank: int
     operation: str
@@ -105,15 +99,7 @@ class Side:
 def describe_disagreement(
     group: str, number: int, *, got: Side, expected: Side, what: str = ""
 ) -> str:
-    """Say which two ranks disagree, and on what.
-
-    Args:
-        group: The group and its ranks, in words.
-        number: Number of the operation within the group, from 1.
-        got: Part of the rank whose operation differs.
-        expected: Part of the rank that it differs from.
-        what: The property that differs, where the two operations alone do not show it.
-    """
+    """Say which two ranks disagree, and on what."""
     return (
         f"Ranks of {group} disagree at its operation number {number}{what and f': {what}'}.\n"
         f"  rank {got.rank}: got {got.operation} at {got.site}\n"

@@ -271,15 +271,7 @@ def describe_group(name: str, global_ranks: Sequence[int]) -> str:
 
 
 class InFlight(ABC):
-    """One operation in flight; a backend says how it goes on.
-
-    Args:
-        lock: Guards who hears of the end.
-
-    Attributes:
-        done: Whether it has ended, with its results or an error.
-        error: The error with which it has ended.
-    """
+    """One operation in flight; a backend says how it goes on."""
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self.done = False
@@ -313,12 +305,7 @@ class InFlight(ABC):
 
 
 class FlightWork(CallWork):
-    """One rank's handle of an operation in flight.
-
-    Args:
-        flight: The operation in flight.
-        call: What this rank has called.
-    """
+    """One rank's handle of an operation in flight."""
 
     def __init__(self, flight: InFlight, call: Call) -> None:
         super().__init__(call)
@@ -353,13 +340,7 @@ class FlightWork(CallWork):
 
 
 class OperationWatch:
-    """Watches one operation of this rank for its flight; a backend says when it can never end.
-
-    Args:
-        group: The group whose operation it is.
-        operation: This rank's call, or the operation's name.
-        site: File and line where the user called.
-    """
+    """Watches one operation of this rank for its flight; a backend says when it can never end."""
 
     def __init__(self, group: GroupHandle, operation: Call | str, site: CallSite) -> None:
         self._group, self._operation, self._site = group, operation, site

@@ -52,12 +52,7 @@ class MissingRanksError(dist.DistStoreError):  # a peer's end, to whoever asks w
 
 
 def fresh_store(store: Store, rank: int, world_size: int, patience: timedelta) -> Store:
-    """Wait for all ranks of this meeting, and return a part of the store that only they use.
-
-    Raises:
-        MissingRanksError: A rank did not come; says which have, and which have not.
-        torch.distributed.DistError: The store is gone.
-    """
+    """Wait for all ranks of this meeting, and return a part of the store that only they use."""
     desk = PrefixStore("lightning_shard/roll_call", store)
     word, deadline = secrets.token_hex(8), time.monotonic() + patience.total_seconds()
     desk.set(f"hello/{rank}", word)
@@ -137,12 +132,7 @@ _LONGEST_TRY = timedelta(seconds=10)
 
 
 class JobServer(threading.Thread):
-    """Serves a job's keys and values until the process ends.
-
-    Args:
-        listeners: The sockets to which ranks connect.
-        token: The job's token.
-    """
+    """Serves a job's keys and values until the process ends."""
 
     def __init__(self, listeners: Sequence[socket.socket], token: str) -> None:
         super().__init__(name="lightning-shard-job", daemon=True)
@@ -183,30 +173,14 @@ _place: tuple[str, int, str] | None = None
 
 
 class Met(NamedTuple):
-    """The ranks have met.
-
-    Attributes:
-        store: A part of the job's store that only this meeting uses.
-        address: Where the job's server is, for the other ranks.
-    """
+    """The ranks have met."""
 
     store: Store
     address: JobAddress
 
 
 def meet(rank: int, world_size: int, patience: timedelta) -> Met:
-    """Meet the other ranks at the place that the environment tells of; every rank must call.
-
-    Args:
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        patience: How long to wait for the other ranks.
-
-    Raises:
-        ConfigError: MASTER_ADDR or MASTER_PORT is missing or wrong, or the token is.
-        MissingRanksError: A rank did not come; says which.
-        torch.distributed.DistError: A store is gone.
-    """
+    """Meet the other ranks at the place that the environment tells of; every rank must call."""
     place = settings.rendezvous()
     on_one_host = settings.is_on_one_host()
     token = find_token(place.port, on_one_host=on_one_host, rank=rank)
@@ -225,17 +199,7 @@ def meet(rank: int, world_size: int, patience: timedelta) -> Met:
 
 
 def serve(address: JobAddress) -> JobAddress:
-    """Start the job's server in this process, which is rank 0's, unless it runs already.
-
-    Args:
-        address: Where it shall listen; port 0 for any that is free.
-
-    Returns:
-        The address with the port.
-
-    Raises:
-        torch.distributed.DistNetworkError: The port is taken.
-    """
+    """Start the job's server in this process, which is rank 0's, unless it runs already."""
     global _server, _place
     wanted = (address.host, address.port, address.token)
     if _server is None or _place != wanted or not address.port:

@@ -67,12 +67,7 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
-    """Raise unless `op` is known and defined for `dtype`.
-
-    Raises:
-        ConfigError: An unknown reduction.
-        LayoutError: An average of integers, which would have to round.
-    """
+    """Raise unless `op` is known and defined for `dtype`."""
     if op not in C10D_OPS:
         raise ConfigError(f"Unknown reduction {op!r}; expected one of {', '.join(C10D_OPS)}.")
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
@@ -145,9 +140,6 @@ def reduce_tensors(tensors: Sequence[Tensor], op: Any = ReduceOp.SUM) -> Tensor:
 
     Returns:
         A new tensor of that shape, perhaps of a wider dtype.
-
-    Raises:
-        ConfigError: The operation is not defined for the dtype.
     """
     name, dtype = op_name(op), tensors[0].dtype
     if dtype is torch.bool:

@@ -48,19 +48,6 @@ def join_world(
     """Start the default process group, and the lifeline with it; every rank must call.
 
     By the lifeline the ranks know of each other's end.
-
-    Args:
-        backend: A name that c10d knows.
-        rank: Global rank of this process, 0 <= rank < world_size.
-        world_size: Number of processes.
-        device: The rank's own device, to which the group is then bound, or None.
-        timeout: Time-out of every operation, and of the meeting if it is longer than a minute.
-        store: Store to meet at instead of MASTER_ADDR and MASTER_PORT: used for this group alone,
-            with `HOST_KEY` set, when every rank runs and is about to call.
-
-    Raises:
-        ConfigError: MASTER_ADDR or MASTER_PORT is missing or wrong.
-        RankFailedError: The ranks did not meet.
     """
 
     def make_group(at: Store, host: str) -> None:
@@ -103,20 +90,12 @@ def _describe_place(store: Store | None, timeout: timedelta) -> str:
 
 
 def host_of_rank_zero(store: Store | None) -> str:
-    """Return the name or address of the host of rank 0 of the ranks that meet at this store.
-
-    Args:
-        store: The given store; None for the place that MASTER_ADDR tells of.
-    """
+    """Return the name or address of the host of rank 0 of the ranks that meet at this store."""
     return settings.rendezvous().host if store is None else store.get(HOST_KEY).decode()
 
 
 def is_on_one_host(store: Store | None) -> bool:
-    """Whether the ranks that meet at this store reach each other over the loopback interface.
-
-    Args:
-        store: The given store; None for the one at MASTER_ADDR.
-    """
+    """Whether the ranks that meet at this store reach each other over the loopback interface."""
     if store is None:
         return settings.is_on_one_host()
     return settings.is_loopback(store.get(HOST_KEY).decode())

@@ -94,11 +94,7 @@ def checked_splits(
     tensor: Tensor,
     splits: Sequence[int] | None,
 ) -> list[int]:
-    """Return the number of the tensor's elements for each rank; splits=None means equally many.
-
-    Raises:
-        LayoutError: The sizes are not one for each rank, or do not add up to the tensor's.
-    """
+    """Return the number of the tensor's elements for each rank; splits=None means equally many."""
     numel = tensor.numel()
     if splits is None and numel % size:
         raise LayoutError(
@@ -126,12 +122,7 @@ def check_peer(operation: str, rank: int, size: int, peer: int) -> None:
 def check_message(
     operation: str, rank: int, size: int, tensor: Tensor, peer: int, tag: int
 ) -> None:
-    """Raise unless this tensor can go to or come from `peer` under `tag`.
-
-    Raises:
-        LayoutError: The tensor is not contiguous, or `peer` is no other rank of the group.
-        ConfigError: The tag is outside the callers' range.
-    """
+    """Raise unless this tensor can go to or come from `peer` under `tag`."""
     check_contiguous(operation, rank, tensor)
     check_peer(operation, rank, size, peer)
     if peer == rank:

@@ -71,13 +71,7 @@ OPERATIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTraffic:
-    """Counters of this rank within one group.
-
-    Attributes:
-        name: c10d's description of the group: a mesh axis has its name there.
-        ranks: Global ranks of the group's members, in order of their group rank.
-        traffic: Counters of each operation, by its name.
-    """
+    """Counters of this rank within one group."""
 
     name: str
     ranks: tuple[int, ...]

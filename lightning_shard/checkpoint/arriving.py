@@ -99,11 +99,6 @@ def arriving(
 ) -> Iterator[ArrivingTensor]:
     """Bring tensors to rank 0 of a group, one after the other; each rank must run through it.
 
-    Args:
-        tensors: The same ones on each rank, with its own slices.
-        group: The ranks that have slices.
-        device: Device over which slices travel.
-
     Yields:
         Each tensor: on rank 0 with its elements, on other ranks, which send theirs, without.
     """
@@ -120,14 +115,6 @@ def arriving_in_runs(
 
     What is packed into one message is of one run of neighbours with the same group: a rank may have
     to exchange one tensor with ranks of its group before it comes to the next of another group.
-
-    Args:
-        tensors: Each with the group of the ranks that have slices; None where they have none. The
-            groups come in the same order on all ranks.
-        device: Device over which slices travel.
-
-    Yields:
-        Each tensor, as `arriving` does; None where there is none.
     """
     for group, run in groupby(tensors, key=itemgetter(0)):
         ones = [one for _, one in run]
@@ -206,11 +193,7 @@ def _message_sizes(num_bytes: int, group: Collectives) -> list[int]:
 
 
 class _Inbox:
-    """What one peer sends, in order; receives are posted ahead.
-
-    Attributes:
-        failure: Why a message has not come.
-    """
+    """What one peer sends, in order; receives are posted ahead."""
 
     failure: Exception | None = None
 
@@ -294,16 +277,7 @@ class _Outbox:
 def full_parameters(
     engine: DataParallelEngine, *, without: Container[nn.Parameter] = ()
 ) -> Iterator[tuple[nn.Parameter, ArrivingTensor]]:
-    """Bring the model's parameters together on rank 0; each rank must run through it.
-
-    Args:
-        engine: The engine that holds the model.
-        without: Parameters that stay as they are, the same on all ranks.
-
-    Yields:
-        Each parameter, on rank 0 with its full value in the optimizer's format, which is only good
-        until the next one is asked for; nothing on other ranks.
-    """
+    """Bring the model's parameters together on rank 0; each rank must run through it."""
     engine.adopt_assigned()
     if not engine.groups.is_first_copy:
         return

@@ -127,11 +127,6 @@ class ModuleSnapshot:
 
     A module's own hooks may do more than copy values: give buffers another size, set attributes,
     rename entries. So a load is not foreseen but undone.
-
-    Args:
-        module: The module to remember.
-        with_parameters: Whether the parameters' values are kept, too, which takes their memory.
-        without: Parameters that somebody else restores.
     """
 
     def __init__(
@@ -377,11 +372,7 @@ def _join_read(
     own: Mapping[str, tuple[_Path, ParameterShard | ShardView]],
     every: Sequence[Sequence[str]],
 ) -> None:
-    """Put full tensors in the place of tensors that were read from sharded parameters.
-
-    Raises:
-        ConfigError: Some ranks have no such tensor in that place.
-    """
+    """Put full tensors in the place of tensors that were read from sharded parameters."""
     for place in sorted(set[str]().union(*every)):
         lacking = [rank for rank, theirs in enumerate(every) if place not in theirs]
         if lacking:

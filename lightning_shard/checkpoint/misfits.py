@@ -216,13 +216,7 @@ class _TrialState:
 
 
 class _Trials:
-    """Trial optimizers with the options of a saved group, one for each kind of parameter.
-
-    Args:
-        optimizer: The optimizer that the state is to be loaded into.
-        group: A param group of the optimizer.
-        saved: The saved group in its place.
-    """
+    """Trial optimizers with the options of a saved group, one for each kind of parameter."""
 
     def __init__(
         self, optimizer: Optimizer, group: dict[str, Any], saved: Mapping[str, Any]

@@ -107,10 +107,6 @@ class FullOptimizerState:
 
     Each rank must make one, and run through its `tensors`, while the state stays as it is.
 
-    Args:
-        optimizer: Optimizer whose state the engine has in shards.
-        engine: The engine that holds its parameters.
-
     Attributes:
         shapes: On rank 0, by parameter's number and key, the full shape and the format of each
             entry that has an element for each of its parameter's.
@@ -147,12 +143,7 @@ class FullOptimizerState:
             }
 
     def tensors(self) -> Iterator[tuple[tuple[int, str], ArrivingTensor]]:
-        """Bring the entries together, key by key in the order of the model; each rank must call.
-
-        Yields:
-            On rank 0, by parameter's number and key, each full tensor, which is only good until
-            the next one is asked for; on other ranks nothing.
-        """
+        """Bring the entries together, key by key in the order of the model; each rank must call."""
         engine = self._engine
         if not self._packed or not self._params:
             return

@@ -83,12 +83,7 @@ def describe(optimizer: Optimizer, engine: DataParallelEngine) -> list[Entries |
 
 
 def merge(described: Sequence[Sequence[Entries | None]]) -> list[Entries | None]:
-    """Merge the ranks' descriptions of one optimizer's state.
-
-    Args:
-        described: Each shard's entries by parameter, of which the lowest shard's with any are
-            taken.
-    """
+    """Merge the ranks' descriptions of one optimizer's state."""
     return [
         next((entries for entries in of_param if entries is not None), None)
         for of_param in zip(*described, strict=True)

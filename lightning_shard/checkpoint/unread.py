@@ -25,11 +25,7 @@ class Unread(Protocol):
 
 
 class Present:
-    """A tensor that is in memory anyway, or mapped into it.
-
-    Args:
-        tensor: The tensor in memory.
-    """
+    """A tensor that is in memory anyway, or mapped into it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()

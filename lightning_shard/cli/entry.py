@@ -61,13 +61,7 @@ with one message and exit code 1; with --debug after the subcommand the tracebac
 
 
 def told(run: Callable[[], int], *, debug: bool, status: int = 1) -> int:
-    """Run a subcommand and return its exit code.
-
-    Args:
-        run: Runs the subcommand and returns its exit code.
-        debug: Whether to print where an error was raised, too.
-        status: The exit code where an error has ended it.
-    """
+    """Run a subcommand and return its exit code."""
     try:
         return run()
     except ShardError as error:

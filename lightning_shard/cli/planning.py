@@ -31,12 +31,7 @@ _ONE_CPU = (
 
 
 class _Configured(LightningCLI):
-    """A config's module, on meta unless asked otherwise, and its data.
-
-    Args:
-        config: Path of the config.
-        on_meta: Whether the module is built without values.
-    """
+    """A config's module, on meta unless asked otherwise, and its data."""
 
     def __init__(self, config: str, *, on_meta: bool) -> None:
         self._on_meta = on_meta

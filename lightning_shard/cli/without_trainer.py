@@ -64,12 +64,7 @@ _OPTIONS = (
 
 
 class CLIWithoutTrainer(ShardCLI):
-    """Reads the configuration of a fit, and makes everything in it but the Trainer.
-
-    Args:
-        name: Name of the subcommand.
-        description: What it does.
-    """
+    """Reads the configuration of a fit, and makes everything in it but the Trainer."""
 
     def __init__(self, name: str, description: str) -> None:
         find_classes_here()

@@ -41,16 +41,7 @@ _PLACE = "_lightning_shard_rows"
 
 
 class CompiledModules:
-    """Runs the compiled modules of a model on parts, from `begin` until `restore`.
-
-    Args:
-        model: The model, whose compiled modules are looked for.
-        blocks: Its blocks, by name.
-        group: Group of the ranks that share each sequence.
-
-    Raises:
-        ConfigError: A module is compiled that has blocks inside.
-    """
+    """Runs the compiled modules of a model on parts, from `begin` until `restore`."""
 
     def __init__(
         self, model: nn.Module, blocks: Mapping[str, nn.Module], group: Collectives
@@ -117,14 +108,7 @@ def _by_arguments(as_written: Forward, compiled: Any) -> Forward:
 
 @dataclass
 class _WatchedCall:
-    """What was known when a module was called.
-
-    Attributes:
-        part: The part that it was given; None for other arguments.
-        num_exchanges: Number of exchanges so far.
-        random: State of the random numbers.
-        attributes: The values of its attributes, and those of the modules inside.
-    """
+    """What was known when a module was called."""
 
     part: SequencePart | None
     num_exchanges: int

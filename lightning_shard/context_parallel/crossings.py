@@ -117,14 +117,7 @@ def total(tensor: Tensor, group: Collectives) -> Tensor:
 
 
 def exchange(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubset) -> Tensor:
-    """Give each rank its part along one dimension of what the ranks have along another.
-
-    Args:
-        tensor: This rank's tensor, contiguous or not.
-        cut: Dimension that is cut into W equal parts, part i for rank i.
-        join: Another dimension, along which what the ranks send is joined in their order.
-        group: Group of the W ranks, or some of its ranks.
-    """
+    """Give each rank its part along one dimension of what the ranks have along another."""
     return exchange_together((tensor,), cut, join, group)[0]
 
 

@@ -186,18 +186,7 @@ def _shown(value: Any, part: SequencePart) -> Any:
 def try_block(
     name: str, block: nn.Module, arguments: Arguments, cut: Cut, group: Collectives
 ) -> None:
-    """Call a block with full sequences and with parts, and compare; each rank must call.
-
-    Args:
-        name: Path of the block in the model.
-        block: The block, whose parameters are here.
-        arguments: What it is called with.
-        cut: Cuts the sequence in arguments.
-        group: Group of the ranks that share a sequence.
-
-    Raises:
-        ConfigError: A result or a gradient differs; raised on every rank.
-    """
+    """Call a block with full sequences and with parts, and compare; each rank must call."""
     params = [param for param in block.parameters() if param.requires_grad]
     names = [one for one, param in block.named_parameters() if param.requires_grad]
     forward = own_forward(block)

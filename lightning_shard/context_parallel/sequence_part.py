@@ -29,15 +29,7 @@ from lightning_shard.tensor_parallel.regions import own_slice
 
 
 class FullSequences:
-    """Notes the operations that ranks compute on full sequences.
-
-    Args:
-        num_ranks: Ranks that share a sequence.
-
-    Attributes:
-        block: Name of the block that runs; None outside of blocks.
-        noted: Names of the operations so far, with the block that was the first to call each.
-    """
+    """Notes the operations that ranks compute on full sequences."""
 
     def __init__(self, num_ranks: int) -> None:
         self.block: str | None = None
@@ -63,13 +55,7 @@ RULES: dict[str, Callable[..., Any]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePart(Part):
-    """One rank's part of a tensor along the sequence; see the module.
-
-    Attributes:
-        in_full: Hears of the operations that need the full sequence.
-        padding: Number of places at the end of each block that hold no position of it: copies of
-            the last one, or what was sliced off. No result and no gradient depends on them.
-    """
+    """One rank's part of a tensor along the sequence; see the module."""
 
     in_full: FullSequences
     padding: int = 0

@@ -113,11 +113,7 @@ class TiledAttention:
         self._query, self._rows, self._visible, self._scale = query, rows, visible, scale
 
     def start(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what is known before any key is seen: acc, highest, total.
-
-        Args:
-            width: Number of features of values.
-        """
+        """Return what is known before any key is seen: acc, highest, total."""
         wide = _wide(self._query.dtype)
         shape = self._query.shape[:-1]
         acc = self._query.new_zeros((*shape, width), dtype=wide)
@@ -165,15 +161,7 @@ class TiledAttention:
         keys: Sequence[range],
         of_query: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of one rank's keys and values by this rank's rows.
-
-        Args:
-            known: The result's gradient, its product with the result summed over features, and lse.
-            key: As for `see`.
-            value: As for `see`.
-            keys: As for `see`.
-            of_query: The gradient of the queries, to which that by these keys is added.
-        """
+        """Return the gradients of one rank's keys and values by this rank's rows."""
         of_key = torch.zeros_like(key, dtype=_wide(key.dtype))
         of_value = torch.zeros_like(value, dtype=_wide(value.dtype))
         for tile, others, scores in self._scores(key, keys):

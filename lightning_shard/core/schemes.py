@@ -129,14 +129,7 @@ SCHEMES: dict[str, Scheme] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NamedScheme:
-    """A name of a strategy without a backend.
-
-    Attributes:
-        name: Name that a Trainer takes, without a backend.
-        scheme: What it stands for.
-        text: What it does, in a few words.
-        options: The options that the name stands for.
-    """
+    """A name of a strategy without a backend."""
 
     name: str
     scheme: Scheme
@@ -182,12 +175,7 @@ class NamedStrategy:
 
 
 def register_strategies(lightning: str, package: str) -> None:
-    """Make every name usable as `Trainer(strategy=name)`; a second call changes nothing.
-
-    Args:
-        lightning: Root of Lightning: "lightning.pytorch" or "pytorch_lightning".
-        package: Package whose strategies are built on that root.
-    """
+    """Make every name usable as `Trainer(strategy=name)`; a second call changes nothing."""
     registry = import_module(f"{lightning}.strategies").StrategyRegistry
     for one in named_schemes():
         strategy = NamedStrategy(package, one.scheme.class_name)

@@ -181,11 +181,7 @@ def is_under_mpi() -> bool:
 
 
 def placement(names: LauncherVariables) -> ProcessRanks:
-    """Read this process's ranks and the sizes of its groups.
-
-    Raises:
-        ConfigError: A variable is missing, is no whole number, or is out of its range.
-    """
+    """Read this process's ranks and the sizes of its groups."""
     rank, world_size = _number_below(names.rank, names.world_size, names)
     local_size = node_rank = num_nodes = None
     if given(names.local_size) or names.local_size not in names.optional:
@@ -205,11 +201,7 @@ def placement(names: LauncherVariables) -> ProcessRanks:
 
 
 def check_numbers(names: LauncherVariables) -> None:
-    """Refuse a launcher's variable that is set and no whole number.
-
-    Raises:
-        ConfigError: A variable is set and no whole number; the message names it.
-    """
+    """Refuse a launcher's variable that is set and no whole number."""
     told = (names.rank, names.world_size, names.local_rank, names.local_size)
     for name in (*told, names.node_rank, names.num_nodes):
         if name is not None and given(name):
@@ -226,11 +218,7 @@ def rendezvous() -> Rendezvous:
 
 
 def master_port() -> int:
-    """Read MASTER_PORT.
-
-    Raises:
-        ConfigError: The variable is missing or no port.
-    """
+    """Read MASTER_PORT."""
     port = integer("MASTER_PORT", "a free port on the host of rank 0")
     if not 0 < port <= _LARGEST_PORT:
         raise ConfigError(f"MASTER_PORT is {port}; expected a port, 1 to {_LARGEST_PORT}.")
@@ -243,11 +231,7 @@ def is_loopback(host: str) -> bool:
 
 
 def job() -> Job | None:
-    """Read LIGHTNING_SHARD_JOB and the job's token: the elastic job to take part in.
-
-    Raises:
-        ConfigError: The token is wrong, or the address is not a host and a port.
-    """
+    """Read LIGHTNING_SHARD_JOB and the job's token: the elastic job to take part in."""
     if not given(_JOB):
         return None
     address = required(_JOB, "an elastic job's address, host:port, as its first process prints it")
@@ -261,14 +245,7 @@ def job() -> Job | None:
 
 
 def job_token() -> str:
-    """Read LIGHTNING_SHARD_JOB_TOKEN, or the file that LIGHTNING_SHARD_JOB_TOKEN_FILE names.
-
-    Returns:
-        The secret that the ranks of a job have in common; "" when none was given.
-
-    Raises:
-        ConfigError: It is too short to be a secret, or others than this user may read the file.
-    """
+    """Read LIGHTNING_SHARD_JOB_TOKEN, or the file that LIGHTNING_SHARD_JOB_TOKEN_FILE names."""
     token, source = given(_JOB_TOKEN), f"The environment variable {_JOB_TOKEN}"
     if not token and given(_JOB_TOKEN_FILE):
         token, source = _token_in_file(Path(given(_JOB_TOKEN_FILE)))
@@ -368,9 +345,6 @@ def grace_seconds() -> float:
     """Read LIGHTNING_SHARD_GRACE_SECONDS: how long a SIGTERM waits for the ranks' next step.
 
     Thirty seconds by default, which is what SLURM and torchrun wait before they kill.
-
-    Raises:
-        ConfigError: The variable is no number above 0.
     """
     value = given("LIGHTNING_SHARD_GRACE_SECONDS") or "30"
     with suppress(ValueError):
@@ -397,11 +371,7 @@ def has_agent_store() -> bool:
 
 
 def global_seed() -> int:
-    """Read PL_GLOBAL_SEED, which `seed_everything` has set; 0 without it, as in Lightning.
-
-    Raises:
-        ConfigError: The variable is no whole number.
-    """
+    """Read PL_GLOBAL_SEED, which `seed_everything` has set; 0 without it, as in Lightning."""
     name = "PL_GLOBAL_SEED"
     return integer(name, "a seed, as seed_everything sets it") if given(name) else 0
 
@@ -418,11 +388,7 @@ def given(name: str) -> str:
 
 
 def required(name: str, meaning: str) -> str:
-    """Return the value of a variable that must be set.
-
-    Raises:
-        ConfigError: The variable is not set.
-    """
+    """Return the value of a variable that must be set."""
     value = given(name)
     if not value:
         raise ConfigError(
@@ -434,11 +400,7 @@ def required(name: str, meaning: str) -> str:
 
 
 def integer(name: str, meaning: str) -> int:
-    """Return the value of a variable that must be set, as a whole number.
-
-    Raises:
-        ConfigError: The variable is not set, or no whole number.
-    """
+    """Return the value of a variable that must be set, as a whole number."""
     value = required(name, meaning)
     try:
         return int(value)

@@ -39,13 +39,6 @@ class Owners:
                               updates                         full, and rank t of those gathers
 
     Parameters go to S x T ranks by size, see `OwnedLayout`: state is 1/(S T), and one matrix more.
-
-    Attributes:
-        rank: This rank, of those that have parts of the same layers; 0 where layers have no parts.
-        of_shards: Rank of the shard group that has the parameter, or all shards of its part; none
-            under stage 0.
-        of_parts: Rank, of those that have parts of the same layers, that gathers the parameter for
-            each update, and has its state; none where layers have no parts.
     """
 
     rank: int = 0
@@ -67,12 +60,6 @@ def share_out(
     """Give each parameter that is updated full an owner; no communication.
 
     Those that are trained are shared out first.
-
-    Args:
-        model: The model, the same on all ranks but for what `split` has taken off.
-        groups: Groups of the data-parallel ranks.
-        options: Stage of the engine, and the parameters that are updated full.
-        split: How the model is split over other ranks.
     """
     parts = split.parts
     num_shards = groups.shard.size if options.stage > 0 else 1

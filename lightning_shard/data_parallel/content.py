@@ -86,9 +86,6 @@ def agreed(
         operation: Name of the operation; the average of operands gives the average of results
             only in a linear one.
         name: Name of the parameter, for error messages.
-
-    Raises:
-        ConfigError: The operands differ, and the operation is not linear; raised on every rank.
     """
     number = content(tensor).to(device)
     states = torch.stack([number, ~number, number.new_tensor(not is_full)])

@@ -24,13 +24,7 @@ class Differentiator(Protocol):
     """Knows what gradients are, where ranks share a model."""
 
     def differentiate(self, inputs: Sequence[Any], run: Run, *, accumulates: bool) -> Gradients:
-        """Return the gradients of some inputs.
-
-        Args:
-            inputs: Tensors to differentiate by, as the step has given them.
-            run: Returns the gradients of what it is given in their place.
-            accumulates: Whether the gradients go to `.grad`, and nothing is returned.
-        """
+        """Return the gradients of some inputs."""
 
 
 class _OfThread(threading.local):

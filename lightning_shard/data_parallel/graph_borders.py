@@ -20,9 +20,6 @@ class KnownModules:
 
     `module.modules()` is generators inside of generators, one deep for every level of the model. So
     the modules are walked through once, and again only after one was added, removed or replaced.
-
-    Args:
-        root: The module whose modules are asked for.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -90,11 +87,7 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 
 
 class LeftGraphs:
-    """Looks for tensors with a graph that a forward has left on modules, as MoE routers do.
-
-    Args:
-        root: The module whose modules, itself included, are looked at.
-    """
+    """Looks for tensors with a graph that a forward has left on modules, as MoE routers do."""
 
     def __init__(self, root: nn.Module) -> None:
         self._known = KnownModules(root)

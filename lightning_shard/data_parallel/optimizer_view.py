@@ -38,22 +38,7 @@ class Shown(State):
 
 
 class OptimizerView:
-    """Enters and leaves the view of one engine; entering again inside changes nothing.
-
-    Args:
-        gradients: Every gradient buffer; those whose parameters have no local form stay as they
-            are.
-        reducer: Reduces gradients that were only accumulated, on entry.
-        unsharder: Reshards the units on entry, under stage 3; None below it.
-        phases: Is told that an update begins and ends.
-        absent: The gradients of parameters that only other ranks have, which are hidden inside.
-        edits: Averages the gradients that user code has put into `.grad`.
-        weights: Is told that an update has written parameters.
-
-    Attributes:
-        differs: Whether inside and outside differ at all: not under stage 0 without master copies.
-        on_interrupted: Leaves the view that an interrupted update is inside; None where none is.
-    """
+    """Enters and leaves the view of one engine; entering again inside changes nothing."""
 
     def __init__(
         self,
@@ -93,14 +78,7 @@ class OptimizerView:
 
     @as_they_are
     def enter(self, shows: Callable[[], bool] = always) -> None:
-        """Show shards; each rank must call.
-
-        Args:
-            shows: Asked once gradients have been averaged, whether parameters are to show theirs.
-
-        Raises:
-            ConfigError: User code has put what cannot be averaged into `.grad`; nothing is shown.
-        """
+        """Show shards; each rank must call."""
         if self._shown is Shown.LENT:
             self._turn(Shown.SHARDS_AMID)
             self._take_back_stand_ins()

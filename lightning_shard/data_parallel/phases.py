@@ -33,25 +33,14 @@ class Phase(State):
 
 @dataclass(frozen=True, eq=False)
 class ValueSource:
-    """What a parameter was given: elements of another one.
-
-    Attributes:
-        param: The other one.
-        positions: Where each element lies in the flattened full `param`.
-    """
+    """What a parameter was given: elements of another one."""
 
     param: nn.Parameter
     positions: Tensor
 
 
 class UserCode:
-    """Knows whether hooks or steps of the user's run on this rank.
-
-    Attributes:
-        runs: Whether user code runs now.
-        is_a_loop: Whether it runs between the steps, too, where graphs may begin and backwards end.
-        sources: By parameter that it has assigned in shards, whose memory it was given.
-    """
+    """Knows whether hooks or steps of the user's run on this rank."""
 
     def __init__(self) -> None:
         self.sources: dict[nn.Parameter, ValueSource | None] = {}
@@ -68,12 +57,7 @@ class UserCode:
 
 
 class Phases:
-    """The phases that have begun and have not ended.
-
-    Attributes:
-        open: These phases, the outermost first; none of them is REST.
-        user_code: Knows whether user code runs within them.
-    """
+    """The phases that have begun and have not ended."""
 
     def __init__(self) -> None:
         self.user_code = UserCode()

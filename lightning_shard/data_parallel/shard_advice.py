@@ -34,14 +34,7 @@ Homes = dict[nn.Parameter, tuple[FlatParameters, int]]
 
 @contextmanager
 def explaining_shards(homes: Homes) -> Iterator[None]:
-    """Say which parameters are shards where user code inside fails on their sizes.
-
-    Args:
-        homes: By parameter, its buffer and its index there.
-
-    Raises:
-        ConfigError: User code failed on a shard's size; raised in place of torch's error.
-    """
+    """Say which parameters are shards where user code inside fails on their sizes."""
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:
@@ -142,11 +135,7 @@ def explaining_gradients(stage: int) -> Iterator[None]:
 
 @contextmanager
 def explaining_graphs() -> Iterator[None]:
-    """Name the option where code that is to be one graph runs what ends a graph here.
-
-    Raises:
-        ConfigError: In place of torch's error; one that a single device raises, too, stays.
-    """
+    """Name the option where code that is to be one graph runs what ends a graph here."""
     try:
         yield
     except RuntimeError as error:

@@ -149,11 +149,7 @@ _ENGINE: Callable[..., Any] = _AUTOGRAD._engine_run_backward
 
 
 def exchange_engine_entrance(entrance: Callable[..., Any] | None) -> None:
-    """Let `torch.autograd.grad` and `backward` enter autograd's engine through a function.
-
-    Args:
-        entrance: Called with the engine's own entrance and its arguments; None for that alone.
-    """
+    """Let `torch.autograd.grad` and `backward` enter autograd's engine through a function."""
     through = _ENGINE if entrance is None else partial(entrance, _ENGINE)
     _AUTOGRAD._engine_run_backward = through
 
@@ -358,11 +354,7 @@ def check_batch_norm_input(module: BatchNorm, batch: Tensor) -> None:
 
 
 def exchange_contents(tensor: Tensor, other: Tensor) -> None:
-    """Exchange what two tensor objects are, but for their attributes and who refers to them.
-
-    Raises:
-        RuntimeError: A graph refers to the first.
-    """
+    """Exchange what two tensor objects are, but for their attributes and who refers to them."""
     if tensor._use_count() > 1:  # type: ignore[attr-defined]
         raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} is in a graph")
     torch._C._swap_tensor_impl(tensor, other)

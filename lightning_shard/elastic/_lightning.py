@@ -327,9 +327,6 @@ def measure_epoch(trainer: "pl.Trainer") -> None:
     """Have the loop take as many batches as the loader has in the epoch that begins.
 
     Lightning asks once; here an epoch in which ranks came or went has a length of its own.
-
-    Raises:
-        ConfigError: There are several training loaders.
     """
     loop = trainer.fit_loop
     loader = loop._combined_loader
@@ -405,11 +402,7 @@ class LoggedSum:
         metric._computed = None
 
     def made(self, reduce: Callable[..., Any]) -> _ResultMetric:
-        """Make a metric that logs alike, without a value.
-
-        Args:
-            reduce: The strategy's method `reduce`.
-        """
+        """Make a metric that logs alike, without a value."""
         meta = _Metadata(**self.how)
         meta.sync = _Sync(
             fn=reduce,

@@ -73,9 +73,6 @@ def rescale(
         old_ranks: The number of ranks that the rates are for.
         new_ranks: The number of ranks that they shall be for.
         rule: "linear" or "sqrt".
-
-    Raises:
-        ConfigError: Another rule, or no ranks.
     """
     scale = _scaling(old_ranks, new_ranks, rule)
     done: set[int] = set()  # a tensor may be the rate of several groups
@@ -255,9 +252,6 @@ class DataAssignment:
         """Return the number of samples of an epoch, or None where it has all.
 
         Both limits count batches of the first ranks, so that steps hold what they held.
-
-        Raises:
-            ConfigError: The limit is a share of the batches that is less than one.
         """
         batch = self._first_batch
         full = num_samples // batch if drop_last else num_parts(num_samples, batch)
@@ -285,13 +279,7 @@ class DataAssignment:
         return max(1, self._global_batch // self._first_accumulation)
 
     def check_alike(self, collectives: Collectives) -> None:
-        """Raise unless all ranks would assign the same order; each must call.
-
-        Raises:
-            ConfigError: They would give samples twice, or not at all. Before training on every
-                rank; later on those whose order is another than rank 0's, the eldest.
-            RankFailedError: The same on the others, which may go on without those.
-        """
+        """Raise unless all ranks would assign the same order; each must call."""
         assert self._sampler is not None
         orders = collectives.all_gather_object(self._sampler.sampler.fingerprint())
         strangers = [rank for rank, order in enumerate(orders) if order != orders[0]]
@@ -330,11 +318,7 @@ class DataAssignment:
             rescale(self._trainer.optimizers, schedulers, old_ranks, num_ranks, self._scaling)
 
     def recount(self, old_accumulation: int) -> None:
-        """Count the epoch's batches as if they had been of the present size.
-
-        Args:
-            old_accumulation: How many batches a step had when they were counted.
-        """
+        """Count the epoch's batches as if they had been of the present size."""
         first = self._first_batches() if self._scaling is None else None
         recount(self._trainer, first, old_accumulation)
         if epoch_of_samplers(self._trainer) == self._position.epoch:
@@ -470,14 +454,7 @@ _NEVER = 1 << 62  # batches
 
 @dataclass(frozen=True, kw_only=True)
 class FirstBatches:
-    """How far training is, in batches of the first ranks.
-
-    Attributes:
-        accumulation: The batches that the first ranks accumulate for a step.
-        in_epoch: The batches that an epoch has for them.
-        epoch: The number of the epoch, from 0.
-        steps: The optimizer steps of this epoch that have been made.
-    """
+    """How far training is, in batches of the first ranks."""
 
     accumulation: int
     in_epoch: int
@@ -532,13 +509,7 @@ def _validates(trainer: "pl.Trainer", first: FirstBatches, interval: float) -> b
 
 
 def recount(trainer: "pl.Trainer", first: FirstBatches | None, old_accumulation: int) -> None:
-    """Count all batches until now as if they had been of the present size.
-
-    Args:
-        trainer: In its fit.
-        first: How far training is; None where a step has as many batches at every number of ranks.
-        old_accumulation: How many batches a step had when they were counted.
-    """
+    """Count all batches until now as if they had been of the present size."""
     accumulation = trainer.accumulate_grad_batches
     progress = trainer.fit_loop.epoch_loop.batch_progress
     total = -(-progress.total.ready * accumulation // old_accumulation)

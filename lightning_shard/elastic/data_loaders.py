@@ -25,13 +25,7 @@ from lightning_shard.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """What a loader had before.
-
-    Attributes:
-        loader: The loader that now has an elastic batch sampler.
-        sampler: The sampler that it had.
-        batch_sampler: The batch sampler that it had.
-    """
+    """What a loader had before."""
 
     loader: DataLoader[Any]
     sampler: Iterable[Any]
@@ -47,10 +41,6 @@ def find_order(loader: object, seed: int = 0) -> EpochOrder:
 
     A DistributedSampler counts with its whole order. Where Lightning has wrapped a user's sampler,
     which it would have shuffled, the user's order counts.
-
-    Raises:
-        ConfigError: Samples cannot be assigned: a stream, batches made by the dataset or by a batch
-            sampler of the user's, or a sampler without a length.
     """
     checked = _assignable(loader)
     if isinstance(checked.batch_sampler, ElasticBatchSampler):
@@ -68,13 +58,6 @@ def install(loader: DataLoader[Any], batch_sampler: ElasticBatchSampler) -> Inst
 
     Iterators of the loader that are under way go on as they were. The loader's `batch_size` and
     `drop_last` keep saying what the user has asked for.
-
-    Args:
-        loader: A loader for which `find_order` finds an order.
-        batch_sampler: The batch sampler that assigns the samples in that order.
-
-    Returns:
-        What the loader had before, to give it back.
     """
     had = Installed(loader=loader, sampler=loader.sampler, batch_sampler=loader.batch_sampler)
     replace_samplers(loader, batch_sampler.sampler, batch_sampler)

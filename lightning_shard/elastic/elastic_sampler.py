@@ -24,20 +24,6 @@ class ElasticBatchSampler(Sampler[list[Any]]):
 
     Either the samples of a step are given, and the accumulation follows from the number of ranks;
     or the accumulation is given, and a step has as many samples as all ranks together take.
-
-    Args:
-        sampler: The epoch's order, whose epoch and position count.
-        rank_batch: The most samples at once on a rank.
-        rank: Rank whose batches are yielded.
-        num_ranks: W, the number of ranks.
-        global_batch: Samples of an optimizer step at every W.
-        accumulation: Microbatches of an optimizer step at every W, each of `rank_batch` samples.
-        drop_last: Leave out an epoch's last step where it is smaller than the others.
-        max_samples: The most samples of an epoch that are assigned.
-        step_batches: Batches of a step; see `EpochShares`.
-
-    Raises:
-        ConfigError: A number below 1, or not exactly one of `global_batch` and `accumulation`.
     """
 
     def __init__(
@@ -113,11 +99,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         )
 
     def rescale(self, rank: int, num_ranks: int) -> None:
-        """Assign to another number of ranks from the position on; `resume` says which that is.
-
-        Raises:
-            ConfigError: There is no such rank.
-        """
+        """Assign to another number of ranks from the position on; `resume` says which that is."""
         if not 0 <= rank < num_ranks:
             raise ConfigError(
                 f"Rank {rank} of {num_ranks} does not exist, expected 0 <= rank < num_ranks."
@@ -130,36 +112,18 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         self.sampler.set_epoch(epoch)
 
     def resume(self, epoch: int, samples_done: int, steps_done: int | None = None) -> None:
-        """Take an epoch up where others, or this rank, have left it.
-
-        Args:
-            epoch: The number of the epoch, from 0.
-            samples_done: The samples of this epoch that optimizer steps have used.
-            steps_done: The optimizer steps of this epoch; None for as many as those samples make at
-                the present size.
-
-        Raises:
-            LayoutError: The epoch has fewer samples.
-        """
+        """Take an epoch up where others, or this rank, have left it."""
         if steps_done is None:
             steps_done = num_parts(samples_done, self.global_batch)
         self.sampler.take_up(Position(epoch=epoch, samples=samples_done, steps=steps_done))
 
     def position(self, steps_done: int) -> Position:
-        """Where training is after so many optimizer steps of the present epoch.
-
-        Raises:
-            LayoutError: Fewer than where the epoch was taken up, or more than it has.
-        """
+        """Where training is after so many optimizer steps of the present epoch."""
         samples = self.shares.begin(steps_done)
         return Position(epoch=self.sampler.epoch, samples=samples, steps=steps_done)
 
     def weight(self, step_in_epoch: int, microbatch: int, rank: int | None = None) -> float:
-        """Return the factor by which a rank (None: this one) multiplies a microbatch's mean loss.
-
-        Raises:
-            LayoutError: The step is not left in this epoch.
-        """
+        """Return the factor by which a rank scales a microbatch's mean loss."""
         step = self.shares.step(step_in_epoch)
         return step.weight(microbatch, self.rank if rank is None else rank)
 

@@ -29,13 +29,7 @@ _np_random: Any = np.random  # its stubs leave out `get_bit_generator`
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A boundary between two optimizer steps.
-
-    Attributes:
-        epoch: The number of the epoch, from 0.
-        samples: The samples of this epoch that are done.
-        steps: The optimizer steps of this epoch that are done.
-    """
+    """A boundary between two optimizer steps."""
 
     epoch: int
     samples: int = 0
@@ -43,16 +37,7 @@ class Position:
 
 
 class EpochOrder(Sampler[Any]):
-    """All samples of an epoch in order, and where in it training is taken up.
-
-    Args:
-        source: Yields an epoch's samples and knows their number. Of a DistributedSampler the whole
-            order counts, not a rank's part of it.
-        seed: The job's seed, the same on all ranks.
-
-    Raises:
-        ConfigError: The source does not know its length.
-    """
+    """All samples of an epoch in order, and where in it training is taken up."""
 
     def __init__(self, source: Iterable[Any], seed: int = 0) -> None:
         self.source = source
@@ -74,11 +59,7 @@ class EpochOrder(Sampler[Any]):
         self._tell_source(epoch)
 
     def take_up(self, position: Position) -> None:
-        """Go on from a position.
-
-        Raises:
-            LayoutError: The epoch has fewer samples.
-        """
+        """Go on from a position."""
         num_samples = len(self)
         if not 0 <= position.samples <= num_samples or position.steps < 0:
             raise LayoutError(
@@ -92,11 +73,7 @@ class EpochOrder(Sampler[Any]):
         self._tell_source(position.epoch)
 
     def indices(self) -> Sequence[Any]:
-        """The present epoch's samples, drawn once.
-
-        Raises:
-            ConfigError: The source yields more or fewer samples than its length says.
-        """
+        """The present epoch's samples, drawn once."""
         if self._drawn is None:
             self._drawn = _compact(self._draw())
         return self._drawn

@@ -39,12 +39,7 @@ _PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_shard.")
 
 
 class HeldValues(NamedTuple):
-    """One rank's values at a boundary.
-
-    Attributes:
-        changed: Those that are others than when training began.
-        settled: Which of them the last steps have not changed.
-    """
+    """One rank's values at a boundary."""
 
     changed: Values
     settled: set[tuple[str, str]]

@@ -137,12 +137,7 @@ class ElasticRun:
         self._begin_step()
 
     def reach_boundary(self) -> None:
-        """Remember the state behind an optimizer step, or note how far it is; each rank must call.
-
-        Raises:
-            Reconfiguration: All ranks have agreed that somebody joins or leaves here.
-            SIGTERMException: This rank leaves, or all do.
-        """
+        """Remember the state behind an optimizer step, or note how far it is; collective."""
         step = self._fit.trainer.global_step
         self.data_assignment.note_step(_lightning.epoch_of_samplers(self._fit.trainer), step)
         self._memory.finish()
@@ -191,11 +186,7 @@ class ElasticRun:
 
 
 class ElasticFitLoop(FitLoop):
-    """Runs epochs; survives the loss of peers.
-
-    Attributes:
-        elastic: The run whose loop it is.
-    """
+    """Runs epochs; survives the loss of peers."""
 
     elastic: ElasticRun
 
@@ -285,14 +276,7 @@ class ElasticFitLoop(FitLoop):
 
 
 class ElasticEpochLoop(TrainingEpochLoop):
-    """Runs the batches of an epoch; tells the run of each optimizer step.
-
-    Attributes:
-        elastic: The run whose loop it is.
-        has_garbage: Whether a generation has ended, whose sockets and buffers may be in cycles of
-            errors and the frames that they passed. The first step of the next one does not wait
-            for it to be collected.
-    """
+    """Runs the batches of an epoch; tells the run of each optimizer step."""
 
     elastic: ElasticRun
     has_garbage = False

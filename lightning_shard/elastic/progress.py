@@ -161,13 +161,7 @@ def set_flags(module: nn.Module, flags: dict[str, bool]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatTrains:
-    """What trains at a boundary.
-
-    Attributes:
-        as_built: By name whether a parameter required a gradient when the engine was made.
-        now: The same at the boundary.
-        groups: By optimizer and group the names of the parameters.
-    """
+    """What trains at a boundary."""
 
     as_built: dict[str, bool]
     now: dict[str, bool]

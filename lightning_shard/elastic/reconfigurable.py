@@ -50,19 +50,10 @@ class Reconfigurable(Protocol):
         """Leave the engine and the groups as they are, broken or not; not collective."""
 
     def join_generation(self, generation: Generation) -> None:
-        """Make the groups of a generation; each of its members must call.
-
-        Raises:
-            RankFailedError: Another member did not come.
-        """
+        """Make the groups of a generation; each of its members must call."""
 
     def rebuild_engine(self) -> None:
-        """Make the engine at the present generation's size, without values; each rank must call.
-
-        Raises:
-            ConfigError: This rank has another model than rank 0.
-            RankFailedError: Other ranks have.
-        """
+        """Make the engine at the present generation's size, without values; each rank must call."""
 
     def end_training(self) -> None:
         """Make the module full again after the last step; each rank must call."""

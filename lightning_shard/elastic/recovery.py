@@ -89,14 +89,6 @@ class EarlyEnd:
         too few ranks for too long     those that are left save a checkpoint, and raise
 
     Who asks: SIGTERM, or in process a `Fault` of kind "leave".
-
-    Args:
-        fit: The fit that may end early.
-        memory: What ranks that leave hand over.
-
-    Attributes:
-        is_certain: Whether whatever is raised from now on ends the fit on this rank.
-        is_common: Whether all ranks end it at the same place, with their groups.
     """
 
     def __init__(self, fit: ElasticFit, memory: SnapshotMemory) -> None:
@@ -105,11 +97,7 @@ class EarlyEnd:
         self._memory = memory
 
     def let_go(self) -> None:
-        """Let those ranks go that were asked to; each rank must call.
-
-        Raises:
-            SIGTERMException: This rank has left, or all end here.
-        """
+        """Let those ranks go that were asked to; each rank must call."""
         leaving = self._who_leaves()
         if not all(leaving):
             self._memory.hand_over(leaving)
@@ -127,11 +115,7 @@ class EarlyEnd:
         raise SIGTERMException(liveness.TERMINATED_STATUS)
 
     def save_and_end(self, generation: Generation) -> None:
-        """Save what there is, and end, in the last generation; each rank must call.
-
-        Raises:
-            RankFailedError: Always: too few ranks are left.
-        """
+        """Save what there is, and end, in the last generation; each rank must call."""
         self.is_certain = True
         path, step = self._save(), self._fit.trainer.global_step
         raise RankFailedError(
@@ -203,12 +187,6 @@ def plan_moves(
             of them go nowhere.
         new_bounds: By rank, the bounds of its new range; ranges may overlap or be the same.
         min_part_numel: A range is divided between holders down to this many elements.
-
-    Returns:
-        The moves by target and start: the same on every rank that is given the same.
-
-    Raises:
-        LayoutError: Nobody holds a shard of which elements are wanted.
     """
     moves: list[Move] = []
     load = dict.fromkeys((rank for ranks in holders.values() for rank in ranks), 0)
@@ -243,13 +221,7 @@ def _parts(start: int, stop: int, most: int, min_numel: int) -> list[tuple[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryPlan:
-    """The snapshot that all ranks go back to.
-
-    Attributes:
-        generation: The number of the generation whose members took it.
-        step: The optimizer steps that were done.
-        holders: By shard, the ranks that hold it, in order.
-    """
+    """The snapshot that all ranks go back to."""
 
     generation: int
     step: int
@@ -263,12 +235,7 @@ class RecoveryPlan:
 
 
 class Restored(NamedTuple):
-    """What the ranks had put beside the state when they took the snapshots.
-
-    Attributes:
-        extra: What lay beside shard 0; all ranks get the same.
-        own: What lay beside this rank's own snapshot; None where it has none of that step.
-    """
+    """What the ranks had put beside the state when they took the snapshots."""
 
     extra: bytes
     own: bytes | None
@@ -308,21 +275,7 @@ def restore(
     *,
     me: str = "",
 ) -> Restored:
-    """Bring engine and optimizers to the state of a snapshot; each rank must call.
-
-    Args:
-        collectives: All ranks of the engine, which are those that agreed.
-        plan: What they agreed on.
-        held: The snapshots that this rank has. The state of a live rank counts as a snapshot taken
-            now.
-        engine: An engine over any number of ranks, with the stage and the units of the snapshot's;
-            the values of its parameters do not matter.
-        optimizers: The optimizers on the engine, in the snapshot's order; their state is replaced.
-        me: This member's name, to find its own snapshot.
-
-    Raises:
-        CheckpointError: The snapshot is of another model or other optimizers.
-    """
+    """Bring engine and optimizers to the state of a snapshot; each rank must call."""
     mine = {one.metadata.shard: one for one in held if plan.has(one)}
     own = [one for one in held if plan.has(one) and me and one.metadata.owner == me]
     all_metadata, shard_indices = _share(collectives, plan, mine, engine)
@@ -457,13 +410,7 @@ def _exchange(
 
 
 class NextGeneration:
-    """Brings this rank from one generation into the next, as often as there is one.
-
-    Args:
-        fit: The fit that goes on.
-        memory: What there is to go on from.
-        early_end: Told when nothing can go on.
-    """
+    """Brings this rank from one generation into the next, as often as there is one."""
 
     def __init__(self, fit: ElasticFit, memory: SnapshotMemory, early_end: EarlyEnd) -> None:
         self._fit = fit
@@ -474,19 +421,7 @@ class NextGeneration:
         self._last_loss: tuple[tuple[str, ...], int] = ((), -1)
 
     def enter(self, error: BaseException | None) -> bool:
-        """Go on in the next generation, from the newest boundary that is complete.
-
-        Args:
-            error: What has ended this one; None for an agreed change.
-
-        Returns:
-            Whether the boundary lies behind an optimizer step.
-
-        Raises:
-            RankFailedError: Another peer was lost meanwhile, or too few ranks are left.
-            Exception: `error` itself: this rank has failed too often, or all have, at one place.
-            CheckpointError: Nobody has a part of the state.
-        """
+        """Go on in the next generation, from the newest boundary that is complete."""
         is_own = error is not None and not _is_of_a_peer(error)
         if error is not None and is_own and self._fit.ranks.generation.number and all_raise(error):
             self._early_end.is_certain = self._early_end.is_common = True

@@ -29,15 +29,7 @@ from lightning_shard.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class _RunOfShares:
-    """Batches of a step that count alike, dealt to a run of shares; sizes differ by one at most.
-
-    Attributes:
-        first_sample: The place of its first sample in the step.
-        num_samples: R, its samples.
-        first_share: Its first share, numbered microbatch by microbatch and in these by rank.
-        num_shares: The number of its shares.
-        num_batches: K, the user's batches in it.
-    """
+    """Batches of a step that count alike, dealt to a run of shares; sizes differ by one at most."""
 
     first_sample: int
     num_samples: int
@@ -63,16 +55,6 @@ class StepShares:
     Each rank has the same number of microbatches, since stages 2 and 3 meet in each backward. With
     fewer samples than ranks, or with one sample at once, some microbatches have none: they borrow
     one, which counts for nothing.
-
-    Attributes:
-        num_samples: The samples of the step, at least 1.
-        num_ranks: W, the number of ranks.
-        rank_batch: The most samples at once on a rank.
-        accumulation: A, by which the loop divides each loss; the microbatches of a whole step.
-        num_batches: The user's batches in this step.
-        whole_batches: B, the user's batches in a whole step.
-        last_batch: The samples of its last batch where that is smaller than those before it.
-            These are all alike if it is 0, or where ranks take no whole parts of a batch at once.
     """
 
     num_samples: int
@@ -108,14 +90,7 @@ class StepShares:
         return range(run.begin(first) + row + rank - first, run.begin(end), end - first)
 
     def weight(self, microbatch: int, rank: int) -> float:
-        """Return the factor by which a rank multiplies the mean loss of a microbatch.
-
-        Returns:
-            n * W * A / R * K / B for n samples that count, of R in K batches that count alike:
-            after a division by A and a mean over the ranks the sum over the microbatches is the
-            mean over the samples of each batch, summed over the batches and divided by B. Exactly
-            1 where all are alike.
-        """
+        """Return the factor by which a rank multiplies the mean loss of a microbatch."""
         run = self._run_of(microbatch * self.num_ranks + rank)
         counted = self.size(microbatch, rank) * self.num_ranks * self.accumulation
         return counted * run.num_batches / (run.num_samples * self.whole_batches)
@@ -162,19 +137,7 @@ class StepShares:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochShares:
-    """An epoch from where it is taken up, at one number of ranks.
-
-    Attributes:
-        num_samples: The samples of the whole epoch.
-        step_samples: The samples of one optimizer step, over all ranks.
-        num_ranks: W, the number of ranks.
-        rank_batch: The most samples at once on a rank.
-        drop_last: Leave out the last step where it is smaller than the others.
-        samples_done: Where the epoch is taken up, in samples of its order.
-        steps_done: The optimizer steps before that, at whatever numbers of ranks.
-        step_batches: The batches of a whole step, as the user counts them: what one device would
-            accumulate.
-    """
+    """An epoch from where it is taken up, at one number of ranks."""
 
     num_samples: int
     step_samples: int
@@ -208,14 +171,7 @@ class EpochShares:
         return steps[-1] * self.accumulation + self.step(steps[-1]).num_microbatches
 
     def begin(self, step: int) -> int:
-        """The place in the epoch's order where a step begins: the samples done before it.
-
-        Args:
-            step: One that is left, or the one after the last.
-
-        Raises:
-            LayoutError: It lies before the one at which the epoch is taken up, or after its end.
-        """
+        """The place in the epoch's order where a step begins: the samples done before it."""
         steps = self.steps
         if not steps.start <= step <= steps.stop:
             raise LayoutError(

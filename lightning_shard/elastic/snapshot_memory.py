@@ -69,9 +69,6 @@ class BuddyRing:
         stride: How far away the buddy is: ranks per host on several hosts, else 1.
         buffers: Where received snapshots go, and where both go back to; own ones when left out.
         held: Snapshots of earlier generations; kept until one of this generation is everywhere.
-
-    Raises:
-        ConfigError: The stride is not positive.
     """
 
     def __init__(
@@ -108,16 +105,6 @@ class BuddyRing:
         """Keep this rank's snapshot and start to exchange it; each rank must call.
 
         Finishes the last exchange first if that has not been done.
-
-        Args:
-            snapshot: This rank's, of the same step on all ranks; the ring owns it from now on.
-            flags: Bits below 2**63, which all ranks are to hear of.
-
-        Returns:
-            The bitwise "or" of all ranks' flags.
-
-        Raises:
-            RankFailedError: A peer has died; this rank's snapshot is held all the same.
         """
         self._complete.append(snapshot)
         self.finish()
@@ -155,9 +142,6 @@ class BuddyRing:
         Args:
             leaving: By rank, whether it leaves; some rank stays. The last exchange is finished;
                 each rank must call.
-
-        Raises:
-            RankFailedError: A peer has died.
         """
         one = self._collectives
         newest = self.held[0]
@@ -275,16 +259,7 @@ def _has_come(work: dist.Work, deadline: float) -> bool:
 
 
 class SnapshotMemory:
-    """One rank's snapshots and its buddy's.
-
-    Args:
-        fit: Has the engine, the optimizers and the Trainer whose state is remembered.
-        buffers: Where snapshots lie.
-        held: What predecessors of this process have left.
-
-    Attributes:
-        held: Snapshots to go on from, when a generation has ended.
-    """
+    """One rank's snapshots and its buddy's."""
 
     def __init__(
         self, fit: ElasticFit, buffers: SnapshotBuffers, held: Sequence[Snapshot] = ()
@@ -306,18 +281,7 @@ class SnapshotMemory:
         )
 
     def remember(self, *, behind_step: bool, flags: int = 0) -> int:
-        """Take a snapshot and begin to send it to the buddy; each rank must call.
-
-        Args:
-            behind_step: Whether this boundary lies behind an optimizer step.
-            flags: Bits that all ranks are to hear of.
-
-        Returns:
-            The flags of all ranks together.
-
-        Raises:
-            RankFailedError: A peer is lost.
-        """
+        """Take a snapshot and begin to send it to the buddy; each rank must call."""
         assert self._ring is not None
         step, progress = self._moment(behind_step=behind_step)
         heard = self._ring.begin(self._take(step, progress), flags)

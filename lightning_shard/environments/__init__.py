@@ -99,11 +99,7 @@ def _check_srun_told_mpi(world_size: int) -> None:
 
 
 def ask_mpi_under_mpi_alone(fabric: str) -> None:
-    """Have this root of Fabric look at the variables of MPI's launchers before it asks MPI.
-
-    Args:
-        fabric: The root, which is imported: "lightning.fabric" or "lightning_fabric".
-    """
+    """Have this root of Fabric look at the variables of MPI's launchers before it asks MPI."""
     environment: Any = sys.modules[f"{fabric}.plugins.environments.mpi"].MPIEnvironment
     asks = environment.detect
 

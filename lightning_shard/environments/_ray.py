@@ -14,11 +14,7 @@ _HOW_TO_INSTALL = "pip install 'lightning-shard[ray]'"
 
 
 def ray_train() -> Any:
-    """Return the module `ray.train`.
-
-    Raises:
-        BackendUnavailableError: Ray Train is not installed, or is its first version.
-    """
+    """Return the module `ray.train`."""
     try:
         import_module("ray.train.collective")  # which the first version has not
     except ImportError as error:
@@ -42,12 +38,7 @@ def is_worker() -> bool:
 
 
 def context() -> Any:
-    """Return the context of this worker of Ray Train.
-
-    Raises:
-        BackendUnavailableError: Ray Train is not installed.
-        ConfigError: This process is no worker of Ray Train.
-    """
+    """Return the context of this worker of Ray Train."""
     train = ray_train()
     if not is_worker():
         raise ConfigError(
@@ -106,13 +97,7 @@ def report_in_place(metrics: dict[str, Any], folder: Path) -> None:
 
 
 def report_copied(metrics: dict[str, Any], folder: Path | None, name: str) -> None:
-    """Report a checkpoint that Ray copies into its storage first; each worker must call.
-
-    Args:
-        metrics: What is reported.
-        folder: Its files on this node; None where another worker has them all.
-        name: Its name in the run's folder.
-    """
+    """Report a checkpoint that Ray copies into its storage first; each worker must call."""
     train = ray_train()
     checkpoint = None if folder is None else train.Checkpoint.from_directory(folder)
     train.report(metrics, checkpoint=checkpoint, checkpoint_dir_name=name)

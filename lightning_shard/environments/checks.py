@@ -43,11 +43,7 @@ def check_environment(environment: ClusterEnvironment, num_devices: int, num_nod
 def check_placement(
     names: LauncherVariables, placement: ProcessRanks, num_devices: int, num_nodes: int
 ) -> None:
-    """Compare what a launcher has started with `Trainer(devices=..., num_nodes=...)`.
-
-    Raises:
-        ConfigError: Launcher and Trainer contradict each other.
-    """
+    """Compare what a launcher has started with `Trainer(devices=..., num_nodes=...)`."""
     who = f"Rank {placement.rank}: {names.launcher} started"
     if placement.local_size not in (None, num_devices):
         got = placement.local_size

@@ -83,11 +83,7 @@ class MPIEnvironment(StartedElsewhere):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare what mpirun has started with `Trainer(devices=..., num_nodes=...)`.
-
-        Raises:
-            ConfigError: The two contradict each other.
-        """
+        """Compare what mpirun has started with `Trainer(devices=..., num_nodes=...)`."""
         if self._names is COMM_WORLD and self.world_size() == 1 < num_devices * num_nodes:
             raise ConfigError(
                 f"No mpirun has started this process ({COMM_WORLD.world_size} is 1), but "
@@ -178,11 +174,7 @@ def _common_rendezvous(host: str) -> Rendezvous:
 
 
 def _own_rendezvous(host: str) -> Rendezvous:
-    """Return where others can meet this process, reached at `host` unless the user says where.
-
-    Raises:
-        ConfigError: MASTER_PORT is no port.
-    """
+    """Return where others can meet this process, reached at `host` unless the user says where."""
     host = settings.given("MASTER_ADDR") or host
     if settings.given("MASTER_PORT"):
         return Rendezvous(host=host, port=settings.master_port())

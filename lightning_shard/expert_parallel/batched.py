@@ -167,11 +167,7 @@ class BatchedExperts:
             yield
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GivenTokens:
-        """Return which of a call's arguments are which.
-
-        Raises:
-            ConfigError: They are not tokens, experts and weights.
-        """
+        """Return which of a call's arguments are which."""
         given = GivenTokens.of(args, kwargs)
         if given is not None:
             return given

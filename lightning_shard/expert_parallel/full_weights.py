@@ -124,12 +124,7 @@ class ExpertPart(Part):
 
 
 class ExpertWeights:
-    """Decides how experts' weights are seen.
-
-    Args:
-        split: How the experts are split.
-        in_pipeline: Whether the model is cut into stages.
-    """
+    """Decides how experts' weights are seen."""
 
     def __init__(self, split: ExpertSplit, *, in_pipeline: bool = False) -> None:
         self._split, self._in_pipeline = split, in_pipeline
@@ -205,15 +200,7 @@ def stands_in(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertView:
-    """How the weights of one module of an expert are seen.
-
-    Attributes:
-        weights: Decides how they are seen.
-        params: The parameters that are split, by name.
-        calls: Knows whether an expert's forward runs.
-        inner: How they are seen where all experts are here; None for as they are.
-        layer: Name of the module, for error messages.
-    """
+    """How the weights of one module of an expert are seen."""
 
     weights: ExpertWeights
     params: Mapping[str, nn.Parameter]
@@ -222,11 +209,7 @@ class ExpertView:
     layer: str = ""
 
     def held(self, name: str, params: Mapping[str, Any]) -> Any:
-        """Return what a module of an expert holds under a parameter's name.
-
-        Raises:
-            ConfigError: The parameter was taken out of the module.
-        """
+        """Return what a module of an expert holds under a parameter's name."""
         return held(f"{self.layer}.{name}", params, "each rank has some of the experts")
 
     def of(self, name: str, tensor: Tensor) -> Tensor:

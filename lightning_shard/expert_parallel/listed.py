@@ -35,12 +35,7 @@ Forward = Callable[..., Any]
 
 
 class _ExpertCall(NamedTuple):
-    """A call of an expert.
-
-    Attributes:
-        expert: Number of the expert.
-        tokens: What it was given.
-    """
+    """A call of an expert."""
 
     expert: int
     tokens: Tensor
@@ -328,11 +323,7 @@ class ListedExperts:
 
 
 class _RandomState:
-    """The state of torch's generators, which is there again inside `again`.
-
-    Args:
-        module: The module whose devices' generators are meant, besides the CPU's.
-    """
+    """The state of torch's generators, which is there again inside `again`."""
 
     def __init__(self, module: nn.Module) -> None:
         params = list(module.parameters())

@@ -21,14 +21,7 @@ from lightning_shard.tensor_parallel.full_view import extend_class
 
 @dataclass(frozen=True)
 class GivenTokens:
-    """Arguments of experts' call, and which of them are which.
-
-    Attributes:
-        values: All arguments by their position or name.
-        tokens: Where the tokens are, (..., H).
-        experts: Where the experts of each token are, (..., K).
-        weights: Where their weights are, (..., K).
-    """
+    """Arguments of experts' call, and which of them are which."""
 
     values: Mapping[int | str, Any]
     tokens: int | str
@@ -59,13 +52,7 @@ class GivenTokens:
 
 @dataclass(frozen=True)
 class OwnRows:
-    """The arguments of a call that are here of a sequence in parts.
-
-    Attributes:
-        args: Positional arguments of the call.
-        kwargs: Its other arguments, by name.
-        part: The part of the tokens.
-    """
+    """The arguments of a call that are here of a sequence in parts."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]

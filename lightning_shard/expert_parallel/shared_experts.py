@@ -68,18 +68,7 @@ class Calls(Protocol):
 def try_mixture(
     calls: Calls, module: nn.Module, own: Forward, arguments: Arguments, split: ExpertSplit
 ) -> None:
-    """Call a mixture with all experts and with those of its ranks, and compare; each must call.
-
-    Args:
-        calls: The calls of the mixture.
-        module: The mixture, whose parameters are here.
-        own: Its own forward.
-        arguments: What it is called with.
-        split: How experts are split over the ranks.
-
-    Raises:
-        ConfigError: A result or a gradient differs; raised on every rank.
-    """
+    """Call a mixture with all experts and with those of its ranks, and compare; each must call."""
     named = dict(module.named_parameters())
     experts = {name: one for name, one in named.items() if split.groups_of(one)}
     others = {n: one for n, one in named.items() if n not in experts and one.requires_grad}

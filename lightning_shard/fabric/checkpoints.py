@@ -111,11 +111,7 @@ def converted(tree: Any, convert: Callable[[Path, Any], Any], path: Path = ()) -
 
 
 def paired(own: Any, saved: Any, path: Path = ()) -> Iterator[tuple[Any, Any]]:
-    """Yield each object of a tree (or `NamedModules`) with what was saved of it.
-
-    Raises:
-        CheckpointError: The saved tree has another form there.
-    """
+    """Yield each object of a tree (or `NamedModules`) with what was saved of it."""
     if isinstance(own, NamedModules) or (has_state(own) and not isinstance(own, type)):
         yield own, saved
         return
@@ -142,11 +138,7 @@ __all__ = ["FabricRun", "HeldObjects", "Path", "Saving", "merged"]
 
 
 class NamesInFolder:
-    """The names of modules' parameters in a folder.
-
-    Args:
-        prefixes: By module, what goes before its names.
-    """
+    """The names of modules' parameters in a folder."""
 
     def __init__(self, prefixes: Mapping[HeldModule, str]) -> None:
         self.prefixes = prefixes
@@ -163,15 +155,7 @@ class NamesInFolder:
 
 @dataclass(frozen=True)
 class FolderRun:
-    """A save of Fabric's, as `RunFolders` knows a run.
-
-    Attributes:
-        collectives: Group of all ranks.
-        lightning_module: Has the names of the parameters.
-        optimizers: The optimizers, in the order of their numbers.
-        root_device: This rank's device.
-        present_engine: None: states are boxes already.
-    """
+    """A save of Fabric's, as `RunFolders` knows a run."""
 
     collectives: Collectives
     lightning_module: Any
@@ -216,11 +200,7 @@ def users_section(keys: Sequence[str]) -> dict[str, Any]:
 
 
 def users_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a folder's checkpoint as the user's state, with stored tensors; a Trainer's as it is.
-
-    Args:
-        checkpoint: Lightning's checkpoint, as a folder has it.
-    """
+    """Return a folder's checkpoint as the user's state, with stored tensors."""
     keys = (checkpoint.get(CHECKPOINT_KEY) or {}).get(_USERS)
     if keys is None:
         return dict(checkpoint)
@@ -298,11 +278,7 @@ class FabricRun(Protocol):
 
 
 class HeldObjects:
-    """Knows which modules and optimizers of a state are in shards.
-
-    Args:
-        run: The Fabric's strategy.
-    """
+    """Knows which modules and optimizers of a state are in shards."""
 
     def __init__(self, run: FabricRun) -> None:
         self._run = run
@@ -348,12 +324,7 @@ class HeldObjects:
 
 
 class Saving:
-    """Saves one state; each rank must make one and call `save`.
-
-    Args:
-        run: The Fabric's strategy.
-        state: The user's state, with unwrapped objects.
-    """
+    """Saves one state; each rank must make one and call `save`."""
 
     def __init__(self, run: FabricRun, state: Mapping[str, Any]) -> None:
         self._run, self._state = run, state
@@ -525,13 +496,7 @@ def _filtered(keep: Callable[[str, Any], bool] | None, state: Any) -> Any:
 
 
 class Loading:
-    """Loads one file or folder; each rank must make one, and call.
-
-    Args:
-        run: The Fabric's strategy.
-        path: The file or folder; rank 0's counts.
-        weights_only: As for `torch.load`.
-    """
+    """Loads one file or folder; each rank must make one, and call."""
 
     def __init__(self, run: FabricRun, path: Any, weights_only: bool | None) -> None:
         self._run, self._weights_only = run, weights_only

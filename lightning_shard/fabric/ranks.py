@@ -34,11 +34,7 @@ Call = tuple[Callable[..., Any], list[Any], dict[str, Any]]
 
 
 class FabricProcessLauncher(Launcher):
-    """Starts the other ranks as processes that run the same script.
-
-    Args:
-        launcher: The launcher of processes.
-    """
+    """Starts the other ranks as processes that run the same script."""
 
     def __init__(self, launcher: ProcessLauncher) -> None:
         super().__init__()
@@ -56,11 +52,7 @@ class FabricProcessLauncher(Launcher):
 
 
 class FabricThreadLauncher(Launcher):
-    """Runs a function on every rank of an in-process world.
-
-    Args:
-        num_ranks: Number of ranks.
-    """
+    """Runs a function on every rank of an in-process world."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()

@@ -19,12 +19,7 @@ SERVED = tuple(name for name, scheme in SCHEMES.items() if not scheme.under_fabr
 
 
 class Refused:
-    """Stands in the registry for a scheme that Fabric cannot run.
-
-    Args:
-        name: The name under which it stands there.
-        scheme: What the name means.
-    """
+    """Stands in the registry for a scheme that Fabric cannot run."""
 
     def __init__(self, name: str, scheme: Scheme) -> None:
         self._name, self._scheme = name, scheme
@@ -39,12 +34,7 @@ class Refused:
 
 
 def register_strategies(lightning: str, package: str) -> None:
-    """Make every name usable as `Fabric(strategy=name)`; a second call changes nothing.
-
-    Args:
-        lightning: Root of Fabric: "lightning.fabric" or "lightning_fabric".
-        package: Package whose strategies are built on that root.
-    """
+    """Make every name usable as `Fabric(strategy=name)`; a second call changes nothing."""
     registry = import_module(f"{lightning}.strategies").STRATEGY_REGISTRY
     for one in named_schemes():
         made = NamedStrategy(package, one.scheme.class_name)
@@ -58,12 +48,7 @@ def register_strategies(lightning: str, package: str) -> None:
 
 
 def refuse_misplaced(lightning: str, package: str) -> None:
-    """Let the Fabric of a root refuse strategies that are not built on it, by name.
-
-    Args:
-        lightning: Root of Fabric: "lightning.fabric" or "lightning_fabric".
-        package: Package whose strategies are built on that root.
-    """
+    """Let the Fabric of a root refuse strategies that are not built on it, by name."""
     connector = getattr(import_module(f"{lightning}.connector"), "_Connector", None)
     check = getattr(connector, "_check_config_and_set_final_flags", None)
     if connector is None or check is None:

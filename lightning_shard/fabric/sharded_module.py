@@ -49,14 +49,7 @@ _HELD = "_lightning_shard_held"  # set on parameters that an engine has under Fa
 
 
 class FullModuleState:
-    """Lets the `state_dict` of a module, and of its parts, be full; `load_state_dict` as well.
-
-    Args:
-        module: The module, before an engine has it: the engine's hooks come after these.
-
-    Attributes:
-        engine: The engine that has the module; None before there is one.
-    """
+    """Lets the `state_dict` of a module, and of its parts, be full; `load_state_dict` as well."""
 
     engine: DataParallelEngine | None = None
 
@@ -155,16 +148,7 @@ def _is_own(full: torch.Tensor, param: nn.Parameter) -> bool:
 
 
 class FullOptimizerStates:
-    """Gives an optimizer's full state, and lets it load one.
-
-    Args:
-        optimizer: An optimizer with shards.
-        engine: The engine that has its parameters.
-        names: Name of each parameter of the module.
-
-    Attributes:
-        optimizer: The optimizer whose state it is.
-    """
+    """Gives an optimizer's full state, and lets it load one."""
 
     def __init__(
         self,
@@ -197,9 +181,6 @@ class FullOptimizerStates:
         Args:
             state: The state, by number or by the module's names.
             without_elements: Returns states to be checked in place of those that are not read.
-
-        Raises:
-            CheckpointError: The state does not fit on some rank.
         """
         optimizer, names = self.optimizer, self._names
         misfits = name_misfits(state, optimizer, names)
@@ -242,23 +223,7 @@ class FullOptimizerStates:
 
 
 class HeldModule:
-    """One module of the user's, in shards until `release`.
-
-    Args:
-        module: The module, full, on this rank's device.
-        optimizers: Optimizers that are known before the engine is made.
-        make_engine: Makes an engine of a module, with the parameters that one rank each has full.
-        options: Options of the engine, of which blocks are computed again in backward and what lies
-            in host memory.
-        rank: This rank, for error messages.
-
-    Attributes:
-        module: The user's module.
-        wrapper: Returns what Fabric calls in its place; None once nobody refers to that.
-        activations: What is kept of forwards for their backwards.
-        sharded: The optimizers that are attached.
-        loads_plainly: Whether only torch's own code takes parameters out of a `state_dict`.
-    """
+    """One module of the user's, in shards until `release`."""
 
     def __init__(
         self,
@@ -318,11 +283,7 @@ class HeldModule:
         return self._engine is not None and param in self._names
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let an optimizer update shards; each rank must call.
-
-        Raises:
-            ConfigError: It cannot.
-        """
+        """Let an optimizer update shards; each rank must call."""
         if any(one.optimizer is optimizer for one in self.sharded):
             return
         engine = self.present_engine
@@ -347,11 +308,7 @@ class HeldModule:
         engine.detach(restore=restore)
 
     def release(self, *, restore: bool) -> None:
-        """Take the engine off; with `restore` module and optimizers' states are full, collective.
-
-        Args:
-            restore: Whether all ranks call. Without it shards are left, and refused afterwards.
-        """
+        """Detach the engine; with `restore` module and optimizers' states are full, collective."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -375,12 +332,7 @@ class HeldModule:
 
 
 class ShardedModule(nn.Module):
-    """What Fabric calls in the place of the user's module: each forward is a step of the engine.
-
-    Args:
-        held: The module with its engine.
-        differentiation: Knows who differentiates through the module.
-    """
+    """What Fabric calls in the place of the user's module: each forward is a step of the engine."""
 
     def __init__(self, held: HeldModule, differentiation: "Differentiation") -> None:
         super().__init__()

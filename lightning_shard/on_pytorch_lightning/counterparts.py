@@ -20,12 +20,7 @@ from lightning_shard.errors import ConfigError
 
 
 def take_counterparts(lightning: str, packages: Mapping[str, str]) -> None:
-    """Let the Trainers of a root of Lightning take the strategies of all.
-
-    Args:
-        lightning: Root of Lightning whose Trainers take the strategies.
-        packages: By root of Lightning, the package whose strategies are built on it.
-    """
+    """Let the Trainers of a root of Lightning take the strategies of all."""
     connectors = import_module(f"{lightning}.trainer.connectors.accelerator_connector")
     connector = getattr(connectors, "_AcceleratorConnector", None)
     check = getattr(connector, "_check_config_and_set_final_flags", None)
@@ -49,11 +44,7 @@ def take_counterparts(lightning: str, packages: Mapping[str, str]) -> None:
 
 
 def _refuse_misspelt(strategy: Any, lightning: str) -> None:
-    """Name the strategies that are nearest to a name that no strategy has.
-
-    Raises:
-        ConfigError: There is no such name, and there is one that is near.
-    """
+    """Name the strategies that are nearest to a name that no strategy has."""
     known = {*import_module(f"{lightning}.strategies").StrategyRegistry, "auto"}
     if not isinstance(strategy, str) or strategy.lower() in known:
         return
@@ -84,11 +75,7 @@ def _derive(base: str, lightning: str) -> None:
 
 
 def _adopt(strategy: Any, lightning: str, packages: Mapping[str, str]) -> None:
-    """Turn a strategy that is built on another root into one that is built on this root.
-
-    Raises:
-        ConfigError: The strategy's class is not this package's, but derived from one of its.
-    """
+    """Turn a strategy that is built on another root into one that is built on this root."""
     for kind in type(strategy).__mro__:
         if kind.__module__.startswith(tuple(f"{one}.fabric." for one in packages.values())):
             raise ConfigError(

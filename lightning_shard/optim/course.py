@@ -115,20 +115,7 @@ class TrialError(Exception):
 
 
 class Runs:
-    """Trials of an optimizer on a whole and on its parts, which take the same steps.
-
-    Args:
-        optimizer: The optimizer to try; it is not changed.
-        options: What the trials' only group has beside its parameters.
-        parts: Takes a tensor apart; the first of its runs has all.
-        weight: The parameters of the whole.
-
-    Attributes:
-        optimizers: The whole's trial, and those of the parts.
-
-    Raises:
-        TrialError: The optimizer raises, also in `step` and `call`.
-    """
+    """Trials of an optimizer on a whole and on its parts, which take the same steps."""
 
     def __init__(
         self, optimizer: Optimizer, options: Mapping[str, Any], parts: Parts, weight: Tensor

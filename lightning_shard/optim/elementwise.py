@@ -58,15 +58,7 @@ _RATE = 1e-2
 def why_not_elementwise(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]] | None = None
 ) -> str | None:
-    """Say why an optimizer's update of a shard differs from its update of the full parameter.
-
-    Args:
-        optimizer: The optimizer; it is not changed.
-        groups: The param groups to try; None tries all.
-
-    Returns:
-        The result of the trial of the first param group that fails, in words; None when all pass.
-    """
+    """Say why an optimizer's update of a shard differs from its update of the full parameter."""
     return why_not(optimizer, groups, in_shards)
 
 
@@ -304,12 +296,7 @@ def parts_here(group: Mapping[str, Any], engine: DataParallelEngine) -> Parts:
 
 
 class LaterSteps:
-    """Tries the steps of one optimizer ahead of it.
-
-    Args:
-        optimizer: The user's optimizer, which has passed the trial before the fit.
-        engine: The engine that holds its parameters, in shards, in parts or by stages.
-    """
+    """Tries the steps of one optimizer ahead of it."""
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._rank = optimizer, engine.collectives.rank
@@ -317,14 +304,7 @@ class LaterSteps:
         self._trials = [] if is_of_torch(optimizer) or not is_cut else _trials(optimizer, engine)
 
     def try_next(self, *, with_closure: bool) -> None:
-        """Take one step of each trial.
-
-        Args:
-            with_closure: Whether the optimizer's own step is given a closure.
-
-        Raises:
-            ConfigError: The step does not update each element, or each parameter, by itself.
-        """
+        """Take one step of each trial."""
         if not self._trials:
             return
         with torch.random.fork_rng(devices=[]):
@@ -365,17 +345,7 @@ def _trials(optimizer: Optimizer, engine: DataParallelEngine) -> list["_Trial"]:
 
 
 class _Trial:
-    """An optimizer's steps on a small matrix, and on the same matrix in parts.
-
-    Args:
-        optimizer: The user's optimizer; it is not changed.
-        group: The param group whose options it takes.
-        parts: Takes the matrix apart; the first of its runs has all.
-        rate: The learning rate of its steps; None takes the group's, whatever it is by then.
-
-    Attributes:
-        num_steps: Steps that it has taken.
-    """
+    """An optimizer's steps on a small matrix, and on the same matrix in parts."""
 
     def __init__(
         self, optimizer: Optimizer, group: dict[str, Any], parts: Parts, rate: float | None

@@ -59,15 +59,6 @@ class FrozenAdam:
     The optimizer's own step passes over these parameters: while it runs they have no gradient.
     Their counter of steps stays where v was frozen, so that v's bias correction stays right.
     Source: 1-bit Adam, arXiv:2102.02888, algorithm 1.
-
-    Args:
-        optimizer: The user's optimizer, which has to be Adam where a compressor freezes its
-            variance.
-        engine: The engine that tells of each parameter how its gradient was exchanged.
-
-    Raises:
-        ConfigError: The optimizer is to be Adam and is not, or momentum travels and it adds its
-            own.
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
@@ -186,12 +177,7 @@ _ELEMENTWISE = {getattr(torch.optim, name) for name in (*_KINDS, "Adagrad", "Ada
 
 
 class FlatStep:
-    """Lets an optimizer step on pieces, from `take` to `put_back`.
-
-    Args:
-        optimizer: The user's optimizer.
-        engine: The engine that holds its parameters.
-    """
+    """Lets an optimizer step on pieces, from `take` to `put_back`."""
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer = optimizer

@@ -48,12 +48,7 @@ def warn_of_cpu_ranks(options: EngineOptions, device: torch.device) -> None:
 
 
 class StepOnHost:
-    """Lets an optimizer step on the host, from `take` to `put_back`.
-
-    Args:
-        optimizer: The user's optimizer.
-        engine: The engine that holds its parameters.
-    """
+    """Lets an optimizer step on the host, from `take` to `put_back`."""
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._engine = optimizer, engine

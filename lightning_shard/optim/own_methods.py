@@ -40,17 +40,7 @@ _SHAPE, _NUM_STEPS = (6, 4), 2
 
 
 class OwnMethods:
-    """Runs an optimizer's own methods in a context until `detach`.
-
-    Args:
-        optimizer: The user's optimizer.
-        run: Calls what it is given where parameters show what the optimizer updates, or, where a
-            trial says something against that, as they are; that is given, too.
-
-    Attributes:
-        obstacles: By the name of a method what a trial says against running it there, or "".
-        begins_early: Whether a step uses state or weights before it calls its closure.
-    """
+    """Runs an optimizer's own methods in a context until `detach`."""
 
     def __init__(self, optimizer: Optimizer, run: Callable[[Callable[[], Any], str], Any]) -> None:
         self.optimizer, self.run = optimizer, run

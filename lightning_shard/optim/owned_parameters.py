@@ -65,12 +65,7 @@ def parameters_to_own(optimizers: Sequence[Optimizer], model: nn.Module) -> froz
 
 
 class OwnedParameters:
-    """Shows an optimizer the full parameters that this rank owns, inside the optimizer's view.
-
-    Args:
-        optimizer: The user's optimizer, whose parameters lie as it needs them.
-        engine: The engine that holds its parameters.
-    """
+    """Shows an optimizer the full parameters that this rank owns, inside the optimizer's view."""
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._engine = optimizer, engine
@@ -94,9 +89,6 @@ class OwnedParameters:
         """Show what is owned here in its own shape, and take what others have off the groups.
 
         Each rank must call.
-
-        Raises:
-            ConfigError: The optimizer was given parameters since, which lie in shards.
         """
         groups = self._optimizer.param_groups
         if len(groups) != len(self._plans) or not all(map(_GroupPlan.fits, self._plans, groups)):
@@ -170,13 +162,7 @@ class OwnedParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupPlan:
-    """What this rank's step does with the parameters of a param group.
-
-    Attributes:
-        listed: The parameters that the group had when the plan was made.
-        updated: Those of them that the optimizer updates on this rank.
-        owned: Those of `updated` that lie full here, each with its buffer and its index there.
-    """
+    """What this rank's step does with the parameters of a param group."""
 
     listed: Sequence[nn.Parameter]
     updated: Sequence[nn.Parameter]
@@ -198,13 +184,7 @@ def _is_of_another_rank(home: tuple[FlatParameters, int] | None) -> bool:
 
 
 def why_not_as_they_lie(optimizer: Optimizer, engine: DataParallelEngine) -> str | None:
-    """Say why an optimizer's update of the parameters as they lie here would be wrong.
-
-    Returns:
-        The result of a trial in words: of the first param group with parameters in shards that
-            needs full ones, or with full ones that it does not update one by one; None when each
-            group has what it needs.
-    """
+    """Say why an optimizer's update of the parameters as they lie here would be wrong."""
     for group in optimizer.param_groups:
         reason = why_not(optimizer, [group], parts_here(group, engine))
         if reason is not None:
@@ -217,10 +197,6 @@ _MESSAGE_BYTES = 32 << 20  # of this rank's parts, unless one parameter has more
 
 class GatheredParameters:
     """Shows an optimizer the parameters that this rank gathers, inside the optimizer's view.
-
-    Args:
-        optimizer: The user's optimizer, whose parameters lie as this rank has them.
-        engine: The engine that holds its parameters.
 
     Attributes:
         num_bytes: Bytes of the matrices and gradients that this rank has gathered for the update,
@@ -359,9 +335,6 @@ class _PartExchange:
         Args:
             sent: By rank, what it is sent; all of one format.
             awaited: By rank, tensors of the shapes that it sends; for this rank what is here.
-
-        Returns:
-            By rank, what it has sent; for this rank what is here.
         """
         some = [tensor for of_rank in (*sent, *awaited) for tensor in of_rank]
         if not some:

@@ -93,12 +93,7 @@ _WORKS_WITH_OWNERS = (
 
 
 class EditedState:
-    """Cuts the state that user code has put into an optimizer.
-
-    Args:
-        optimizer: The user's optimizer, whose own state is cut already.
-        engine: The engine that holds its parameters.
-    """
+    """Cuts the state that user code has put into an optimizer."""
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._engine = optimizer, engine
@@ -246,12 +241,7 @@ class _ElsewhereState(dict[str, Any]):
 
 
 class ReplacedParameters:
-    """Follows for one optimizer which parameters of the model are replaced.
-
-    Args:
-        optimizer: The user's optimizer.
-        engine: The engine that puts parameters back.
-    """
+    """Follows for one optimizer which parameters of the model are replaced."""
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._engine = optimizer, engine
@@ -311,12 +301,7 @@ class ReplacedParameters:
         self._has_told = bool(self._frozen)
 
     def check(self) -> None:
-        """Check the param groups before a step.
-
-        Raises:
-            ConfigError: A parameter was replaced that this optimizer still has, or it was given
-                one that the ranks do not share.
-        """
+        """Check the param groups before a step."""
         listed = params_of(self._optimizer)
         if [*map(id, listed)] != self._checked:
             self._engine.adopt_assigned()  # what was replaced is in its place again
@@ -627,13 +612,6 @@ def mean_loss(loss: Any, optimizer: Optimizer, ranks: Collectives, device: torch
         optimizer: The optimizer whose closure gave the loss; error messages name its class.
         ranks: Group of the data-parallel ranks, each of which must call.
         device: Where the exchanged numbers lie, for the group's transport.
-
-    Returns:
-        The mean over the ranks that have a loss, of the type of `loss`; None where no rank
-            has one.
-
-    Raises:
-        ConfigError: A loss is none of these, on this rank or on another one.
     """
     counts = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1)
     known = counts or loss is None
@@ -656,13 +634,7 @@ def mean_loss(loss: Any, optimizer: Optimizer, ranks: Collectives, device: torch
 
 
 class FailingSteps:
-    """Calls back where a step of an optimizer raises, until `detach`.
-
-    Args:
-        optimizer: The user's optimizer.
-        end: Called before an error goes on to the caller of the step.
-        end_later: Called in its place where other ranks may be anywhere.
-    """
+    """Calls back where a step of an optimizer raises, until `detach`."""
 
     def __init__(
         self, optimizer: Optimizer, end: Callable[[], None], end_later: Callable[[], None]

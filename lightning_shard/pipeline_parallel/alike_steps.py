@@ -30,14 +30,7 @@ _PLAIN = (bool, int, float, str, slice)
 
 
 class NotedCalls(TorchFunctionMode):
-    """Notes what calls of torch functions inside are given, until `stop`.
-
-    Args:
-        held: Returns parameters and buffers of the model, as the running stage has them.
-
-    Attributes:
-        calls: The calls, in order.
-    """
+    """Notes what calls of torch functions inside are given, until `stop`."""
 
     def __init__(self, held: Callable[[], Iterable[Tensor]]) -> None:
         super().__init__()

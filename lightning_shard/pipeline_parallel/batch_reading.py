@@ -83,11 +83,7 @@ class BatchReader:
         raise _undecidable(batch, sizes)
 
     def holds_samples(self, values: Any, num_samples: int, *, is_batch: bool = False) -> bool:
-        """Whether a list or tuple holds one value for each of a batch's samples.
-
-        Raises:
-            ConfigError: It may hold as well fields that have as many rows.
-        """
+        """Whether a list or tuple holds one value for each of a batch's samples."""
         if not is_sequence(values) or len(values) != num_samples:
             return False
         rows = [one.size(0) for one in held_tensors(values)]
@@ -175,11 +171,7 @@ def _kind(value: Any) -> tuple[Any, ...]:
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch that have a dimension.
-
-    Raises:
-        ConfigError: There is none, or a packed sequence.
-    """
+    """Yield the tensors of a batch that have a dimension."""
     found = list(held_tensors(batch))
     if _has_packed(batch):
         raise ConfigError(
@@ -203,11 +195,7 @@ def _has_packed(value: Any) -> bool:
 
 
 def _refuse_indexed(batch: Any, size: int, loader_size: int | None) -> None:
-    """Raise where rows belong to samples by an index, as nodes do to graphs.
-
-    Raises:
-        ConfigError: There is such an index, of more rows than there are samples.
-    """
+    """Raise where rows belong to samples by an index, as nodes do to graphs."""
     tensors = list(held_tensors(batch))
     counts = {one.size(0) for one in tensors} | {size, loader_size}
     for one in tensors:

@@ -93,12 +93,7 @@ def measure_blocks(
 
 
 class _Meter:
-    """Divides a growing count between the parts of a step: before, each block, after.
-
-    Args:
-        num_blocks: Number of blocks of the model.
-        read: Returns the count so far.
-    """
+    """Divides a growing count between the parts of a step: before, each block, after."""
 
     def __init__(self, num_blocks: int, read: Callable[[], int]) -> None:
         self._counts = [0] * (num_blocks + 2)
@@ -268,11 +263,7 @@ class _Values:
 
 
 class _NoValues:
-    """Stand-ins without elements.
-
-    Args:
-        device: Device on which they seem to be; None for that of the real tensors.
-    """
+    """Stand-ins without elements."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device

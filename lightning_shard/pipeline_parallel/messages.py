@@ -64,12 +64,7 @@ class TensorMetadata:
 
 
 class StageMessages:
-    """Sends and receives lists of tensors between the ranks of a pipeline.
-
-    Args:
-        group: Group of the pipeline's ranks.
-        device: Device on which tensors are received.
-    """
+    """Sends and receives lists of tensors between the ranks of a pipeline."""
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
         self._group = group
@@ -79,11 +74,7 @@ class StageMessages:
         self._sending: list[Pending] = []
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, key: Hashable) -> None:
-        """Start to send tensors; `key` holds all that determines their metadata, and the boundary.
-
-        Raises:
-            ConfigError: The tensors' metadata differ from the last time with this key.
-        """
+        """Start to send; `key` determines their metadata and the boundary."""
         all_metadata = [TensorMetadata.of(tensor) for tensor in tensors]
         known = self._known.setdefault(key, all_metadata)
         if known is all_metadata:
@@ -98,12 +89,7 @@ class StageMessages:
             self._start(tensor.detach().contiguous(), peer, tag)
 
     def send_skipped(self, peer: int, tag: int, key: Hashable) -> list[Tensor]:
-        """Start to send fillers for the tensors of a step that ended before the network.
-
-        Returns:
-            The fillers that the receiver gets: tensors of the metadata that it knows, or none
-            before it knows any.
-        """
+        """Start to send fillers for the tensors of a step that ended before the network."""
         known = self._known.get(key)
         if known is None:
             self._start(_numbers([_SKIPPED], self._device), peer, tag)
@@ -405,12 +391,7 @@ class StageTraffic:
     def inputs(
         self, batch: RunningBatch, stage: int, index: int
     ) -> tuple[list[Tensor] | None, bool]:
-        """Return what a stage is given for a microbatch, and whether its sender was skipped.
-
-        Returns:
-            The tensors that the previous stage has sent, or has left in the batch on this rank;
-            None for the first stage.
-        """
+        """Return what a stage is given for a microbatch, and whether its sender was skipped."""
         if stage == 0:
             return None, False
         came = batch.inbox.pop(("F", stage, index), None)

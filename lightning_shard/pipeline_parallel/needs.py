@@ -131,21 +131,7 @@ class Needs:
     def learn(
         self, kind: str, microbatches: Sequence[Microbatch], step: Step, *, must_use: bool
     ) -> bool:
-        """Find, for a new kind of step, what each stage's first block needs of earlier stages.
-
-        Args:
-            kind: Name of the kind of step.
-            microbatches: Microbatches to try the step on, until it does not return None at once.
-            step: Runs the user's step on a microbatch.
-            must_use: Whether the step has to call the blocks; an evaluation need not.
-
-        Returns:
-            Whether the step calls the blocks; a training step with any of the microbatches.
-
-        Raises:
-            ConfigError: The step misses the blocks of a stage, or what a block returns cannot be
-                known without running it.
-        """
+        """Find, for a new kind of step, what each stage's first block needs of earlier stages."""
         if kind in self._known or len(self._stage_ranks) == 1:
             return True
         if kind in self._without_network:

@@ -179,11 +179,7 @@ def allowed_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bo
 
 
 def check_name(name: str) -> None:
-    """Refuse a schedule that does not exist.
-
-    Raises:
-        ConfigError: The schedule does not exist; names those that do.
-    """
+    """Refuse a schedule that does not exist."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule is {name!r}; expected one of {', '.join(SCHEDULES)}.")
 
@@ -191,11 +187,7 @@ def check_name(name: str) -> None:
 def checked_stages(
     name: str, num_ranks: int, num_microbatches: int, num_stages: int | None = None
 ) -> int:
-    """Return the number of stages over all ranks, or refuse numbers that do not go together.
-
-    Raises:
-        ConfigError: The schedule does not allow these numbers; names near ones that it allows.
-    """
+    """Return the number of stages over all ranks, or refuse numbers that do not go together."""
     check_name(name)
     if num_ranks < 1:
         raise ConfigError(f"A pipeline over {num_ranks} ranks; expected at least 1.")

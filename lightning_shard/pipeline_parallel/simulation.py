@@ -29,15 +29,7 @@ from lightning_shard.pipeline_parallel.timeline import Event, Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """The duration of each kind of action, in any one unit.
-
-    Attributes:
-        forward: Duration of F, the forward of one stage and microbatch.
-        backward: Duration of B, the full backward.
-        backward_input: Duration of I, the gradients of the inputs.
-        backward_weight: Duration of W, the gradients of the weights.
-        message: Time from a send until the receiver can compute with the message.
-    """
+    """The duration of each kind of action, in any one unit."""
 
     forward: float = 1.0
     backward: float = 2.0
@@ -180,12 +172,7 @@ def _lookup(
 
 
 class IdleShare(NamedTuple):
-    """A closed form of the idle share.
-
-    Attributes:
-        share: Idle share, 0 to 1.
-        exact: Whether the share is exact; else it is a lower bound.
-    """
+    """A closed form of the idle share."""
 
     share: float
     exact: bool

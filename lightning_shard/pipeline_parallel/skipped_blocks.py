@@ -137,15 +137,7 @@ Skipped = Callable[[BlockCall], Any]
 
 
 class SkippedBlock:
-    """Stands in for one block where it is skipped.
-
-    Args:
-        block: The block, whose parameters are stand-ins while this is called.
-        name: Name of the block in the model.
-
-    Attributes:
-        hint: Template of the result of another block of its class; None without one.
-    """
+    """Stands in for one block where it is skipped."""
 
     def __init__(self, block: nn.Module, name: str = "") -> None:
         self.hint: Template | None = None
@@ -154,11 +146,7 @@ class SkippedBlock:
         self._templates: dict[Any, Template] = {}
 
     def __call__(self, call: BlockCall) -> Any:
-        """Return placeholders in the structure of the block's result for a call's arguments.
-
-        Raises:
-            UnknownResultError: The block needs elements, and there is no hint.
-        """
+        """Return placeholders in the structure of the block's result for a call's arguments."""
         leaves = tensors_in(call.arguments)
         note_given(leaves)
         settings = _settings(call.arguments)

@@ -67,11 +67,7 @@ class Stance:
 
     @contextmanager
     def compiled(self, *, is_last: bool) -> Iterator[None]:
-        """Run one of the stage's blocks inside, compiled where the user has compiled it.
-
-        Args:
-            is_last: Whether no tensor is a stand-in after this block.
-        """
+        """Run one of the stage's blocks inside, compiled where the user has compiled it."""
         eager = self._eager
         if eager is None:  # in backward
             yield

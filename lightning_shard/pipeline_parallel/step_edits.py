@@ -282,11 +282,7 @@ _ADVICE = (
 
 
 class StepEdits:
-    """Watches one rank's parameters through the batches of a pipeline.
-
-    Attributes:
-        marks: Reads the marks of the rank's parameters; None while nothing is watched.
-    """
+    """Watches one rank's parameters through the batches of a pipeline."""
 
     def __init__(self) -> None:
         self.marks: EditMarks | None = None
@@ -358,15 +354,7 @@ class StepEdits:
 
     @contextmanager
     def leaving(self, stage: int, lent: Sequence[Tensor]) -> Iterator[None]:
-        """Run what comes after the network, on the last stage, inside.
-
-        Args:
-            stage: Number of the stage.
-            lent: Parameters of other stages that it has borrowed.
-
-        Raises:
-            ConfigError: It has edited parameters, of this stage or of others.
-        """
+        """Run what comes after the network, on the last stage, inside."""
         if not self._in_batch:
             yield
             return

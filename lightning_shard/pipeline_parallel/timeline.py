@@ -121,12 +121,7 @@ def peak_activations(actions: Iterable[Action]) -> int:
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """Draw the computations as one line of text per rank.
-
-    Args:
-        timeline: The timeline, measured or simulated.
-        width: Number of columns for the duration. A label is cut where it has no room.
-    """
+    """Draw the computations as one line of text per rank."""
     one_stage = all(
         len({event.action.stage for event in row}) <= 1 for row in timeline.computations
     )

@@ -118,21 +118,7 @@ class Stages:
 
 
 class Anatomy:
-    """A module's parts, each looked at when it is asked for, once.
-
-    Args:
-        module: The full module, with parameters on any device, meta included.
-        batch: A batch of any number of samples.
-        precision: As for the Trainer.
-        plan: Layers that tensor parallel splits; None lets the strategy find them.
-
-    Attributes:
-        blocks: The blocks, which are alike; None where the model has no such list.
-        num_blocks: Number of the blocks; 0 without a list.
-        flops: Operations of a forward of one sample: before the blocks, of each, and after.
-        sizes: Numbers of samples at which the parts are looked at; a step takes no fewer.
-        refusal: Why a step does not take one sample; empty if it does.
-    """
+    """A module's parts, each looked at when it is asked for, once."""
 
     def __init__(
         self, module: "pl.LightningModule", batch: Any, precision: str, plan: dict[str, Any] | None
@@ -182,14 +168,7 @@ class Anatomy:
         return BlockCosts(before=before / size, blocks=(block / size,), after=found.after / size)
 
     def split(self, tp: int, num_blocks: int, choice: Checkpointing, stage: int = 0) -> Any:
-        """Return the strategy of stage 0 or 3 by which so many ranks share the layers alone.
-
-        Args:
-            tp: Number of the ranks.
-            num_blocks: Number of blocks of the `short` module that it is for.
-            choice: What is computed again in backward.
-            stage: 0 or 3, the ZeRO stage.
-        """
+        """Return the strategy of stage 0 or 3 by which so many ranks share the layers alone."""
         if tp == 1:
             kind = strategy_class("ZeRO3Strategy" if stage else "DDPStrategy")
             return kind(activation_checkpointing=choice)
@@ -214,12 +193,7 @@ class Anatomy:
         return found
 
     def plan_of(self, tp: int) -> dict[str, Any] | None:
-        """Return the layers that so many ranks share: those given, or those found.
-
-        Raises:
-            ConfigError: None were given, and the parameters have no values to try layers out with,
-                or nothing can be split.
-        """
+        """Return the layers that so many ranks share: those given, or those found."""
         if self.plan is not None or tp == 1:
             return self.plan
         if any(one.is_meta for one in self.module.parameters()):

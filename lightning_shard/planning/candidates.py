@@ -28,22 +28,7 @@ def strategy_class(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCandidate:
-    """One way to train: sizes of the axes and options.
-
-    Attributes:
-        pp: Ranks of a pipeline.
-        dp: Models that train on different batches.
-        tp: Ranks that share every layer.
-        zero_stage: How data-parallel ranks keep their state, 0 to 3.
-        schedule: Name of the pipeline's schedule; empty without one.
-        microbatch: Samples that one forward of a rank has.
-        num_microbatches: Forwards of one data-parallel rank: microbatches of a pipeline in each
-            round, else batches whose gradients are accumulated.
-        rounds: Batches of a pipeline whose gradients are accumulated; 1 without a pipeline.
-        checkpointing: What is computed again in backward.
-        offload: What lies in host memory.
-        activation_offload: Whether activations do.
-    """
+    """One way to train: sizes of the axes and options."""
 
     pp: int
     dp: int
@@ -134,18 +119,7 @@ class PlanCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """The bounds of a search.
-
-    Attributes:
-        num_ranks: Number of all ranks.
-        ranks_per_node: Ranks that share a node's fast links, the most that share a layer.
-        num_blocks: Number of the model's blocks; below 2 there is no pipeline.
-        global_batch: Samples of a step of all ranks.
-        tp_sizes: Numbers of ranks that the model's layers can be shared by; 1 among them.
-        checkpointing: Choices of what is computed again.
-        batch_size: Samples of a batch of each data-parallel rank's loader, where it is given.
-        min_microbatch: The least samples that a forward takes.
-    """
+    """The bounds of a search."""
 
     num_ranks: int
     ranks_per_node: int

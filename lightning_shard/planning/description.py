@@ -91,12 +91,7 @@ Step = Callable[[nn.Module, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class WorldOptions(Description):
-    """The options that all ranks of a simulated world have in common.
-
-    Attributes:
-        step: Runs the training step.
-        state_values: Number of values that the optimizer keeps for each trained element.
-    """
+    """The options that all ranks of a simulated world have in common."""
 
     step: Step
     state_values: int

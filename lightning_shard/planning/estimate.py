@@ -66,23 +66,13 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates candidates for one module on one kind of machine.
-
-    Args:
-        anatomy: The module's parts.
-        machine: Profile of the nodes.
-        ranks_per_node: Ranks that share a node.
-    """
+    """Estimates candidates for one module on one kind of machine."""
 
     def __init__(self, anatomy: Anatomy, machine: MachineProfile, ranks_per_node: int) -> None:
         self.anatomy, self.machine, self.ranks_per_node = anatomy, machine, ranks_per_node
 
     def estimate(self, one: PlanCandidate) -> Estimate:
-        """Return a candidate's figures.
-
-        Raises:
-            ConfigError: The layers cannot be shared by so many ranks.
-        """
+        """Return a candidate's figures."""
         return _PipelinedEstimate(self, one).made() if one.pp > 1 else self._unpipelined(one)
 
     def _unpipelined(self, one: PlanCandidate) -> Estimate:

@@ -150,14 +150,6 @@ class SimulatedModel:
     Args:
         module: A module without elements, which is changed.
         options: Options of the simulated world.
-
-    Attributes:
-        module: The module, which is split.
-        groups: By axis, the simulated group of the ranks that share the model.
-        splits: How it is split, by the dimension that splits it first before the others.
-        parts: By parameter, its part here before an engine has it.
-        stages: Stages of each parameter.
-        staged: The model cut into stages; None without a pipeline.
     """
 
     def __init__(self, module: nn.Module, options: WorldOptions) -> None:
@@ -219,11 +211,7 @@ class SimulatedModel:
         )
 
     def probe(self, stage: int, microbatch: Microbatch) -> Probe:
-        """Run a step up to a stage's first block.
-
-        Raises:
-            UnknownResultError: An earlier block's result is unknown without a hint.
-        """
+        """Run a step up to a stage's first block."""
         probe = Probe(self.staged.partition.bounds[stage], self._forget)
         with self.staged.buffers_kept(), self.running(probe, stage):
             probe.forward(partial(self.step, microbatch))
@@ -231,11 +219,7 @@ class SimulatedModel:
 
 
 def loss_of(result: Any) -> Tensor:
-    """Return the loss in a step's result.
-
-    Raises:
-        ConfigError: The result has no loss that requires a gradient.
-    """
+    """Return the loss in a step's result."""
     found = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(found, Tensor) or not found.requires_grad:
         raise ConfigError(

@@ -44,10 +44,6 @@ _FULL_AT_ONCE = 2  # units under ZeRO stage 3: the one in use and the next
 class SimulatedRank:
     """Rank `rank` of a pipeline, the first of its tensor-parallel and data-parallel groups.
 
-    Args:
-        rank: Number of the rank in the pipeline.
-        model: The model of all ranks.
-
     Attributes:
         stages: Stages on this rank.
         sent: Bytes that this rank has sent along each axis so far.

@@ -303,9 +303,6 @@ def trace_step(model: SimulatedModel, batch: Any) -> StepTrace:
     Args:
         model: The model, whose module is full.
         batch: Batch of the rank, without elements.
-
-    Raises:
-        ConfigError: The options cut the model into stages, or the step asks for elements.
     """
     if model.options.cut is not None:
         raise ConfigError("A step is traced on one rank, but the options have a pipeline.")

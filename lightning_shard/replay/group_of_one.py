@@ -58,13 +58,7 @@ _ENDLESS = 2**31
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What came of the step on one rank.
-
-    Attributes:
-        losses: The loss of each backward pass.
-        error: Class and message of what was raised; None for nothing.
-        state: Digest of the shards, the optimizer state and the buffers at the end.
-    """
+    """What came of the step on one rank."""
 
     losses: list[Tensor] = field(default_factory=list)
     error: tuple[str, str] | None = None
@@ -72,12 +66,7 @@ class Outcome:
 
 
 class Shelf:
-    """The records of all ranks and what came of them; a rank's copy of it is itself.
-
-    Args:
-        records: What was recorded of each rank, or of the one that is taken alone.
-        tape: Answers the calls of a rank that is taken alone.
-    """
+    """The records of all ranks and what came of them; a rank's copy of it is itself."""
 
     def __init__(self, records: Sequence[RankRecord], tape: CallTape | None = None) -> None:
         self.records = {one.rank: one for one in records}
@@ -94,11 +83,7 @@ class Shelf:
 
 
 class Replayer(OnlyLooks, Callback):
-    """Brings a rank to where its record begins, and notes what comes of the step.
-
-    Args:
-        shelf: What was recorded, and takes what comes of it.
-    """
+    """Brings a rank to where its record begins, and notes what comes of the step."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -160,11 +145,7 @@ class Replayer(OnlyLooks, Callback):
 
 
 class RecordedData(pl.LightningDataModule):
-    """Gives each rank its recorded batches, and sets its state before the first.
-
-    Args:
-        shelf: What was recorded, and takes what comes of it.
-    """
+    """Gives each rank its recorded batches, and sets its state before the first."""
 
     def __init__(self, shelf: Shelf) -> None:
         super().__init__()
@@ -353,11 +334,7 @@ _EXCHANGE, _PLAIN = _alone(_RecordedExchange), _alone(Collectives)
 
 
 class RecordedBackend(Backend):
-    """The backend of a rank that is replayed alone.
-
-    Args:
-        recorded: Name of the backend of the recorded run, whose algorithms are taken.
-    """
+    """The backend of a rank that is replayed alone."""
 
     name: ClassVar[str] = NAME
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -388,11 +365,7 @@ class RecordedBackend(Backend):
 
 @contextmanager
 def group_of_one(tape: CallTape, num_ranks: int) -> Iterator[None]:
-    """Let this process be one rank of so many inside, of which no other is there.
-
-    Raises:
-        ConfigError: A process group stands already.
-    """
+    """Let this process be one rank of so many inside, of which no other is there."""
     if dist.is_initialized():
         raise ConfigError(
             "replay(rank=...) makes a process group of its own, but one stands already; expected "

@@ -42,13 +42,7 @@ _FORMAT = 2
 
 @dataclass(kw_only=True)
 class Given:
-    """What a step is given at one batch.
-
-    Attributes:
-        batch: The batch as it came from the loader, in host memory.
-        random: The rank's random streams at that moment; see `checkpoint.random_state`.
-        is_last: Whether the loader had no more batches.
-    """
+    """What a step is given at one batch."""
 
     batch: Any
     random: dict[str, Any]
@@ -176,11 +170,7 @@ def path_of(folder: Path, rank: int) -> Path:
 
 
 def read_record(folder: Path, rank: int, *, trust: bool = False) -> RankRecord:
-    """Read a recorded step of one rank, which is to be taken alone.
-
-    Raises:
-        CheckpointError: The rank has no file, or its file has no results of collectives.
-    """
+    """Read a recorded step of one rank, which is to be taken alone."""
     path = path_of(folder, rank)
     if not path.is_file():
         raise CheckpointError(
@@ -196,11 +186,7 @@ def read_record(folder: Path, rank: int, *, trust: bool = False) -> RankRecord:
 
 
 def read_records(folder: Path, *, trust: bool = False) -> list[RankRecord]:
-    """Read a recorded step of all ranks.
-
-    Raises:
-        CheckpointError: A rank's file is missing, or ranks have recorded different steps.
-    """
+    """Read a recorded step of all ranks."""
     paths = sorted(folder.glob("rank-*.pt"))
     if not paths:
         raise CheckpointError(

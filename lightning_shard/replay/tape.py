@@ -55,12 +55,7 @@ _OPERATIONS = {
 
 @dataclass(kw_only=True)
 class Result:
-    """One call and what it wrote.
-
-    Attributes:
-        operation: Name of the operation, as in `backends.calls.Call`.
-        tensors: What it wrote, in host memory; None if it did not come to its end.
-    """
+    """One call and what it wrote."""
 
     operation: str
     tensors: list[Tensor] | None = None
@@ -68,14 +63,7 @@ class Result:
 
 @dataclass(kw_only=True)
 class CallTape:
-    """Results to be given out again, one after the other.
-
-    Attributes:
-        rank: Rank of the run that the results are of.
-        results: The recorded results.
-        is_cut_short: Whether a peer's failure ended them: the rank heard of it before a call.
-        is_playing: Whether calls are answered by the tape; else as if all peers were copies.
-    """
+    """Results to be given out again, one after the other."""
 
     rank: int
     results: Sequence[Result]
@@ -84,15 +72,7 @@ class CallTape:
     _number: int = field(default=0, init=False)
 
     def next(self, operation: str, written: Any) -> Callable[[], None]:
-        """Take the next place on the tape, and return what writes its result.
-
-        Args:
-            operation: Name of the operation that is called.
-            written: The tensors that it writes, in any nesting.
-
-        Raises:
-            CheckpointError: Another call was recorded at this place, or none.
-        """
+        """Take the next place on the tape, and return what writes its result."""
         targets = tensors_in(written)
         number, self._number = self._number, self._number + 1
         found = self.results[number] if number < len(self.results) else None

@@ -90,9 +90,6 @@ class CheckpointFiles(CheckpointIO):
             collectives: Group of the ranks that load the file together, each of which must call;
                 None where this rank checks all of it by itself.
             rank: The rank whose own entry is kept.
-
-        Raises:
-            CheckpointError: The file is missing or no checkpoint, or damaged in this rank's share.
         """
         loaded = self.load_together(path, weights_only, collectives)
         if not is_on_the_web(path):

@@ -49,9 +49,6 @@ def check_fit(
         optimizers: Those of the copy.
         world_size: Number of ranks of the fit.
         layer_sync: How batch norms are to be synchronized, where the user asks for it.
-
-    Raises:
-        ConfigError: The module, its optimizers or a callback do not go with the strategy.
     """
     asked = copy.copy(strategy)
     asked.cluster_environment = SimulatedEnvironment(world_size)

@@ -27,15 +27,7 @@ DataParallelSize: TypeAlias = Annotated[
 
 
 def shard_size(size: DataParallelSize, num_ranks: int) -> int:
-    """Return how many of the data-parallel ranks share out one copy of the state.
-
-    Args:
-        size: The option as the user gave it.
-        num_ranks: Number of data-parallel ranks.
-
-    Raises:
-        ConfigError: A pair that does not multiply to `num_ranks`, with those nearest that do.
-    """
+    """Return how many of the data-parallel ranks share out one copy of the state."""
     if isinstance(size, int):
         return num_ranks
     replicate, shard = size

@@ -163,11 +163,7 @@ def memory_kinds(strategy: Any) -> MemoryKinds:
 
 
 class MemoryNotes:
-    """Adds notes to the out-of-memory errors of one rank.
-
-    Args:
-        strategy: The `DataParallelStrategy` whose steps run.
-    """
+    """Adds notes to the out-of-memory errors of one rank."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -267,15 +263,7 @@ def told_of_memory(place: str, describe: Callable[[], str]) -> Iterator[None]:
 
 
 def estimated_activations(strategy: Any, batch: Any) -> tuple[int, int]:
-    """Return the bytes that a step keeps for its backward, as it is and with "full" checkpointing.
-
-    Args:
-        strategy: The strategy of a fit whose model is not split over ranks.
-        batch: A batch, whose tensors may be on meta.
-
-    Raises:
-        Exception: The step cannot be run on a copy without elements.
-    """
+    """Return the bytes that a step keeps for backward, without and with "full" checkpointing."""
     module = plain_copy(strategy.lightning_module, strategy.engine)
     present = strategy.engine.options.activation_checkpointing
     kept = [_kept(strategy, module, batch, choice) for choice in (present, "full")]

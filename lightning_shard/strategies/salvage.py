@@ -43,15 +43,7 @@ from lightning_shard.strategies.trainer._lightning import requeue, requeue_path
 def salvaging(
     strategy: Any, error: BaseException, *, is_common: bool, gone: Sequence[int], has_all: bool
 ) -> AbstractContextManager[None]:
-    """Make the context in which callbacks hear of an exception and may save checkpoints.
-
-    Args:
-        strategy: The strategy of this rank.
-        error: Exception that this rank has raised.
-        is_common: Whether all ranks have raised at the same place, and enter this, too.
-        gone: Ranks that have died.
-        has_all: Whether this rank alone has the full state, to save it without asking the others.
-    """
+    """Make the context in which callbacks hear of an exception and may save checkpoints."""
     if is_common and strategy.present_collectives is not None:
         if strategy.has_shut_down_together:
             return _saving_after_signal(strategy, error)
@@ -97,13 +89,7 @@ class Sole:
 def saving_alone(
     strategy: Any, engine: DataParallelEngine | None, *, writes: bool
 ) -> Iterator[None]:
-    """Let a rank that has the full state save it by itself, if it is the one that writes.
-
-    Args:
-        strategy: The strategy of this rank.
-        engine: The strategy's engine; None where there is none any more.
-        writes: Whether this rank writes the file.
-    """
+    """Let a rank that has the full state save it by itself, if it is the one that writes."""
 
     def save_checkpoint(checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         if writes:

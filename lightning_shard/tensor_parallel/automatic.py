@@ -46,12 +46,7 @@ _UNKNOWN = "no part of an attention or of a pair of layers, and no embedding of 
 
 @dataclass(frozen=True, kw_only=True)
 class AutomaticPlan:
-    """An automatic plan: the layers that are split, and those that are not.
-
-    Attributes:
-        layers: The layers to split, in the order of the model's modules.
-        full: The other layers that have a matrix or more, with the reason.
-    """
+    """An automatic plan: the layers that are split, and those that are not."""
 
     layers: list[PlannedLayer]
     full: list[UnsplitLayer]

@@ -30,13 +30,7 @@ _NOTE = "lightning_shard"  # the key of a hook that notes who will have gradient
 
 @dataclass(frozen=True)
 class _Cut:
-    """A dimension of which this rank has a part.
-
-    Attributes:
-        size: What this rank has of it.
-        num_blocks: Number of equal blocks, of each of which it has its part.
-        by_heads: Whether the dimension counts heads; else it is the last, of features.
-    """
+    """A dimension of which this rank has a part."""
 
     size: int
     num_blocks: int = 1
@@ -44,12 +38,7 @@ class _Cut:
 
 
 class Between:
-    """Knows which modules are called between split layers, and shows their hooks full activations.
-
-    Args:
-        names: The modules that are not split, and their names.
-        group: Group of the tensor-parallel ranks.
-    """
+    """Shows full activations to hooks of the modules between split layers."""
 
     def __init__(self, names: Mapping[nn.Module, str], group: Collectives) -> None:
         self._names, self._group = names, group
@@ -61,13 +50,7 @@ class Between:
     def hears(
         self, parent: nn.Module, num_blocks: int, heads: Iterable[int]
     ) -> Callable[[Any], None]:
-        """Return what hears that a layer gives features.
-
-        Args:
-            parent: The module whose layer it is.
-            num_blocks: Number of matrices that are fused in the layer.
-            heads: This rank's numbers of heads, which a dimension may count.
-        """
+        """Return what hears that a layer gives features."""
         of_heads = {_Cut(size, by_heads=True) for size in heads}
         near = [*map(hooks_of, self._names.keys() & set(parent.modules())), GLOBAL_HOOKS]
         hooks = [one for several in near for one in several]
@@ -137,11 +120,7 @@ class Between:
         return tree_map_only(Tensor, lambda one: _own(find(one, self._group.size)), result)
 
     def _part(self, name: str, cuts: Any, tensor: Tensor, num_ranks: int) -> Part | Tensor:
-        """Say how a tensor is cut, which so many ranks have together; itself for a full one.
-
-        Raises:
-            ConfigError: It cannot be told.
-        """
+        """Say how a tensor is cut, which so many ranks have together; itself for a full one."""
         is_full = isinstance(tensor, DimShardedTensor) or not tensor.is_floating_point()
         if is_full or tensor.ndim == 0:
             return tensor
@@ -167,16 +146,7 @@ def _own(found: Part | Tensor) -> Tensor:
 
 
 class _ShownHook:
-    """A hook that sees full activations where its module is called between split layers.
-
-    Args:
-        hook: The hook of user code; None for one of this file's.
-        kind: When it is called.
-
-    Attributes:
-        regions: What knows the modules whose hook it is; ranks in one process share a hook of all
-            modules.
-    """
+    """A hook that sees full activations where its module is called between split layers."""
 
     def __init__(self, hook: Any, kind: str) -> None:
         self.hook, self._kind = hook, kind

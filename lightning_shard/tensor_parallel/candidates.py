@@ -47,16 +47,7 @@ _PAIRS = (  # the last one leads back
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Layers of a module that may be split together.
-
-    Attributes:
-        owner: The smallest module that contains all the layers.
-        styles: Style of each layer, by its path in the owner.
-        out: Path of the last layer, which gives the sum over the ranks.
-        is_known: Whether the layers have the usual names.
-        num_heads: Number of heads of an attention, if its module says it.
-        is_attention: Whether the layers are an attention's, not a pair.
-    """
+    """Layers of a module that may be split together."""
 
     owner: nn.Module
     styles: dict[str, Style]
@@ -86,12 +77,7 @@ class Candidate:
 
 
 def check_heads(name: str, num_heads: int, num_key_heads: int, num_ranks: int) -> None:
-    """Raise unless the ranks can share the heads.
-
-    Raises:
-        ConfigError: The query heads are no multiple of the ranks, or ranks and key heads divide
-            neither way.
-    """
+    """Raise unless the ranks can share the heads."""
 
     def fits(size: int) -> bool:
         one_way = num_key_heads % size == 0 or size % num_key_heads == 0
@@ -114,11 +100,7 @@ def key_style(num_key_heads: int, num_ranks: int) -> Style:
 
 
 def find_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Candidate]:
-    """Yield the ways in which a module may be an attention, the likeliest first.
-
-    Raises:
-        ConfigError: The module is an attention, but the ranks cannot share its heads.
-    """
+    """Yield the ways in which a module may be an attention, the likeliest first."""
     near = dict(_near(owner, is_free))
     for prefix in dict.fromkeys(_prefix(name) for name in near):
         counting = owner.get_submodule(prefix.rstrip("."))
@@ -197,14 +179,7 @@ def find_pairs(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Ca
 
 @dataclass(frozen=True, kw_only=True)
 class _Inlet:
-    """The projections to query, key and value: three, or a fused one.
-
-    Attributes:
-        layers: The projections by their path in the owner.
-        width: Width of the projections' input.
-        is_known: Whether the layers have the usual names.
-        fused: Style of a fused projection, which tells its layout; None for three.
-    """
+    """The projections to query, key and value: three, or a fused one."""
 
     layers: dict[str, nn.Module]
     width: int

@@ -100,15 +100,7 @@ def first_difference(
     rounded: Called | None = None,
     rounding: float = 0.0,
 ) -> str | None:
-    """Return as text where two calls differ first; None where they are equal.
-
-    Args:
-        full: The call that is right.
-        parts: The other one.
-        names: Name of each of the parameters.
-        rounded: The call that is right, in float32; None where `full` is.
-        rounding: Part of the tolerance by which what is small may differ, of the largest value.
-    """
+    """Return as text where two calls differ first; None where they are equal."""
     if len(full.results) != len(parts.results):
         return f"it returns {len(parts.results)} tensors, not {len(full.results)}"
     kinds = [f"result {index}" for index in range(len(full.results))]

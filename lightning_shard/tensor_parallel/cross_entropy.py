@@ -61,9 +61,6 @@ def parallel_cross_entropy(
     Returns:
         The loss, of shape () or, not reduced, of that of `target`; float32 under autocast, else
         the logits' dtype. On accelerators a row whose target is out of range is NaN.
-
-    Raises:
-        ConfigError: The shapes do not fit, or a target is out of range.
     """
     if local.shape[:-1] != target.shape:
         raise ConfigError(

@@ -43,9 +43,6 @@ class Entrance:
     Query, key and value all take one activation: their gradients are then added up on this rank,
     and summed over the ranks once instead of three times. The activation enters anew when it was
     changed in place, and in a checkpoint of activations, which has to save its tensors again.
-
-    Args:
-        group: Group of the tensor-parallel ranks.
     """
 
     def __init__(self, group: Collectives) -> None:
@@ -93,13 +90,7 @@ COMPUTED_ALIKE = ("unsplit", "unsplit_shared", "shared_tail")  # by every rank
 
 
 class Crossings:
-    """Makes the crossings of a model's split layers.
-
-    Args:
-        group: Group of the tensor-parallel ranks.
-        around_dropout: Layers between which random numbers are those of the region.
-        sequence_parallel: Whether activations outside the regions are in slices: see `sequence`.
-    """
+    """Makes the crossings of a model's split layers."""
 
     def __init__(
         self, group: Collectives, around_dropout: Iterable[nn.Module], *, sequence_parallel: bool

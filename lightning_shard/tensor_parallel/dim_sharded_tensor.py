@@ -174,17 +174,7 @@ class Part:
 
 @untraced
 def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int = 1) -> Tensor:
-    """Make a tensor that looks full of each rank's part, without sending anything.
-
-    Args:
-        local: This rank's part along `dim`; the parts are equal in size, in rank order.
-        group: Group of the ranks that have the parts.
-        dim: The sharded dimension.
-        num_blocks: Number of equal blocks along `dim`, each of which is sharded.
-
-    Returns:
-        A `DimShardedTensor`; on a single rank `local`.
-    """
+    """Make a tensor that looks full of each rank's part, without sending anything."""
     if group.size == 1:
         return local
     place = {"dim": dim % local.ndim, "num_blocks": num_blocks}
@@ -222,12 +212,7 @@ def full_tensor(value: Any) -> Any:
 
 @dataclass
 class _Rules:
-    """The rules that `dim_sharded_operations`, which imports this module, has registered here.
-
-    Attributes:
-        of_wrapper: Operations that the wrapper answers itself.
-        on_parts: Does an operation on the parts, or returns NotImplemented.
-    """
+    """The rules that `dim_sharded_operations`, which imports this module, has registered here."""
 
     of_wrapper: Container[Any]
     on_parts: Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
@@ -239,12 +224,7 @@ _rules = _Rules(of_wrapper=(), on_parts=lambda func, args, kwargs: NotImplemente
 def register_rules(
     of_wrapper: Container[Any], on_parts: Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
 ) -> None:
-    """Say which operations the wrapper answers itself, and what is done on the parts.
-
-    Args:
-        of_wrapper: Operations that the wrapper answers itself.
-        on_parts: Does an operation on the parts, or returns NotImplemented.
-    """
+    """Say which operations the wrapper answers itself, and what is done on the parts."""
     _rules.of_wrapper, _rules.on_parts = of_wrapper, on_parts
 
 
@@ -269,17 +249,7 @@ class DimShardedTensor(Tensor):
     def cross_with_part(
         self, group: Collectives, crossing: Callable[..., Tensor], args: tuple[Any, ...]
     ) -> Any:
-        """Let the part cross into or out of a region of another group, as `PASSES_ON` says.
-
-        Args:
-            group: Group of the region.
-            crossing: Crosses a tensor, with `args`.
-            args: The dimension that is gathered or cut there, if any, and more.
-
-        Returns:
-            A tensor sharded as this; None where the region is of the same ranks, or gathers or cuts
-            the sharded dimension.
-        """
+        """Let the part cross into or out of a region of another group, as `PASSES_ON` says."""
         part = self.part
         dims = [one % self.ndim for one in args if isinstance(one, int)]
         if part.group is group or part.dim in dims:
@@ -417,12 +387,7 @@ def _with_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, Any])
 
 
 class Gathered:
-    """The full values of a tensor of which a step has a view.
-
-    Args:
-        wide: The tensor, of which each rank has a part.
-        full: Its values, gathered.
-    """
+    """The full values of a tensor of which a step has a view."""
 
     def __init__(self, wide: DimShardedTensor, full: Tensor) -> None:
         self._wide, self.full = wide, full
@@ -432,9 +397,6 @@ class Gathered:
         """Have the values as they are now before something is written; each rank must write.
 
         What only reads sends nothing: one rank alone may print a view.
-
-        Raises:
-            ConfigError: The tensor was written to since, and the view is read or in a graph.
         """
         part, in_graph = self._wide.part, self.full.requires_grad
         if writes and not in_graph:
@@ -448,12 +410,7 @@ class Gathered:
             )
 
     def take(self, *, is_written: bool, before: Tensor | None) -> None:
-        """Let this rank's part have what was written, if anything was.
-
-        Args:
-            is_written: Whether something was, where nobody counts.
-            before: The values before, where views of several gathered tensors may be written.
-        """
+        """Let this rank's part have what was written, if anything was."""
         version = _version(self.full)
         if is_written if version is None else version != self._full_was:
             part, full = self._wide.part, self.full

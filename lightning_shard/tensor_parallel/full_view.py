@@ -52,16 +52,7 @@ class WeightView(Protocol):
 
 @dataclass
 class FullView:
-    """Shows the full shapes of a layer's weights to code outside of the layer during a step.
-
-    Attributes:
-        widen: Makes a tensor that looks full of how a parameter is sharded and its part, while a
-            step runs.
-        names: By name, how each sharded parameter of the layer is cut.
-        narrow: Makes this rank's part of how a parameter is sharded and what stands in its place.
-        layer: Name of the layer, for error messages.
-        is_own: Whether the layer's own forward runs, which works with the parts.
-    """
+    """Shows the full shapes of a layer's weights to code outside of the layer during a step."""
 
     widen: Callable[[Any, Tensor], Tensor]
     names: Mapping[str, Any]
@@ -76,11 +67,7 @@ class FullView:
         return showing(self.widen(self.names[name], tensor), tensor)
 
     def held(self, name: str, params: Mapping[str, Any]) -> Any:
-        """Return what a layer holds under a parameter's name.
-
-        Raises:
-            ConfigError: The parameter was taken out of the layer.
-        """
+        """Return what a layer holds under a parameter's name."""
         return held(f"{self.layer}.{name}", params, "ranks that share the layer have parts of it")
 
     def given(self, params: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -84,11 +84,7 @@ class Attributes:
 def count_heads(
     model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: int, attributes: Attributes
 ) -> dict[nn.Module, list[PlannedLayer]]:
-    """Tell the modules whose projections are split how many heads there are on each rank.
-
-    Raises:
-        ConfigError: The ranks cannot share the heads.
-    """
+    """Tell the modules whose projections are split how many heads there are on each rank."""
     parents = {
         f"{path}.{name}".lstrip("."): parent
         for path, parent in model.named_modules()
@@ -185,13 +181,7 @@ _Cut = tuple[Any, Any, Any, Any]  # container, key, what is there, what was ther
 
 @dataclass(eq=False)
 class GivenHeads:
-    """Cuts what one attention is given to this rank's heads, while it runs.
-
-    Attributes:
-        group: Group of the ranks that share the heads.
-        widths: By full width of a projection, how many heads there are of which several ranks have
-            one; 0 where each rank has heads of its own.
-    """
+    """Cuts what one attention is given to this rank's heads, while it runs."""
 
     group: Collectives
     widths: Mapping[int, int]

@@ -36,11 +36,7 @@ _QUERY, _KEYS = ("q_proj", "query"), ("k_proj", "v_proj", "key", "value")
 
 
 def own_plans(model: nn.Module, num_ranks: int) -> Iterator[PlannedLayer]:
-    """Yield the layers that the plans of the Hugging Face models in a model name.
-
-    Raises:
-        ConfigError: A style has no counterpart here, or heads cannot be shared.
-    """
+    """Yield the layers that the plans of the Hugging Face models in a model name."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         plan = getattr(module, "tp_plan", None) if hasattr(type(module), "tp_plan") else None

@@ -47,13 +47,7 @@ _PLACE = "_tensor_parallel_place"
 class Watched:
     """How a layer computes while hooks look at it, which see full activations.
 
-        this rank's ──widen──► hooks, enter──► layer ──leave, hooks ──narrow──► this rank's
-
-    Attributes:
-        widen: Makes what the layer is given full.
-        enter: Function that a full input enters the region by.
-        leave: Function that makes the layer's result full.
-        narrow: Makes of a full result what the layer gives where nobody looks.
+    this rank's ──widen──► hooks, enter──► layer ──leave, hooks ──narrow──► this rank's
     """
 
     widen: Crossing
@@ -64,20 +58,7 @@ class Watched:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """The context in which a layer of the split model computes.
-
-    Attributes:
-        rank: Rank of this process in the tensor-parallel group.
-        enter: Function that the layer's input enters the region by.
-        leave: Function that its result leaves the region by, before a bias of the full result.
-        group: Group of the tensor-parallel ranks.
-        num_heads: Number of heads in a layer whose heads the ranks share.
-        view: Shows the layer's weights to code outside of the layer.
-        alike: Makes a context in which an unsplit layer draws random numbers as other ranks do.
-        watched: How the layer computes while hooks look at it.
-        takes: Hears that the layer takes features, if it does.
-        gives: Hears of what the layer gives, if these are features.
-    """
+    """The context in which a layer of the split model computes."""
 
     rank: int
     enter: Crossing

@@ -37,13 +37,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class UnsplitLayer:
-    """One layer that an automatic plan leaves as it is.
-
-    Attributes:
-        name: Path of the layer in the model.
-        module: The layer itself.
-        reason: Why the layer is not split, in words.
-    """
+    """One layer that an automatic plan leaves as it is."""
 
     name: str
     module: nn.Module
@@ -87,12 +81,7 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
 def describe_plan(
     layers: Iterable[PlannedLayer], full: Iterable[UnsplitLayer] = ()
 ) -> Iterator[str]:
-    """Yield a line for each entry of a plan: pattern, style, number of layers, and why not split.
-
-    Args:
-        layers: The layers that are split.
-        full: The layers that are not split.
-    """
+    """Yield a line for each entry of a plan: pattern, style, layers, and why not split."""
     rows: dict[tuple[str, str, str], list[nn.Module]] = {}
     for layer in layers:
         rows.setdefault((layer.pattern, style_name(layer.style), ""), []).append(layer.module)

@@ -62,16 +62,7 @@ _TOLERANCE = 1e-4  # of the largest value; a wrong split is wrong by about as mu
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """The result of a trial.
-
-    Attributes:
-        is_right: Whether the split layers compute the same as the unsplit ones. None where no
-            trial is possible: the owner takes more than activations, is much larger than its
-            layers, is a LightningModule, or is an attention that uses more when it is given more,
-            as one that knows relative positions.
-        inner: Paths in the owner of the modules whose parameters work between the layers.
-        cause: What the owner's own code raised in the trial, if it did.
-    """
+    """The result of a trial."""
 
     is_right: bool | None
     inner: tuple[str, ...] = ()
@@ -83,12 +74,7 @@ class TrialResult:
 
 
 def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
-    """Run a candidate's layers unsplit, and in as many parts as there are ranks.
-
-    Args:
-        candidate: The layers to try; their owner is copied, and not changed.
-        num_ranks: Number of ranks of the tensor-parallel group.
-    """
+    """Run a candidate's layers unsplit, and in as many parts as there are ranks."""
     layers = [candidate.owner.get_submodule(name) for name in candidate.styles]
     is_large = _num_values(candidate.owner) > _LARGEST * sum(map(_num_values, layers))
     if is_large or any(map(_is_lightning_module, candidate.owner.modules())):
@@ -184,13 +170,7 @@ class _Call:
 
 
 class _Run:
-    """A run of an owner on random activations.
-
-    Attributes:
-        owner: A copy, as the run has left it.
-        result: The result of the layer `out`, with its bias.
-        given: The tensors that the owner returned.
-    """
+    """A run of an owner on random activations."""
 
     def __init__(self, call: "_Call", owner: nn.Module, stand_in: Tensor | None = None) -> None:
         self.call, self.owner = call, owner
@@ -308,9 +288,6 @@ class _Trial:
         """Run the owner on activations, if need be without other arguments.
 
         An attention gets all arguments that it asks for, which might be something of each head.
-
-        Raises:
-            _CannotRunError: The owner raises each time; the cause is what it raised first.
         """
         raised: list[Exception] = []
         others = _num_required(self._owner) - 1

@@ -31,11 +31,7 @@ _NUM_SEEDS = 2**32  # torch's generator of the CPU looks at 32 bits of a seed
 
 
 class RegionRandomness:
-    """Gives each rank random numbers of its own from a region's first layer to its last.
-
-    Args:
-        group: Group of the tensor-parallel ranks.
-    """
+    """Gives each rank random numbers of its own from a region's first layer to its last."""
 
     def __init__(self, group: Collectives) -> None:
         self._group = group

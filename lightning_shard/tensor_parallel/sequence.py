@@ -65,13 +65,6 @@ def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
     Args:
         tensor: Shape (..., T, C). Without a sequence, (N, C), the sum leaves full.
         group: Group of the W tensor-parallel ranks.
-
-    Returns:
-        A tensor that looks like `tensor`, of whose positions this rank has T / W.
-
-    Raises:
-        ConfigError: T is no multiple of W while gradients are recorded; without them, as when
-            text is generated, the sum leaves full.
     """
     length = tensor.shape[-2] if tensor.ndim > 2 else 1
     if group.size == 1 or tensor.ndim <= 2 or (length % group.size and not _is_training(tensor)):

@@ -19,16 +19,7 @@ from lightning_shard.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """The split of one parameter.
-
-    Attributes:
-        dim: The dimension that is cut, counted from 0.
-        blocks: Sizes along `dim` of the consecutive blocks that are each cut evenly.
-        num_shards: Number of ranks of the tensor-parallel group.
-
-    Raises:
-        LayoutError: A block is no multiple of the number of ranks.
-    """
+    """The split of one parameter."""
 
     dim: int
     blocks: tuple[int, ...]

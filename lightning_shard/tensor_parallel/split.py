@@ -456,13 +456,7 @@ def _cuts(module: nn.Module, style: Style) -> tuple[ParameterCut, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class HookOnPart:
-    """Calls a hook with a gradient that looks full, and takes this rank's part of its result.
-
-    Attributes:
-        hook: The hook of user code.
-        sharding: How the hook's parameter is cut.
-        group: Group of the ranks that have the parts.
-    """
+    """Calls a hook with a gradient that looks full, and takes this rank's part of its result."""
 
     hook: Any
     sharding: Sharding
@@ -482,9 +476,6 @@ def show_full(shardings: dict[nn.Parameter, Sharding], group: Collectives) -> No
         part's gradient ──looks full──► the user's hook ──this rank's part──► accumulated
 
     Without it a hook that takes a norm would take that of this rank's part, on each rank another.
-
-    Raises:
-        ConfigError: A hook waits for `.grad`, which is this rank's part then.
     """
     for param, sharding in shardings.items():
         if others_wait_for(param):

@@ -46,13 +46,7 @@ Form = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCut:
-    """The cut of one parameter of a layer.
-
-    Attributes:
-        name: Path of the parameter in the layer.
-        dim: The dimension that is cut.
-        num_blocks: Number of matrices that are fused along `dim`, each of which is cut by itself.
-    """
+    """The cut of one parameter of a layer."""
 
     name: str
     dim: int
@@ -61,18 +55,7 @@ class ParameterCut:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """The split of one layer.
-
-    Attributes:
-        form: The parallel form of the layer; see `layers`.
-        num_blocks: Number of matrices that are fused in the weight, each of which is cut by itself;
-            for a shared form, of the heads in it, or of the features that are shared.
-        full_input: Whether the layer is given full activations, not features.
-        full_output: Whether the layer gives full activations, not features.
-        lazy_output: Whether the full activation stays sharded for as long as operations on it
-            allow; cross_entropy does, and attention by heads. See `dim_sharded_tensor`.
-        cuts: How the parameters of experts are cut; empty for the other forms, which decide it.
-    """
+    """The split of one layer."""
 
     form: Form
     num_blocks: int = 1
@@ -102,11 +85,7 @@ _COUNTED = re.compile(r"(packed_colwise(?:_parted)?|shared_heads|shared_tail)\((
 
 
 def style_of(value: Any, pattern: str) -> Style:
-    """Return the style that a plan's entry means.
-
-    Raises:
-        ConfigError: The value is no style.
-    """
+    """Return the style that a plan's entry means."""
     if isinstance(value, Style):
         return value
     if isinstance(value, str):

@@ -78,12 +78,7 @@ class Connection:
         self.is_open = True
 
     def seal(self, sending: bytes, receiving: bytes) -> None:
-        """Have every message carry a code from now on, which needs one of these keys.
-
-        Args:
-            sending: The key of what this end says.
-            receiving: The key of what the other end says; a line without its code closes.
-        """
+        """Have every message carry a code from now on, which needs one of these keys."""
         self._keys = sending, receiving
         self._longest_line_bytes = LONGEST_LINE_BYTES
 
@@ -135,11 +130,7 @@ class Connection:
         return messages
 
     def _opened(self, line: bytearray) -> bytes:
-        """Return a line without its code.
-
-        Raises:
-            ValueError: It is not the next line of who knows the key.
-        """
+        """Return a line without its code."""
         if self._keys is None:
             return bytes(line)
         told, text = bytes(line[:_CODE_BYTES]), bytes(line[_CODE_BYTES:])
@@ -183,11 +174,7 @@ class WrongTokenError(ConnectionError):
 
 
 class Listening:
-    """The part of the end that has listened, which speaks first.
-
-    Args:
-        token: The job's token.
-    """
+    """The part of the end that has listened, which speaks first."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -199,11 +186,7 @@ class Listening:
         return {"kind": "challenge", "nonce": self._nonce}
 
     def answer(self, connection: Connection, message: Message) -> str | None:
-        """Check the other end's proof, answer it and seal the connection.
-
-        Returns:
-            The service that the other end asks for; None when it has proved nothing.
-        """
+        """Check the other end's proof, answer it and seal the connection."""
         nonce, service = message.get("nonce"), message.get("service")
         if not isinstance(nonce, str) or not _is_nonce(nonce) or not isinstance(service, str):
             return None
@@ -217,12 +200,7 @@ class Listening:
 
 
 class Connecting:
-    """The part of the end that has connected.
-
-    Args:
-        token: The job's token.
-        service: What it has come for.
-    """
+    """The part of the end that has connected."""
 
     def __init__(self, token: str, service: str) -> None:
         self._token = token
@@ -230,11 +208,7 @@ class Connecting:
         self._place: tuple[str, str, str] | None = None
 
     def take(self, connection: Connection, message: Message) -> bool:
-        """Take the next message of the other end; return whether the connection is sealed.
-
-        Raises:
-            WrongTokenError: The other end does not know this token.
-        """
+        """Take the next message of the other end; return whether the connection is sealed."""
         if self._place is None:
             theirs, own = message.get("nonce"), secrets.token_hex(_NONCE_BYTES)
             if not isinstance(theirs, str) or not _is_nonce(theirs):
@@ -476,12 +450,7 @@ def connect(
 
 
 def ask(connection: Connection, message: Message, seconds: float) -> Message:
-    """Send a message through a sealed connection, and wait for the one that answers it.
-
-    Raises:
-        TimeoutError: No answer came in time.
-        ConnectionError: The other end has closed.
-    """
+    """Send a message through a sealed connection, and wait for the one that answers it."""
     deadline = monotonic() + seconds
     connection.send(message)
     return next(_messages(connection, deadline))

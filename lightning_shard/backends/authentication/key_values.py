@@ -17,11 +17,7 @@ from lightning_shard.backends.authentication.connection import Connection, Messa
 
 
 class KeyValues:
-    """Keys and their values, which are strings of one character for each byte.
-
-    Args:
-        on_change: Called whenever a value has been set.
-    """
+    """Keys and their values, which are strings of one character for each byte."""
 
     def __init__(self, on_change: Callable[[], object] = lambda: None) -> None:
         self._on_change = on_change
@@ -37,11 +33,7 @@ class KeyValues:
         }
 
     def answer(self, message: Message) -> Message | None:
-        """Return the answer to a request; None as long as it has to wait.
-
-        Raises:
-            KeyError, TypeError, ValueError: It is no request.
-        """
+        """Return the answer to a request; None as long as it has to wait."""
         request = dict(message)
         kind = request.pop("kind")
         if kind == "get":

@@ -53,14 +53,6 @@ class JobStore(RequestStore):
 
     c10d's C++ (`PrefixStore`, groups, its own barriers) calls these methods too, some by camel-case
     names, from any thread.
-
-    Args:
-        address: Where the job's server listens, and the token.
-        timeout: How long `get` and `wait` wait, and how long to connect.
-
-    Raises:
-        ConfigError: The server does not know this token.
-        torch.distributed.DistNetworkError: The server does not answer.
     """
 
     def __init__(self, address: JobAddress, timeout: timedelta) -> None:

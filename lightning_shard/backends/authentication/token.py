@@ -88,11 +88,7 @@ def wrong_token(address: JobAddress, error: OSError) -> ConfigError:
 
 
 def host_key(root: Path | None = None) -> bytes:
-    """Return the key that this user has on this host; it is made when there is none.
-
-    Raises:
-        ConfigError: The folder is somebody else's, others may enter it, or there is no space.
-    """
+    """Return the key that this user has on this host; it is made when there is none."""
     if root is None:
         root = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
     folder = root / f"lightning_shard-key-{os.getuid()}"

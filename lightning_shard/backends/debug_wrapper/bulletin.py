@@ -73,11 +73,7 @@ class Fingerprint:
 
 
 def find_misfit(calls: Sequence[Fingerprint]) -> tuple[int, int, str] | None:
-    """Return two group ranks that disagree, and on what; None when the calls fit together.
-
-    Args:
-        calls: Fingerprint of each rank's call, in rank order.
-    """
+    """Return two group ranks that disagree, and on what; None when the calls fit together."""
     for rank, call in enumerate(calls):
         if call.agreed != calls[0].agreed:
             return rank, 0, ""
@@ -203,15 +199,6 @@ class Bulletin:
 
         The store's own `wait` would keep other threads from its connection, and prints a warning
         whenever it ends without a result.
-
-        Args:
-            ready: Returns whether the wait is over.
-            operation: Name of the operation that this rank is in, for errors.
-            late: Returns the error's text when the time is up: which ranks have not come.
-
-        Raises:
-            CollectiveMismatchError: The ranks of the group disagree.
-            RankFailedError: A rank has failed, or the time is up.
         """
         deadline, pauses = time.monotonic() + self.timeout.total_seconds(), growing_pauses()
         try:
@@ -237,11 +224,7 @@ class Bulletin:
         self._store.set("problem", problem)
 
     def raise_problem(self, operation: str) -> None:
-        """Return unless the ranks of this group are known to disagree.
-
-        Raises:
-            CollectiveMismatchError: The ranks disagree; the group can only be made anew.
-        """
+        """Return unless the ranks of this group are known to disagree."""
         if not self._problem and self._store.check(["problem"]):
             self._problem = self._store.get("problem").decode()
         if self._problem:

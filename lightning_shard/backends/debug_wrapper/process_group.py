@@ -123,13 +123,7 @@ class ComparedReceive:
 
 
 class ComparedMessages:
-    """The sends and receives of one rank in one group.
-
-    Args:
-        bulletin: Board of the group, on which senders post fingerprints.
-        looking: The same board over another connection, for the thread that polls it.
-        inner: The group that carries the messages.
-    """
+    """The sends and receives of one rank in one group."""
 
     def __init__(self, bulletin: Bulletin, looking: Bulletin, inner: dist.ProcessGroup) -> None:
         self._bulletin, self._looking, self._inner = bulletin, looking, inner
@@ -323,12 +317,7 @@ class ReceivedWork(MessageWork):
 
 
 class Comparer(PythonGroup):
-    """A group whose operations move nothing: each returns once every rank has called the same.
-
-    Args:
-        name: Name of the group in c10d.
-        bulletin: Board of the group, on which the ranks post their calls.
-    """
+    """A group whose operations move nothing: each returns once every rank has called the same."""
 
     backend_name: ClassVar[str] = "comparer"
 
@@ -348,12 +337,7 @@ class Comparer(PythonGroup):
         outputs: Sequence[Tensor] = (),
         reduce_op: Any = None,
     ) -> None:
-        """Return once every rank has called this operation, with tensors of these shapes and types.
-
-        Raises:
-            CollectiveMismatchError: A rank has called another operation.
-            RankFailedError: A rank has failed, or has not come in time.
-        """
+        """Return once all ranks have called this operation with such tensors."""
         key = (tensor_key(inputs), tensor_key(outputs))
         with self.turn():
             self._post(op, inputs, outputs, agreed=key, reduce_op=reduce_op)
@@ -561,13 +545,7 @@ for _name in (*COLLECTIVES, "gather_common"):
 
 
 def register_debug(backend: str, make_inner: MakeGroup, devices: Sequence[str]) -> None:
-    """Register the debug wrapper of a backend in c10d, under `debug_name(backend)`.
-
-    Args:
-        backend: Name of the wrapped backend.
-        make_inner: Makes the groups that carry the operations out.
-        devices: Device types whose tensors the backend moves.
-    """
+    """Register the debug wrapper of a backend in c10d, under `debug_name(backend)`."""
     name = debug_name(backend)
 
     def make_group(options: Any, backend_options: Any) -> DebugGroup:

@@ -70,14 +70,7 @@ class InProcessWork(CallWork):
 
 
 class InProcessGroup(PythonGroup):
-    """One rank's handle of one group.
-
-    Args:
-        world: The in-process world that runs.
-        name: Name of the group in c10d, the same on each of its ranks.
-        global_ranks: Global ranks of the group's members, in order of their group rank.
-        rank: This rank's number in the group.
-    """
+    """One rank's handle of one group."""
 
     backend_name: ClassVar[str] = BACKEND_NAME
 

@@ -231,18 +231,7 @@ SEMANTICS: dict[str, Callable[[Calls], None]] = {
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """One operation that some ranks of a group have called and others not yet.
-
-    Attributes:
-        channel: The group that the operation belongs to.
-        number: Number of the operation among a rank's operations of this kind in this group,
-            from 1.
-        calls: Each rank's call in rank order, None where it has not come; of a send or receive
-            its one call.
-        done: Whether the results are there.
-        finished: CUDA events that mark the results' end on the computing rank's streams.
-        source: Group rank that sent what a receive got; -1 before that.
-    """
+    """One operation that some ranks of a group have called and others not yet."""
 
     channel: "Channel"
     number: int
@@ -273,15 +262,7 @@ class Transfer(Meeting):
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """The state of one group that all its ranks share.
-
-    Attributes:
-        name: Name of the group in c10d.
-        global_ranks: Global ranks of the group's members, in order of their group rank.
-        threads: Number of each member's thread, in the same order.
-        generation: Number of the generation of groups that this one belongs to.
-        is_like_gloo: Whether an all-reduce adds up in Gloo's order.
-    """
+    """The state of one group that all its ranks share."""
 
     name: str
     global_ranks: tuple[int, ...]
@@ -339,11 +320,7 @@ class Channel:
             SEMANTICS[op](calls)
 
     def transfer(self, call: Call) -> Transfer:
-        """Add one rank's send or receive; if its counterpart is there, copy.
-
-        Raises:
-            Disagreement: The two tensors differ in dtype or number of elements.
-        """
+        """Add one rank's send or receive; if its counterpart is there, copy."""
         self._transfer_counts[call.rank] += 1
         number = self._transfer_counts[call.rank]
         mine = Transfer(self, number, [call], peer=call.root)

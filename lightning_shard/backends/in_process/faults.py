@@ -106,11 +106,7 @@ def faults_to_inject() -> tuple[tuple[Fault, ...], list[Fault]]:
 
 
 def num_ranks_added(faults: Iterable[Fault], num_ranks: int) -> int:
-    """Return the number of spare ranks that the faults bring in.
-
-    Raises:
-        ConfigError: Their numbers are not those that follow the first ranks'.
-    """
+    """Return the number of spare ranks that the faults bring in."""
     added = sorted(fault.rank for fault in faults if fault.kind == "add")
     expected = list(range(num_ranks, num_ranks + len(added)))
     if added != expected:
@@ -122,17 +118,7 @@ def num_ranks_added(faults: Iterable[Fault], num_ranks: int) -> int:
 
 
 class FaultPlan:
-    """The faults of one run, by rank and operation.
-
-    Args:
-        faults: The faults that are to strike.
-        num_ranks: Number of ranks, spare ones included.
-        is_elastic: Whether ranks may come and go.
-        struck: List to which each fault is appended as it strikes.
-
-    Raises:
-        ConfigError: A fault names no rank of these, or needs an elastic world.
-    """
+    """The faults of one run, by rank and operation."""
 
     def __init__(
         self,

@@ -107,17 +107,7 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class RankPosition:
-    """A rank's number in a generation of groups, and the groups that it has made there.
-
-    Attributes:
-        rank: Number of the rank, which it and the error messages use.
-        num_ranks: Number of ranks; for a spare rank that is still alone, of those that began.
-        threads: Threads of the default group, in the order of its ranks.
-        generation: Number of the generation; 0 until the world is reconfigured.
-        num_inits: Number of default groups that the rank has begun in this generation.
-        num_made: Number of groups that it has made, by their name and global ranks.
-        channels: Channels of the groups that it has made.
-    """
+    """A rank's number in a generation of groups, and the groups that it has made there."""
 
     rank: int
     num_ranks: int
@@ -134,16 +124,7 @@ class RankPosition:
 
 
 class Rank:
-    """One rank: its thread, its state and its numbers, as the scheduler keeps them.
-
-    Attributes:
-        index: Number of the rank's thread, which it keeps for good.
-        left: The last generation that this rank has left.
-        broken: The last generation whose groups have failed on this rank.
-        is_asked_to_leave: Whether the rank is to leave in order at the next boundary.
-        failing: The exception that the rank has raised, while it waits for what becomes of the
-            others.
-    """
+    """One rank: its thread, its state and its numbers, as the scheduler keeps them."""
 
     def __init__(self, index: int, own: RankGlobals, place: RankPosition) -> None:
         self.index = index

@@ -40,15 +40,7 @@ def _leave_garbage_to_parents() -> None:
 
 
 class RanksRun(Generic[T]):
-    """Runs a function on the ranks: rank 0 on this thread, each other on one of its own.
-
-    Args:
-        scheduler: The world's scheduler, which holds the ranks; parked ones get their thread by
-            `start`.
-        function: The function to run; called on each rank with its thread's number.
-        has_ended: Called with the thread's number, as that rank, once its function has returned or
-            raised.
-    """
+    """Runs a function on the ranks: rank 0 on this thread, each other on one of its own."""
 
     def __init__(
         self,
@@ -63,12 +55,7 @@ class RanksRun(Generic[T]):
         self._grad_enabled = torch.is_grad_enabled()
 
     def run(self) -> list[T | None]:
-        """Run until all ranks have ended.
-
-        Raises:
-            BaseException: The error of the first rank to fail, if that ended the others too or no
-                rank has survived.
-        """
+        """Run until all ranks have ended."""
         leave_nothing_to_forks()
         first, *others = self._scheduler.ranks
         for rank in others:

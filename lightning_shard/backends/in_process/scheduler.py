@@ -48,13 +48,7 @@ _MAX_IDLE_POLLS_OF_A_FAILED = 500
 
 
 class Scheduler:
-    """Holds the token and passes it on.
-
-    Attributes:
-        failures: By thread, the error that its rank raised, in the order in which they came.
-        survived: Threads whose rank's failure ended that rank only.
-        is_condemned: Whether an error has struck that ends the world, not one rank of it.
-    """
+    """Holds the token and passes it on."""
 
     def __init__(self, ranks: list[Rank], *, is_elastic: bool = False) -> None:
         self.ranks = ranks
@@ -89,11 +83,7 @@ class Scheduler:
             rank.wait = None
 
     def yield_token(self, describe: Callable[[], str]) -> None:
-        """Let each runnable rank run once.
-
-        Raises:
-            DeadlockError: Ranks have asked and asked, and none does anything else.
-        """
+        """Let each runnable rank run once."""
         rank = self.check_thread()
         rank.wait = Wait(ready=lambda: True, describe=describe)
         self._idle_polls += 1
@@ -112,11 +102,7 @@ class Scheduler:
         self._idle_polls = 0
 
     def check_thread(self) -> Rank:
-        """Return the running rank.
-
-        Raises:
-            ConfigError: This thread is not the running rank's: a helper thread or a signal handler.
-        """
+        """Return the running rank."""
         rank = self.running
         if threading.get_ident() != rank.thread_id:
             raise ConfigError(
@@ -328,14 +314,7 @@ def _always(make_error: ErrorMaker) -> ErrorMaker:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The state of all ranks that a failing rank finds.
-
-    Attributes:
-        is_common: Whether all ranks have raised at the same place of their collective calls, so
-            that their groups work still; else no group does.
-        first: The exception that the first of them has raised.
-        gone: Ranks that a fault has dropped.
-    """
+    """The state of all ranks that a failing rank finds."""
 
     is_common: bool
     first: BaseException
@@ -343,13 +322,7 @@ class Failure:
 
 
 class Failures:
-    """The place where the ranks that have raised wait for each other.
-
-    Args:
-        scheduler: The world's scheduler, which holds the ranks.
-        channels: Channels of all groups of the world.
-        is_elastic: Whether ranks that have not raised go on without those that have.
-    """
+    """The place where the ranks that have raised wait for each other."""
 
     def __init__(
         self, scheduler: Scheduler, channels: Collection[Channel], *, is_elastic: bool
@@ -359,12 +332,7 @@ class Failures:
         self._is_common: dict[int, bool] = {}  # by generation
 
     def meet(self, rank: Rank, error: BaseException) -> Failure:
-        """Let the other ranks run until each has raised, too, or has ended; called by `rank`.
-
-        Args:
-            rank: The calling rank.
-            error: The exception that it has raised.
-        """
+        """Let the other ranks run until each has raised, too, or has ended; called by `rank`."""
         scheduler, place = self._scheduler, rank.place
         if not self._is_elastic or rank.left < place.generation:
             scheduler.await_failures(rank, error)

@@ -137,11 +137,7 @@ _ENDED = (Status.GONE, Status.FAILED, Status.FINISHED)
 
 
 class InProcessStore(RequestStore):
-    """The store of one world.
-
-    Args:
-        world: The world whose ranks use it; they run in turn while one waits for a key.
-    """
+    """The store of one world."""
 
     def __init__(self, world: "World") -> None:
         super().__init__()
@@ -182,14 +178,7 @@ def _describe(method: str, keys: Sequence[str], site: CallSite) -> str:
 
 
 class Losses:
-    """Finds the lost ranks, for which a wait is in vain.
-
-    Args:
-        scheduler: The world's scheduler, which holds the ranks.
-        is_elastic: Whether a rank that fails, ends or goes on to the next generation is lost to its
-            peers. In other worlds a failure ends all ranks, and waiting for one that has ended is a
-            deadlock.
-    """
+    """Finds the lost ranks, for which a wait is in vain."""
 
     def __init__(self, scheduler: Scheduler, *, is_elastic: bool) -> None:
         self._scheduler = scheduler
@@ -230,12 +219,7 @@ class Losses:
 
 
 def check_place(rank: Rank, channel: Channel, describe: Callable[[], str]) -> None:
-    """Raise if this rank can call nothing in this group any more.
-
-    Raises:
-        ConfigError: The rank has left the group's generation.
-        RankFailedError: A fault has broken the rank's groups.
-    """
+    """Raise if this rank can call nothing in this group any more."""
     if rank.left >= channel.generation:
         raise ConfigError(
             f"Rank {rank.name} called {describe()}, expected one of the generation's groups that "
@@ -405,12 +389,7 @@ class World:
         return channel
 
     def post(self, channel: Channel, call: Call) -> Meeting:
-        """Add a call of the running rank to the operations of its group.
-
-        Raises:
-            CollectiveMismatchError: The call differs from a peer's.
-            RankFailedError: A rank of the group has failed.
-        """
+        """Add a call of the running rank to the operations of its group."""
         rank = self.scheduler.check_thread()
 
         def describe() -> str:

@@ -56,10 +56,6 @@ def write_stacks(
         reason: Why it is written, in words.
         recent: Beginnings and ends of operations, the oldest first.
         now: Seconds on the clock of `recent`.
-
-    Returns:
-        The file's path, in the folder for temporary files (TMPDIR), which this user alone can read;
-        "" where it cannot be written.
     """
     lines = [
         f"rank {rank} of {world_size}, process {os.getpid()} on {platform.node()}: {reason}",
@@ -103,12 +99,6 @@ class Lifeline:
         now: Seconds on a clock that only goes forward.
         signal_fd: Where `signal.set_wakeup_fd` may write what signals come; -1 for nowhere.
         met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
-
-    Attributes:
-        was_terminated: Whether this process has been sent SIGTERM.
-        requeue_signal: The number of the signal by which SLURM has the job requeued; 0 for none.
-        requeues: Whether all ranks stop for that, once it is known where.
-        has_told_of_operations: Whether the hub knows that this rank has begun.
     """
 
     def __init__(
@@ -154,11 +144,7 @@ class Lifeline:
     # --- asked by the threads that train --------------------------------------------------------
 
     def await_all(self, seconds: float) -> None:
-        """Wait until every rank has come; one that leaves at once is then missed by nobody.
-
-        Raises:
-            RankFailedError: A rank has failed, or did not come.
-        """
+        """Wait until every rank has come; one that leaves at once is then missed by nobody."""
         with self._news:
             self._news.wait_for(self._may_start, seconds)
             self.check("the start")
@@ -166,11 +152,7 @@ class Lifeline:
                 raise self.explain("the start")
 
     def entered(self, operation: str) -> None:
-        """Note that this rank begins `operation`, or waits for it; check first.
-
-        Raises:
-            RankFailedError: A rank has failed.
-        """
+        """Note that this rank begins `operation`, or waits for it; check first."""
         if self._verdict is not None:
             self.check(operation)
         self._activity = Activity(
@@ -187,11 +169,7 @@ class Lifeline:
         self._recent.append(self._activity)
 
     def check(self, operation: str) -> None:
-        """Return unless a rank has failed; cheap enough to poll.
-
-        Raises:
-            RankFailedError: A rank has failed; names it, `operation` and what to do.
-        """
+        """Return unless a rank has failed; cheap enough to poll."""
         verdict = self._verdict
         if verdict is not None:
             self._ends_at = math.inf
@@ -203,10 +181,6 @@ class Lifeline:
         Args:
             operation: Name of the operation that failed, for the message.
             wait_seconds: How long to wait for the verdict, which may be under way.
-
-        Returns:
-            An error that names the rank that failed; where none is known to have failed, one
-            that tells what each rank was last doing.
         """
         if self._verdict is None and not self._hub_has_left:
             self._send({"kind": "ask"})

@@ -54,20 +54,7 @@ def start(
     timeout: timedelta,
     name: str | None = None,
 ) -> None:
-    """Connect this process with all ranks; every rank must call. One rank alone needs nothing.
-
-    Args:
-        store: The job's store, in which rank 0 says how it is to be reached.
-        address: Rank 0's host, and the job's token; the hub has a port of its own.
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        timeout: A rank that is silent for most of this time is given up.
-        name: Name of this start in the store, the same on all ranks; by default each rank
-            counts its starts, which a rank that has come later cannot.
-
-    Raises:
-        RankFailedError: Rank 0 cannot be reached, or a rank does not come.
-    """
+    """Connect this process with all ranks; every rank must call. One rank alone needs nothing."""
     global _thread, _lifeline
     stop()
     if world_size == 1:

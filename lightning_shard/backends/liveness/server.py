@@ -60,13 +60,7 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LivenessVerdict:
-    """Why a run has to end: what became of the first rank to go.
-
-    Attributes:
-        rank: Global rank of the first to go.
-        event: "died", "fell silent ...", "raised ValueError: ...", "received SIGTERM".
-        doing: What that rank was last known to be doing, in words.
-    """
+    """Why a run has to end: what became of the first rank to go."""
 
     rank: int
     event: str

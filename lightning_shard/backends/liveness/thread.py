@@ -221,9 +221,6 @@ class LifelineThread(ConnectionThread):
         token: The job's token, which each rank must know.
         hub: The connection to the hub; on rank 0 the sockets where it listens.
         met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
-
-    Attributes:
-        lifeline: This rank's end of the lifeline, which the process's other threads ask.
     """
 
     def __init__(

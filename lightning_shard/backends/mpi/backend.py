@@ -69,13 +69,7 @@ INIT_METHOD = "mpi://"
 
 
 class MPIFlight(InFlight):
-    """The steps of one operation; each begins when the requests of the one before are complete.
-
-    Args:
-        steps: Generator that yields lists of MPI requests and does the arithmetic between them. It
-            is sent the status of a single request.
-        watch: Tells when the operation can never end, and what MPI's errors mean.
-    """
+    """The steps of one operation; each begins when the requests of the one before are complete."""
 
     def __init__(self, steps: Generator[list[Any], Any, None], watch: "_MPIOperationWatch") -> None:
         super().__init__(lock)
@@ -257,22 +251,7 @@ def _pause(polls: int) -> None:
 
 
 class MPIGroup(PythonGroup):
-    """One rank's handle of one group.
-
-    Args:
-        name: Name of the group in c10d, the same on each of its ranks.
-        global_ranks: Ranks of the group's members in COMM_WORLD, in order of their group rank.
-        rank: This rank's number in the group.
-        timeout: Time after which a peer that has not come is an error.
-        store: The group's own store, at which its ranks meet to make the group.
-
-    Raises:
-        RankFailedError: A rank has failed, has left, or does not come to make the group.
-
-    Attributes:
-        comm: MPI communicator for collectives and the user's messages.
-        inner: MPI communicator for messages between the steps of an operation.
-    """
+    """One rank's handle of one group."""
 
     backend_name: ClassVar[str] = BACKEND_NAME
 
@@ -317,11 +296,7 @@ class MPIGroup(PythonGroup):
         return (2 * next(self._numbers)) % (self._largest_tag - 1)
 
     def lane(self, tag: int) -> "tuple[Intracomm, int]":
-        """Return the communicator and MPI's tag for messages under c10d's tag.
-
-        Raises:
-            ConfigError: This MPI library has no tag so large.
-        """
+        """Return the communicator and MPI's tag for messages under c10d's tag."""
         if tag >= FIRST_RESERVED_TAG:  # odd ones, beside the even ones of `next_number`
             return self.inner, (2 * tag + 1) % (self._largest_tag - 1)
         if tag > self._largest_tag:
@@ -375,15 +350,7 @@ class MPIGroup(PythonGroup):
 
 
 class _MPIOperationWatch(OperationWatch):
-    """Watches one operation of this rank for the flight, and makes its errors.
-
-    Args:
-        group: The group whose operation it is.
-        operation: This rank's call, or the operation's name.
-        site: File and line where the user called.
-        need: The part of other ranks without which the operation can never end.
-        timeout: Time after which the operation is given up.
-    """
+    """Watches one operation of this rank for the flight, and makes its errors."""
 
     def __init__(
         self, group: MPIGroup, operation: Call | str, site: CallSite, need: Need, timeout: timedelta

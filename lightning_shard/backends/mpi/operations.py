@@ -73,12 +73,7 @@ def _checked(numel: int) -> int:
 
 
 class GroupOfRanks(Protocol):
-    """The part of an `MPIGroup` that an operation needs.
-
-    Attributes:
-        comm: MPI communicator for collectives and the user's messages.
-        inner: MPI communicator for messages between the steps of an operation.
-    """
+    """The part of an `MPIGroup` that an operation needs."""
 
     comm: Any
     inner: Any

@@ -119,11 +119,7 @@ def unavailable_reason() -> str | None:
 
 @cache
 def mpi() -> Any:
-    """Return the module `mpi4py.MPI`; the first import calls MPI_Init.
-
-    Raises:
-        BackendUnavailableError: mpi4py or the MPI library is missing, or MPI has no threads.
-    """
+    """Return the module `mpi4py.MPI`; the first import calls MPI_Init."""
     if (reason := unavailable_reason()) is not None:
         raise BackendUnavailableError(f"The backend 'mpi' cannot run here: {reason}")
     module: Any = importlib.import_module("mpi4py.MPI")
@@ -212,11 +208,7 @@ def who_never_comes(need: Need) -> int | None:
 
 
 def finalize_in_order(before: Callable[[], None]) -> None:
-    """Have MPI end at exit: on all ranks together, or not at all when one has failed.
-
-    Args:
-        before: Called when all ranks have left; afterwards nothing may call MPI.
-    """
+    """Have MPI end at exit: on all ranks together, or not at all when one has failed."""
     if not _before_end:
         atexit.register(_finalize)
     if before not in _before_end:

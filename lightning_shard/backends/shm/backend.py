@@ -296,14 +296,6 @@ def share(ranks: Collectives, values: Tensor, start: int, stop: int) -> SharedFi
         values: Shape (F,); this rank's part of it is taken.
         start: First element of this rank's part.
         stop: End of this rank's part.
-
-    Returns:
-        None where the system of a rank cannot.
-
-    Raises:
-        BackendUnavailableError: The host has no memory for it.
-        ConfigError: A process is another user's, or cannot be seen from here.
-        RankFailedError: A rank has ended.
     """
     size = pages(values.nbytes) * PAGE_BYTES
     file, problem = -1, ""

@@ -73,13 +73,7 @@ def num_words(size: int) -> int:
 
 
 class Board:
-    """The board of one rank, its own or a peer's.
-
-    Args:
-        heap: The rank's heap.
-        offset: Where the board lies in it.
-        size: Number of ranks of the group.
-    """
+    """The board of one rank, its own or a peer's."""
 
     def __init__(self, heap: PeerHeap, offset: int, size: int) -> None:
         self.heap = heap

@@ -44,11 +44,7 @@ class _TimeSpec(ctypes.Structure):
 
 
 class Doorbell:
-    """The doorbell of one process, as itself or a peer has it mapped.
-
-    Args:
-        memory: The process's heap, which begins with the doorbell.
-    """
+    """The doorbell of one process, as itself or a peer has it mapped."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._words = memoryview(memory)[:NUM_BYTES].cast("I")  # changes at each ring; sleepers
@@ -123,10 +119,6 @@ class Heap:
 
     Args:
         addresses: Bytes of addresses; memory is taken for what is used alone.
-
-    Attributes:
-        fd: Number of the open file behind it.
-        doorbell: By which peers wake this process.
     """
 
     def __init__(self, addresses: int) -> None:
@@ -185,15 +177,7 @@ class Heap:
         return offset if 0 < offset < self.addresses else None
 
     def set_aside(self, tensor: Tensor, let_go: Callable[[], None]) -> bool:
-        """Let others have the memory of a tensor that its owner does not use until `take_up`.
-
-        Args:
-            tensor: A tensor of `empty`.
-            let_go: A method that drops the references to it; its object may go before.
-
-        Returns:
-            Whether the tensor lies here.
-        """
+        """Let others have the memory of a tensor that its owner does not use until `take_up`."""
         offset = self.offset_of(tensor)
         if offset is None:
             return False

@@ -28,14 +28,6 @@ class PeerHeap:
         fd: Number of the open file in that process.
         inode: Number of the file itself.
         size: Its size in bytes.
-
-    Raises:
-        RankFailedError: The process is gone.
-        ConfigError: The process is another user's, or cannot be seen from here.
-
-    Attributes:
-        memory: The heap as mapped here.
-        doorbell: By which the process is woken.
     """
 
     def __init__(self, process: int, fd: int, inode: int, size: int) -> None:
@@ -81,12 +73,7 @@ _mapped: WeakValueDictionary[tuple[int, int], PeerHeap] = WeakValueDictionary()
 
 
 def open_file(process: int, fd: int, inode: int) -> int:
-    """Open a file that a process of this host has open; return its number here.
-
-    Raises:
-        RankFailedError: The process is gone.
-        ConfigError: The process is another user's, or cannot be seen from here.
-    """
+    """Open a file that a process of this host has open; return its number here."""
     place = f"/proc/{process}/fd/{fd}"
     try:
         opened = os.open(place, os.O_RDWR | os.O_CLOEXEC)
@@ -111,21 +98,7 @@ def _gone(process: int) -> RankFailedError:
 
 
 def meet(store: Store, rank: int, size: int, board: int) -> tuple[list[PeerHeap], list[int]]:
-    """Map the heaps of a group's ranks; each of them must call.
-
-    Args:
-        store: A store of this group alone.
-        rank: This rank's number in the group.
-        size: Number of ranks.
-        board: Where this rank's board lies in its heap.
-
-    Returns:
-        Each rank's heap, and where its board lies in it.
-
-    Raises:
-        ConfigError: A process is another user's, or cannot be seen from here.
-        RankFailedError: A rank has ended meanwhile.
-    """
+    """Map the heaps of a group's ranks; each of them must call."""
     heap = own_heap()
     inode = os.fstat(heap.fd).st_ino
     own = {"place": (os.getpid(), heap.fd, inode, heap.addresses), "board": board}

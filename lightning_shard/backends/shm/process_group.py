@@ -46,12 +46,7 @@ from lightning_shard.errors import CollectiveMismatchError, RankFailedError
 
 @dataclass(frozen=True)
 class BoardWait:
-    """What an operation waits for.
-
-    Attributes:
-        is_over: Whether it can go on.
-        absent: Returns the group ranks that it waits for.
-    """
+    """What an operation waits for."""
 
     is_over: Callable[[], bool]
     absent: Callable[[], list[int]]
@@ -290,11 +285,7 @@ def _whole(room: Room, number: int, rank: int, index: int, like: Tensor) -> Tens
 
 
 def _part(room: Room, number: int, rank: int, index: int, slot: Tensor, call: Call) -> Tensor:
-    """Return the tensor that a rank gives at an index, for a slot of this rank.
-
-    Raises:
-        CollectiveMismatchError: It has another number of elements than the slot.
-    """
+    """Return the tensor that a rank gives at an index, for a slot of this rank."""
     places = room.places(number, rank)
     place = places[index] if index < len(places) else HeapPlace(0, -1)
     if place.numel != slot.numel():
@@ -375,12 +366,7 @@ _left_rooms: list[Room] = []  # at whose boards peers may still look
 
 
 class ShmFlight(InFlight):
-    """The steps of one operation.
-
-    Args:
-        steps: Generator that yields what it waits for.
-        watch: Tells when the operation can never end.
-    """
+    """The steps of one operation."""
 
     def __init__(self, steps: Steps, watch: "_ShmOperationWatch") -> None:
         super().__init__(flights.lock)
@@ -420,11 +406,7 @@ class ShmFlight(InFlight):
 
 
 class Flights:
-    """All flights of this process that have not ended.
-
-    Attributes:
-        lock: Guards them, and the boards of this process.
-    """
+    """All flights of this process that have not ended."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -533,13 +515,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class ShmWork(FlightWork):
-    """One rank's handle of one operation.
-
-    Args:
-        flight: The operation in flight.
-        call: What this rank has called.
-        doorbell: By which peers wake this process.
-    """
+    """One rank's handle of one operation."""
 
     _flight: ShmFlight
 
@@ -582,18 +558,6 @@ class ShmWork(FlightWork):
 
 class ShmGroup(PythonGroup):
     """One rank's handle of one group.
-
-    Args:
-        name: Name of the group in c10d, the same on each of its ranks.
-        global_ranks: Global ranks of the group's members, in order of their group rank.
-        rank: This rank's number in the group.
-        timeout: Time after which a peer that has not come is an error.
-        store: The group's own store, at which its ranks meet to make the group.
-
-    Raises:
-        ConfigError: A process is another user's, or cannot be seen from here.
-        RankFailedError: A rank has ended.
-        BackendUnavailableError: The host has no memory for the group's board.
 
     Attributes:
         failure: The first error of an operation, after which the ranks are out of step.
@@ -651,12 +615,7 @@ class ShmGroup(PythonGroup):
 
 
 class _ShmOperationWatch(OperationWatch):
-    """Watches one operation of this rank for the flight, and makes its errors.
-
-    Args:
-        group: The group whose operation it is.
-        call: This rank's call.
-    """
+    """Watches one operation of this rank for the flight, and makes its errors."""
 
     _group: ShmGroup
 

@@ -73,18 +73,7 @@ class Offered(NamedTuple):
 
 
 class Room:
-    """One rank's end of a group: its own board, and its peers'.
-
-    Args:
-        heap: This process's heap.
-        store: A store of this group alone.
-        rank: This rank's number in the group.
-        size: Number of ranks.
-
-    Attributes:
-        boards: Each rank's board.
-        own: The board of this rank.
-    """
+    """One rank's end of a group: its own board, and its peers'."""
 
     def __init__(self, heap: Heap, store: Store, rank: int, size: int) -> None:
         self.heap, self.rank, self.size = heap, rank, size
@@ -184,11 +173,7 @@ class Room:
         ]
 
     def check(self, number: int, call: Call) -> None:
-        """Raise unless every rank has made the same call.
-
-        Raises:
-            CollectiveMismatchError: One has not.
-        """
+        """Raise unless every rank has made the same call."""
         own = self.own.code(number)
         if all(board.code(number) == own for board in self._others):
             return
@@ -283,9 +268,6 @@ class Mail:
     A send is over once its copy is shown, on the sender's board. The receiver takes note of all
     that is shown to it, in order, and reads a message when a receive asks for its tag. Where many
     wait for receives that have not come, they are copied out, so that later ones can be shown.
-
-    Args:
-        room: The group's room.
     """
 
     def __init__(self, room: Room) -> None:
@@ -343,11 +325,7 @@ class Mail:
         self._asked.append(call)
 
     def receive(self, call: Call) -> int | None:
-        """Return the source of the message that a receive has got, or None before it has.
-
-        Raises:
-            CollectiveMismatchError: The message has another size or dtype.
-        """
+        """Return the source of the message that a receive has got, or None before it has."""
         self._note()
         for asked in list(self._asked):
             self._answer(asked)

@@ -56,19 +56,7 @@ _GATHERS = ("all_gather", "all_gather_single")
 
 
 class GlooRanks:
-    """Some ranks of a group, which send each other messages over Gloo.
-
-    Args:
-        store: A store of these ranks alone.
-        rank: This rank's number among them.
-        size: Number of ranks.
-        timeout: Time after which a peer that has not come is an error.
-
-    Attributes:
-        rank: This rank's number among them.
-        size: Number of ranks.
-        group: Torch's own process group.
-    """
+    """Some ranks of a group, which send each other messages over Gloo."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
@@ -257,10 +245,6 @@ class LineWork(CallWork):
 
     An operation over two levels waits several times. Every rank of a group calls its operations in
     the same order, and a line keeps it, so that two that are in flight never wait for each other.
-
-    Args:
-        call: What this rank has called.
-        description: The operation in words, for errors.
     """
 
     def __init__(self, call: Call, description: str) -> None:
@@ -321,11 +305,7 @@ class LineWork(CallWork):
 
 
 class Line:
-    """Runs operations in the order in which they come.
-
-    Args:
-        name: Name of the thread.
-    """
+    """Runs operations in the order in which they come."""
 
     def __init__(self, name: str) -> None:
         self._waiting: SimpleQueue[tuple[LineWork, Callable[[], None]] | None] = SimpleQueue()
@@ -357,14 +337,7 @@ class Line:
 
 
 class GlooMessageWork(CallWork):
-    """The handle of one message.
-
-    Args:
-        call: What this rank has called.
-        works: Gloo's handle of each tensor's message.
-        kept: What Gloo moves until then.
-        finish: Called once, when the message has come.
-    """
+    """The handle of one message."""
 
     def __init__(
         self,
@@ -428,17 +401,7 @@ def receive(ranks: GlooRanks, call: Call) -> GlooMessageWork:
 
 
 class Levels:
-    """The two groups that a rank sums and gathers in.
-
-    Args:
-        members: Group ranks of each host, in the same order on every rank.
-        host: Number of this rank's host.
-        inner: The ranks of this host, in shared memory.
-        across: One rank of each host: those that have this rank's place on theirs.
-
-    Attributes:
-        place: This rank's place among those of its host.
-    """
+    """The two groups that a rank sums and gathers in."""
 
     def __init__(
         self, members: Sequence[Sequence[int]], host: int, inner: ShmGroup, across: GlooRanks
@@ -513,16 +476,7 @@ def _column(parts: Sequence[Tensor]) -> Tensor:
 
 
 class TwoLevelGroup(PythonGroup):
-    """One rank's handle of a group whose ranks are on several hosts.
-
-    Args:
-        name: Name of the group in c10d, the same on each of its ranks.
-        global_ranks: Global ranks of the group's members, in order of their group rank.
-        rank: This rank's number in the group.
-        timeout: Time after which a peer that has not come is an error.
-        store: A store of this group alone.
-        hosts: What each rank's host is known by.
-    """
+    """One rank's handle of a group whose ranks are on several hosts."""
 
     backend_name: ClassVar[str] = BACKEND_NAME
 

@@ -98,11 +98,7 @@ class StagedItems:
         self._staged: dict[MetadataIndex, Any] = {**resolved, **_copied(tensors, self._buffer)}
 
     def resolve_data(self, item: WriteItem) -> Any:
-        """Return what the writer asks for; called by the writer's thread.
-
-        Raises:
-            SaveCancelledError: The save has been given up.
-        """
+        """Return what the writer asks for; called by the writer's thread."""
         if self.cancelled.is_set():
             raise SaveCancelledError
         value = self._staged[item.index]
@@ -180,13 +176,7 @@ Staging: TypeAlias = Callable[[SavePlan, SavePlanner], StagedItems | None]
 
 @dataclass(frozen=True)
 class ToSave:
-    """What is to be saved, and where; alike on each rank but for the elements.
-
-    Attributes:
-        path: Where the folder is to be.
-        state: As for `write_folder`.
-        meta: As for `write_folder`; it is pickled when a folder is begun.
-    """
+    """What is to be saved, and where; alike on each rank but for the elements."""
 
     path: Any
     state: Mapping[str, Any]
@@ -194,12 +184,7 @@ class ToSave:
 
 
 class StagedWriter(BoxWriter):
-    """Copies what this rank writes by a plan, and writes it when asked.
-
-    Args:
-        folder: The folder to write into.
-        rank: Number of this rank.
-    """
+    """Copies what this rank writes by a plan, and writes it when asked."""
 
     def __init__(self, folder: OpenFolder, rank: int) -> None:
         super().__init__(folder)
@@ -223,24 +208,11 @@ class StagedWriter(BoxWriter):
 class UnfinishedFolder:
     """A folder that has no name yet; each rank must make one, with the same path.
 
-        begin, plan,   on the ranks' own threads, which talk to each other once (and to plan anew);
-        copy           nothing is on the disk yet
-        write          this rank's file, and on rank 0 meta.pt: in the thread
-        link           the same where another folder has the same elements: one file with two names
-        complete       index, checksums and the folder's name: in rank 0's thread
-
-    Args:
-        saved: What the folder is to hold.
-        collectives: Group of all ranks; None where this process is alone.
-        plans: The plans of the save before, which are made anew where they do not stand.
-        staging: Copies what this rank writes, or compares it with an earlier copy.
-
-    Attributes:
-        has_copy: Whether this rank has a copy, see `staging`.
-        written: Where in its file this rank has put what, and checksums, once it has.
-
-    Raises:
-        CheckpointError: Some rank could not begin.
+    begin, plan,   on the ranks' own threads, which talk to each other once (and to plan anew);
+    copy           nothing is on the disk yet
+    write          this rank's file, and on rank 0 meta.pt: in the thread
+    link           the same where another folder has the same elements: one file with two names
+    complete       index, checksums and the folder's name: in rank 0's thread
     """
 
     def __init__(
@@ -372,17 +344,7 @@ def explained(failed: Mapping[int, str]) -> str:
 
 
 class SaveInFlight:
-    """A checkpoint that is copied, and then written; each rank must make one, with the same path.
-
-    Args:
-        saved: What is copied here, and is to be written.
-        collectives: Group of all ranks; None where this process is alone.
-        buffers: Lends the host memory of the copy.
-        plans: As for `UnfinishedFolder`.
-
-    Raises:
-        CheckpointError: Some rank could not begin.
-    """
+    """A checkpoint that is copied, then written; collective, with one path."""
 
     def __init__(
         self,
@@ -460,17 +422,7 @@ class SaveInFlight:
             self._afterwards.append(action)
 
     def advance(self, *, has_failed: bool) -> bool:
-        """Go to the next phase, once all ranks are ready or one has failed; each rank must call.
-
-        Args:
-            has_failed: Whether some rank's thread has failed.
-
-        Returns:
-            Whether the checkpoint is complete.
-
-        Raises:
-            CheckpointError: Some rank has failed; the folder has been removed.
-        """
+        """Go to the next phase, once all ranks are ready or one has failed; each rank must call."""
         if has_failed:
             self.staged.cancelled.set()
         told = self._gather((self._wait(), [folder.written for folder in self._folders]))

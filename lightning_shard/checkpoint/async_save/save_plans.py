@@ -25,14 +25,7 @@ _MOST_KEPT = 3  # within an epoch, at its end, and one that somebody else has ma
 
 
 class _Plan(NamedTuple):
-    """What one rank keeps of a plan that all have made.
-
-    Attributes:
-        number: The same on all ranks.
-        local: This rank's local plan.
-        final: What this rank writes.
-        metadata: The index of the folder; on rank 0.
-    """
+    """What one rank keeps of a plan that all have made."""
 
     number: int
     local: SavePlan
@@ -41,11 +34,7 @@ class _Plan(NamedTuple):
 
 
 class SavePlans:
-    """The plans of one rank's last saves, the latest of which is last.
-
-    Attributes:
-        num_made: How often the ranks have planned together.
-    """
+    """The plans of one rank's last saves, the latest of which is last."""
 
     def __init__(self) -> None:
         self.num_made = 0
@@ -87,17 +76,7 @@ class SavePlans:
         writer: StorageWriter,
         group: Collectives | None,
     ) -> None:
-        """Plan with the other ranks, each of which must call.
-
-        Args:
-            local: This rank's local plan.
-            planner: The planner that has made it.
-            writer: The writer of the folder.
-            group: Group of all ranks; None where this process is alone.
-
-        Raises:
-            CheckpointError: The ranks' plans do not fit together.
-        """
+        """Plan with the other ranks, each of which must call."""
         if group is not self._group:
             self._kept.clear()
         locals_ = [local] if group is None else group.all_gather_object(local)

@@ -65,11 +65,7 @@ class SliceTensor:
         self.shape, self.dtype = torch.Size(shape), dtype
 
     def read(self) -> Tensor:
-        """Read it.
-
-        Raises:
-            CheckpointError: The file has changed, or cannot be read.
-        """
+        """Read it."""
         if not prod(self.shape):
             return torch.empty(self.shape, dtype=self.dtype)
         content = bytearray(bytes_in(self))
@@ -113,11 +109,7 @@ def write_safetensors(
 
 
 def check_formats(tensors: Mapping[str, Unread]) -> None:
-    """Raise if a tensor has a format that safetensors does not know.
-
-    Raises:
-        CheckpointError: Names the first of them.
-    """
+    """Raise if a tensor has a format that safetensors does not know."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(
@@ -127,11 +119,7 @@ def check_formats(tensors: Mapping[str, Unread]) -> None:
 
 
 def read_safetensors(path: Any) -> dict[str, SliceTensor]:
-    """Return the tensors of a file by name; none is read.
-
-    Raises:
-        CheckpointError: It is damaged, or of another kind.
-    """
+    """Return the tensors of a file by name; none is read."""
     filesystem, inner = remote_place(path)
     try:
         with filesystem.open(inner, "rb") as file:

@@ -54,11 +54,7 @@ _STATES = "optimizer_states"
 def folder_checkpoint(
     folder: StoredFolder, meta: Mapping[str, Any], *, weights_only: bool
 ) -> dict[str, Any]:
-    """Return a folder's checkpoint; no tensor is read.
-
-    Raises:
-        CheckpointError: It has an optimizer in a form that cannot be told from its names.
-    """
+    """Return a folder's checkpoint; no tensor is read."""
     weights, states, others = parts_of(folder)
     checkpoint = {**nothing_kept(), **meta, "state_dict": weights}
     if weights_only:
@@ -72,15 +68,7 @@ def folder_checkpoint(
 
 
 def numbered(state: Mapping[str, Any], path: Any) -> dict[str, Any]:
-    """Return an optimizer's state by the numbers that torch gives its parameters.
-
-    Args:
-        state: By name or by number.
-        path: The checkpoint, for errors.
-
-    Raises:
-        CheckpointError: Its groups do not list its parameters.
-    """
+    """Return an optimizer's state by the numbers that torch gives its parameters."""
     if is_flattened(state):  # as torchtitan saves it
         raise _unknown_form(path)
     numbers: dict[Any, int] = {}
@@ -106,16 +94,7 @@ def _unknown_form(path: Any) -> CheckpointError:
 
 @dataclass
 class Source:
-    """A checkpoint that was opened.
-
-    Attributes:
-        path: Where it lies.
-        kind: "sharded", a folder of torch.distributed.checkpoint; "full", a file with more than
-            weights; "weights", a file with a `state_dict`; "safetensors", a file; "huggingface", a
-            folder.
-        checkpoint: Lightning's dictionary, with unread tensors in it.
-        folder: The folder behind it, of kind "sharded".
-    """
+    """A checkpoint that was opened."""
 
     path: Any
     kind: Kind
@@ -132,17 +111,7 @@ class Source:
 def open_source(
     path: Any, *, objects: bool = False, trust: bool = False, weights_only: bool = False
 ) -> Source:
-    """Open a checkpoint, of which no tensor is read.
-
-    Args:
-        path: Local, or any path of fsspec's.
-        objects: Whether what is no tensor is needed as it was; else classes are not looked up.
-        trust: Whether objects may be loaded whose loading runs code.
-        weights_only: Whether optimizers are left out.
-
-    Raises:
-        CheckpointError: There is none, it is damaged, or holds objects that are not trusted.
-    """
+    """Open a checkpoint, of which no tensor is read."""
     filesystem, inner = remote_place(path)
     if not filesystem.exists(inner):
         raise CheckpointNotFoundError(
@@ -179,11 +148,7 @@ def _open_folder(path: Any, *, objects: bool, trust: bool, weights_only: bool) -
 
 
 def read_hugging_face(path: Any) -> dict[str, Any]:
-    """Return the tensors of a folder of safetensors by name; none is read.
-
-    Raises:
-        CheckpointError: A file is damaged or missing, or lacks what the index says of it.
-    """
+    """Return the tensors of a folder of safetensors by name; none is read."""
     names = file_sizes(path)
     if INDEX_OF_SAFETENSORS not in names:
         if any(map(_PART.fullmatch, names)):  # the index is written last
@@ -256,11 +221,7 @@ def _of_weights(path: Any, kind: Kind, weights: Mapping[str, Any]) -> Source:
 
 
 def verify(path: Any) -> bool:
-    """Compare a checkpoint with the checksums that it has, and say whether it has any.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
-    """
+    """Compare a checkpoint with the checksums that it has, and say whether it has any."""
     filesystem, inner = fresh_place(path)
     if not filesystem.isdir(inner):
         return filesystem.isfile(inner) and _verify_file(path)
@@ -279,12 +240,7 @@ def _verify_file(path: Any) -> bool:
 
 
 class UnreadStates(Sequence[Any]):
-    """The optimizers' states, which are read when somebody asks for one: a model needs none.
-
-    Args:
-        states: With unread tensors.
-        read: Returns one with its tensors.
-    """
+    """The optimizers' states, which are read when somebody asks for one: a model needs none."""
 
     def __init__(self, states: Sequence[Any], read: Callable[[Any], Any]) -> None:
         self._states, self._read = states, read

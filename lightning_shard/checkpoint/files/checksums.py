@@ -61,11 +61,7 @@ def complete_folder(folder: OpenFolder, index: bytes, files: Mapping[str, Checks
 
 
 def read_checksums(folder: Any, edition: str = "") -> dict[str, Checksum] | None:
-    """Return the checksums of a folder's files; None where nobody has written any.
-
-    Raises:
-        CheckpointError: They cannot be read, or a newer version has written them.
-    """
+    """Return the checksums of a folder's files; None where nobody has written any."""
     path = inside(folder, in_edition(CHECKSUMS, edition))
     filesystem, inner = remote_place(path)
     try:
@@ -97,11 +93,7 @@ def read_checksums(folder: Any, edition: str = "") -> dict[str, Checksum] | None
 
 
 def verify_folder(folder: Any, files: Iterable[str] | None = None, *, edition: str = "") -> None:
-    """Check files of a folder against its checksums.
-
-    Raises:
-        CheckpointError: A file is missing, has another length or another checksum.
-    """
+    """Check files of a folder against its checksums."""
     known = read_checksums(folder, edition)
     if known is None:
         return

@@ -100,11 +100,7 @@ def not_saved(path: Any, error: OSError) -> CheckpointError:
 
 @contextmanager
 def explaining_failures(path: Any) -> Iterator[None]:
-    """Raise errors of the operating system as those of the checkpoint that is being saved.
-
-    Raises:
-        CheckpointError: The operating system has refused something inside.
-    """
+    """Raise errors of the operating system as those of the checkpoint that is being saved."""
     try:
         yield
     except CheckpointError:
@@ -227,9 +223,6 @@ def new_folder(path: Any, *, own: Sequence[str] = ()) -> Iterator[OpenFolder]:
     One rank enters this, and tells the others the folder; all have written when it leaves. Its
     files are flushed to the disk here; on a filesystem of several hosts each rank calls
     `sync_file` of its own, too.
-
-    Raises:
-        CheckpointError: The operating system's reason, or a folder of this name is no checkpoint.
     """
     with explaining_failures(path):
         place = local_path(path)
@@ -350,11 +343,7 @@ _SAVING = "saving"
 
 @contextmanager
 def new_edition(path: Any) -> Iterator[OpenFolder]:
-    """Write a remote folder, which is the one before until its index is put.
-
-    Raises:
-        OSError: The filesystem's reason.
-    """
+    """Write a remote folder, which is the one before until its index is put."""
     folder = OpenFolder(str(path), uuid4().hex[:8])
     with as_system_errors():
         filesystem, inner = fresh_place(path)
@@ -382,11 +371,7 @@ def holds_others(path: Any, own: Sequence[str] = ()) -> bool:
 
 
 def remove_own(path: Any, own: Sequence[str]) -> None:
-    """Remove the files of checkpoints and of these patterns from a remote folder, or a file.
-
-    Raises:
-        OSError: The filesystem's reason.
-    """
+    """Remove the files of checkpoints and of these patterns from a remote folder, or a file."""
     with as_system_errors():
         filesystem, inner = fresh_place(path)
         if filesystem.isfile(inner):

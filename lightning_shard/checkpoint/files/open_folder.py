@@ -51,15 +51,6 @@ class DiskFile(io.RawIOBase):
     and of fresh memory for all of it, and wait at its end until the disk has it. Where a filesystem
     knows no direct writes (`O_DIRECT`: tmpfs, some network filesystems), the same buffers go the
     ordinary way.
-
-    Args:
-        path: Where it is made; nothing may be there.
-
-    Attributes:
-        failure: Why something could not be written: who writes may raise something else.
-
-    Raises:
-        OSError: It cannot be made.
     """
 
     failure: OSError | None = None
@@ -89,11 +80,7 @@ class DiskFile(io.RawIOBase):
 
     @override
     def write(self, data: Any, /) -> int:
-        """Write all of some bytes; what earlier ones have met with may be raised here.
-
-        Raises:
-            OSError: The operating system has refused something.
-        """
+        """Write all of some bytes; what earlier ones have met with may be raised here."""
         view, done = memoryview(data), 0
         content = view.cast("B") if view.nbytes else b""
         while done < len(content):
@@ -184,15 +171,7 @@ _EDITION = re.compile(r".*\.(?P<edition>[0-9a-f]{8})\.\w+", re.DOTALL)
 
 
 class RemoteFile(io.RawIOBase):
-    """A new object behind one of fsspec's filesystems.
-
-    Args:
-        filesystem: One of fsspec's filesystems.
-        inner: Path of the object there.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """A new object behind one of fsspec's filesystems."""
 
     def __init__(self, filesystem: Any, inner: str) -> None:
         self._num_bytes = 0
@@ -269,12 +248,7 @@ def put(filesystem: Any, inner: str) -> Iterator[RemoteFile]:
 
 @dataclass(frozen=True)
 class OpenFolder:
-    """A folder that is being written; ranks tell it to each other.
-
-    Attributes:
-        path: Local, or any path of fsspec's.
-        edition: Stands in the names of remote files: eight hexadecimal digits; "" in local ones.
-    """
+    """A folder that is being written; ranks tell it to each other."""
 
     path: str
     edition: str = ""
@@ -299,11 +273,7 @@ class OpenFolder:
         return RemoteFile(*remote_place(path)) if place is None else DiskFile(place)
 
     def write_index(self, content: bytes) -> None:
-        """Write the index, which is there whole or not at all, and makes a remote folder complete.
-
-        Raises:
-            OSError: It has not been stored.
-        """
+        """Write the index whole or not at all, which makes a remote folder complete."""
         path = inside(self.path, INDEX_FILE)
         if self.is_local:
             with closing(self.create(INDEX_FILE)) as file:
@@ -314,15 +284,7 @@ class OpenFolder:
                 remote.write(content)
 
     def take_over(self, other: "OpenFolder", names: Iterable[str]) -> dict[str, str]:
-        """Give files of another folder, which is being written, names here, too.
-
-        Args:
-            other: A folder on the same filesystem, see `on_one_filesystem`.
-            names: The files' names there.
-
-        Returns:
-            By name there, the name here.
-        """
+        """Give files of another folder, which is being written, names here, too."""
         taken = {name: self.named(name.replace(f".{other.edition}.", ".")) for name in names}
         for name, own in taken.items():
             source, target = inside(other.path, name), inside(self.path, own)

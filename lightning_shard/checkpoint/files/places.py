@@ -109,11 +109,7 @@ def written_at(filesystem: Any, inner: str) -> float | None:
 
 @contextmanager
 def as_system_errors() -> Iterator[None]:
-    """Raise as errors of the operating system what a remote filesystem raises of its own.
-
-    Raises:
-        OSError: Says what a client of an object store has raised.
-    """
+    """Raise as errors of the operating system what a remote filesystem raises of its own."""
     try:
         yield
     except (OSError, NotImplementedError):

@@ -187,10 +187,6 @@ def _objects_in(source: Path) -> list[str]:
 
 
 def verify_file(path: Any) -> None:
-    """Compare a file of `torch.save` with its checksums, and load nothing.
-
-    Raises:
-        CheckpointError: It is missing, damaged, or of another kind.
-    """
+    """Compare a file of `torch.save` with its checksums, and load nothing."""
     with _local_copy(path) as (_, file):
         _check(path, file)

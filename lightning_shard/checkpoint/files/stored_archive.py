@@ -55,11 +55,7 @@ _PLAIN = {("collections", "OrderedDict"): OrderedDict, ("torch", "Size"): torch.
 
 
 class DamagedError(Exception):
-    """Something in an archive is not as it was written; says what, as a clause.
-
-    Attributes:
-        record: Name of the record that is damaged, such as "data/3"; "" where it is all of it.
-    """
+    """Something in an archive is not as it was written; says what, as a clause."""
 
     def __init__(self, message: str, record: str = "") -> None:
         super().__init__(message)
@@ -87,9 +83,6 @@ def check_archive(file: BinaryIO, share: Share = ALL) -> None:
     Args:
         file: Seekable, unbuffered is fastest.
         share: The tensors whose elements are read; all else is checked always.
-
-    Raises:
-        DamagedError: Something is not as it was written.
     """
     try:
         archive = zipfile.ZipFile(file)
@@ -190,11 +183,7 @@ def _stored(file: BinaryIO, begin: int, length: int) -> Iterator[memoryview]:
 
 
 class Opaque(dict[Any, Any]):
-    """Stands for an object of another class: its entries where it is a mapping, else nothing.
-
-    Args:
-        made_of: What its class is called with.
-    """
+    """Stands for an object of another class: its entries where it is a mapping, else nothing."""
 
     made_of: tuple[Any, ...] = ()
 
@@ -270,18 +259,7 @@ class RecordTensor:
 
 
 class ArchiveFile:
-    """A file of `torch.save`, opened.
-
-    Args:
-        path: Local, or any path of fsspec's.
-
-    Attributes:
-        content: What was saved, with unread tensors, and `Opaque` in the place of other objects.
-        has_objects: Whether there are any of these.
-
-    Raises:
-        CheckpointError: It is damaged, or of another kind.
-    """
+    """A file of `torch.save`, opened."""
 
     def __init__(self, path: Any) -> None:
         self._path = path
@@ -313,11 +291,7 @@ class ArchiveFile:
         return self._known[place]
 
     def read(self, record: str, start: int, length: int) -> bytearray:
-        """Read bytes of the record of a storage.
-
-        Raises:
-            CheckpointError: They are not there.
-        """
+        """Read bytes of the record of a storage."""
         info = self._records.get(f"{self._folder}/data/{record}")
         content = bytearray(length)
         try:

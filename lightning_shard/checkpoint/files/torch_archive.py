@@ -142,15 +142,7 @@ def write_archive(file: BinaryIO, records: Iterable[ArchiveRecord]) -> "Archive"
 
 
 class Archive:
-    """A zip archive of records that are not compressed, written from its beginning to its end.
-
-    Args:
-        file: Where to; it need not be seekable.
-        crc: CRC-32 of what is in the file before.
-
-    Attributes:
-        crc: CRC-32 of the file so far.
-    """
+    """A zip archive of records that are not compressed, written from its beginning to its end."""
 
     def __init__(self, file: BinaryIO, crc: int = 0) -> None:
         self.crc = crc
@@ -247,11 +239,7 @@ def _entry(path: bytes, crc: int, size: int, begin: int) -> bytes:
 
 
 def parts_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor's elements in order, without a copy where they lie so.
-
-    Args:
-        tensor: On any device, with any strides.
-    """
+    """Yield the bytes of a tensor's elements in order, without a copy where they lie so."""
     if tensor.is_contiguous():
         flat = tensor.view(-1).view(torch.uint8)
         step = max(1, flat.numel()) if flat.is_cpu else PART_BYTES

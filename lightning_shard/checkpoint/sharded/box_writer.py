@@ -70,14 +70,7 @@ class _IndexInMemory(FileSystem):
 
 
 class BoxWriter(FileSystemWriter):
-    """Writes a rank's boxes to one file, and has it stored.
-
-    Args:
-        folder: The folder to write into.
-
-    Attributes:
-        checksums: By name, those of the files that this rank has written.
-    """
+    """Writes a rank's boxes to one file, and has it stored."""
 
     def __init__(self, folder: OpenFolder) -> None:
         super().__init__(folder.path)
@@ -106,12 +99,7 @@ class BoxWriter(FileSystemWriter):
 
 
 def renamed(results: Sequence[WriteResult], names: Mapping[str, str]) -> list[WriteResult]:
-    """Return where the items of files are that have other names now.
-
-    Args:
-        results: Where they were.
-        names: By the name of a file, the one that it has now.
-    """
+    """Return where the items of files are that have other names now."""
     return [
         replace(
             one,

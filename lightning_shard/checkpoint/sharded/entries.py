@@ -77,11 +77,7 @@ def _name(path: str, taken: Mapping[str, Any]) -> str:
 
 
 def stored_entries(folder: StoredFolder) -> dict[str, Any]:
-    """Return the entries of a folder's ranks, with tensors that are not read.
-
-    Raises:
-        CheckpointError: One is damaged.
-    """
+    """Return the entries of a folder's ranks, with tensors that are not read."""
     packed: Mapping[str, Mapping[str, StoredTensor]] = folder.nested(CHECKPOINT_KEY)
     outlines = {name: one[_OUTLINE] for name, one in packed.items() if _OUTLINE in one}
     read = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in outlines.items()}
@@ -116,11 +112,7 @@ def _unpacked(
 
 
 class OnDemand(ReadWhenAsked):
-    """An entry whose tensors are read when somebody asks for one, and not held.
-
-    Args:
-        nested: Nested mappings and lists, with tensors that are not read.
-    """
+    """An entry whose tensors are read when somebody asks for one, and not held."""
 
     def __init__(self, nested: Mapping[str, Any]) -> None:
         super().__init__(nested, lambda key: _asked_for(nested[key]))
@@ -227,13 +219,7 @@ def _is_of_weights(name: str, entries: Any) -> bool:
 
 
 class FolderParts(NamedTuple):
-    """What is where in a folder, with tensors that are not read.
-
-    Attributes:
-        weights: Tensors and other values of the module, by name.
-        optimizers: States of optimizers, each with "state" and "param_groups", or flattened.
-        others: Everything else by its root, but for what ranks keep.
-    """
+    """What is where in a folder, with tensors that are not read."""
 
     weights: dict[str, Any]
     optimizers: list[dict[str, Any]]

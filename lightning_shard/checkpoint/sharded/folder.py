@@ -113,9 +113,6 @@ def read_part(
         dtype: Format of the box.
         offsets: Where in the box the part begins.
         target: What the part is read into; it has its shape.
-
-    Raises:
-        OSError: The file is too short.
     """
     if not shape:
         shape, offsets, target = (1,), (0,), target.view(1)
@@ -152,13 +149,7 @@ def _fill(file: Any, begin: int, tensor: Tensor) -> None:
 
 
 class StoredTensor:
-    """A tensor in a folder, of which nothing has been read.
-
-    Args:
-        folder: The folder that holds the tensor.
-        key: The tensor's key in it.
-        metadata: What the index says about it.
-    """
+    """A tensor in a folder, of which nothing has been read."""
 
     def __init__(self, folder: "StoredFolder", key: str, metadata: TensorStorageMetadata) -> None:
         self.folder, self.key = folder, key
@@ -231,11 +222,7 @@ class StoredFolder:
         return found
 
     def check_complete(self) -> None:
-        """Look for all files; nothing of them is read.
-
-        Raises:
-            CheckpointError: Some are missing, or too short.
-        """
+        """Look for all files; nothing of them is read."""
         if found := self.lacking():
             raise CheckpointError(
                 f"The checkpoint {str(self.path)!r} is not complete: {'; '.join(found)}. Copy the "
@@ -311,11 +298,7 @@ class StoredFolder:
         verify_folder(self.path, sorted(files), edition=self.edition)
 
     def unpickled(self, content: bytes, what: str) -> Any:
-        """Return what `torch.save` has made bytes of, with as much trust as in the folder.
-
-        Raises:
-            CheckpointError: It is damaged, or holds objects that are not trusted.
-        """
+        """Return what `torch.save` has made bytes of, with as much trust as in the folder."""
         try:
             return torch.load(io.BytesIO(content), "cpu", weights_only=self._weights_only)
         except Exception as error:  # of objects, or whatever a damaged one leads to

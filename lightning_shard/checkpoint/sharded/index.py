@@ -90,12 +90,7 @@ def by_itself() -> Iterator[None]:
 
 
 class IndexedReader(FileSystemReader):
-    """Reads a folder whose index was read before.
-
-    Args:
-        path: The folder to read from.
-        index: The index of the folder.
-    """
+    """Reads a folder whose index was read before."""
 
     def __init__(self, path: Any, index: Metadata) -> None:
         place = local_path(path)
@@ -127,11 +122,7 @@ class _Remote(FileSystem):
 
 
 def read_index(path: Any) -> Metadata:
-    """Return the index of a folder, local or remote.
-
-    Raises:
-        CheckpointError: It is damaged, or holds what no index holds.
-    """
+    """Return the index of a folder, local or remote."""
     try:
         filesystem, there = fresh_place(inside(path, INDEX_FILE))
         with filesystem.open(there, "rb") as file:
@@ -205,11 +196,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def edition_of(path: Any, index: Metadata) -> str:
-    """Return the edition of a folder whose files an index names; "" where there is none.
-
-    Raises:
-        CheckpointError: It names files of several editions.
-    """
+    """Return the edition of a folder whose files an index names; "" where there is none."""
     places = (index.storage_data or {}).values()
     found = editions_in({place.relative_path for place in places}) or {""}
     if len(found) > 1:

@@ -18,13 +18,7 @@ from lightning_shard.errors import some_of
 def named_state(
     state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
 ) -> dict[str, Any]:
-    """Return a state by names.
-
-    Args:
-        state: The optimizer's full state by number, or an empty one.
-        optimizer: The optimizer whose state it is.
-        names: Name of each parameter; what a module has lost in mid-run has none, and is left out.
-    """
+    """Return a state by names."""
     if "param_groups" not in state or is_named(state):  # the groups come from one rank
         return dict(state)
     named: dict[int, str] = {}

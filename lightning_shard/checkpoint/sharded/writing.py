@@ -53,18 +53,7 @@ def write_folder(
     meta: Mapping[str, Any] | None,
     collectives: Collectives | None,
 ) -> None:
-    """Write a checkpoint, which takes its place when all of it is on the disk; each rank must call.
-
-    Args:
-        path: Where the folder is to be.
-        state: What this rank has of everything in tensors: nested mappings of `BoxedTensor`, of
-            tensors and other values. A box, or a value, that several ranks have is written by one.
-        meta: The rest of Lightning's checkpoint, on rank 0; None on the others.
-        collectives: Group of all ranks; None where this rank has everything and asks nobody.
-
-    Raises:
-        CheckpointError: Some rank could not write.
-    """
+    """Write a checkpoint, which takes its place once it is whole on disk; collective."""
     group = None if collectives is None or collectives.size == 1 else collectives
     rank = 0 if group is None else group.rank
     with ExitStack() as stack:
@@ -95,17 +84,7 @@ def agreed_folder(
     stack: ExitStack,
     prepare: Callable[[OpenFolder], object],
 ) -> OpenFolder:
-    """Return the folder to write into, which rank 0 makes; each rank must call.
-
-    Args:
-        path: Where the folder is to be.
-        collectives: Group of all ranks; None where this process is alone.
-        stack: Puts the folder in its place at its end, on rank 0.
-        prepare: What rank 0 does before any rank waits for another; it may fail.
-
-    Raises:
-        CheckpointError: The folder cannot be made, or prepared.
-    """
+    """Return the folder to write into, which rank 0 makes; each rank must call."""
     made: tuple[OpenFolder | None, str] = None, ""
     if collectives is None or collectives.rank == 0:
         made = made_folder(path, stack, prepare)
@@ -120,11 +99,7 @@ def agreed_folder(
 def made_folder(
     path: Any, stack: ExitStack, prepare: Callable[[OpenFolder], object]
 ) -> tuple[OpenFolder | None, str]:
-    """Make the folder to write into, on rank 0; see `agreed_folder`.
-
-    Returns:
-        The folder, or None and why there is none.
-    """
+    """Make the folder to write into, on rank 0; see `agreed_folder`."""
     try:
         place = stack.enter_context(new_folder(path))
         prepare(place)
@@ -163,9 +138,6 @@ def verify_share(folder: StoredFolder, rank: int, num_ranks: int) -> None:
 
     A rank takes the files that the same rank has written, which it reads next where the layout is
     the same: its host has them in memory then.
-
-    Raises:
-        CheckpointError: A file is missing, or not as it was written.
     """
     folder.check_complete()
     names = sorted(read_checksums(folder.path, folder.edition) or ())

@@ -54,13 +54,7 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = ()) -> str:
-    """Return a table.
-
-    Args:
-        head: Headings of the columns.
-        rows: Cells of plain text.
-        words: Columns that hold words, which may take several lines.
-    """
+    """Return a table."""
     marks = dict.fromkeys(words, ' class="words"')
     body = "".join(
         "<tr>"
@@ -109,13 +103,7 @@ _LABEL_WIDTH = 22
 
 
 def lines(series: Mapping[str, Sequence[Point]], *, title: str, write: Write = str) -> str:
-    """Draw series over the steps, each as a line in a colour of its own.
-
-    Args:
-        series: Points by name, in order of their steps; not all empty.
-        title: What the drawing shows, for those who do not see it.
-        write: Writes a value.
-    """
+    """Draw series over the steps, each as a line in a colour of its own."""
     thin = {name: _thinned(points) for name, points in series.items() if points}
     every = [point for points in thin.values() for point in points]
     frame = _Frame.around(every)
@@ -171,14 +159,7 @@ def bars(
     title: str,
     write: Write,
 ) -> str:
-    """Draw rows of parts, one beside the other.
-
-    Args:
-        rows: A label, and values by part.
-        classes: Class of each part, which has its colour.
-        title: What the drawing shows.
-        write: Writes a value.
-    """
+    """Draw rows of parts, one beside the other."""
     most = max((sum(parts.values()) for _, parts in rows), default=0.0) or 1.0
     scale = (_WIDTH - 2 * _LABEL_COLUMN) / most
     drawn = []
@@ -206,13 +187,7 @@ _LABEL_COLUMN = 130
 
 
 def timeline(events: Sequence[TimelineEvent], classes: Mapping[str, str], *, title: str) -> str:
-    """Draw what the ranks of a pipeline did, a row for each.
-
-    Args:
-        events: The actions; not empty. Those without a class are left out.
-        classes: Class of each category, which has its colour.
-        title: What the drawing shows.
-    """
+    """Draw what the ranks of a pipeline did, a row for each."""
     shown = [one for one in events if one.category in classes]
     ranks = sorted({one.rank for one in shown})
     end = max((one.start + one.seconds for one in shown), default=1.0) or 1.0
@@ -244,14 +219,7 @@ def timeline(events: Sequence[TimelineEvent], classes: Mapping[str, str], *, tit
 
 
 class _Frame:
-    """The coordinates of a drawing: steps to the right, values upwards.
-
-    Args:
-        first: Step at the left edge.
-        last: Step at the right edge.
-        low: Value at the bottom.
-        high: Value at the top.
-    """
+    """The coordinates of a drawing: steps to the right, values upwards."""
 
     def __init__(self, first: float, last: float, low: float, high: float) -> None:
         self._first, self._low, self._high = first, low, high

@@ -116,16 +116,7 @@ class TimelineEvent:
 
 @dataclass(kw_only=True)
 class RunRecords:
-    """What is in a run's folder.
-
-    Attributes:
-        folder: Path of the folder.
-        records: All records that count, in the order of their times.
-        num_unreadable: Number of lines that could not be read.
-        timeline: The last timeline of a batch of a pipeline; empty without one.
-        timeline_name: Name of its file.
-        plan: Content of the plan; None without one.
-    """
+    """What is in a run's folder."""
 
     folder: Path
     records: list[Record]
@@ -243,11 +234,7 @@ def _event(traced: Record) -> TimelineEvent:
 
 
 def _plan(path: Path) -> Record | None:
-    """Read a plan.
-
-    Raises:
-        ConfigError: The file is no JSON object.
-    """
+    """Read a plan."""
     if not path.is_file():
         return None
     try:

@@ -112,10 +112,6 @@ class Wire:
     Args:
         flats: The flat buffers of parameters.
         num_ranks: Number of ranks that own shards of the buffers.
-
-    Attributes:
-        num_params: Number of parameters of all buffers.
-        num_words: Length of a message in int64 words; the same on all ranks.
     """
 
     def __init__(self, flats: Sequence[FlatParameters], num_ranks: int) -> None:
@@ -220,17 +216,6 @@ class Clocks:
     needs itself (`lacks`).
 
     Source: stale synchronous parallel, Ho et al., NeurIPS 2013.
-
-    Args:
-        rank: This rank, which owns the shard of its number.
-        num_ranks: Number of ranks.
-        bound: Number of steps that a rank may be ahead of the oldest version it holds; 1 or more.
-
-    Attributes:
-        step: Number of steps that this rank has taken.
-        included: By shard and rank, the number of that rank's steps that the shard held here
-            includes.
-        arrived: By rank, the number of its gradients that have arrived; not all are applied yet.
     """
 
     def __init__(self, rank: int, num_ranks: int, bound: int) -> None:
@@ -300,14 +285,7 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A gradient of this rank's shard that has arrived.
-
-    Attributes:
-        rank: Rank that has computed the gradient.
-        grads: The gradient's shard by parameter; None where a parameter has no gradient.
-        version: Version of the parameters' shard with which the gradient was computed.
-        counts: Whether any parameter has a gradient; else the rank has left out its step.
-    """
+    """A gradient of this rank's shard that has arrived."""
 
     rank: int
     grads: Sequence[Tensor | None]

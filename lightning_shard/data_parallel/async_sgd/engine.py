@@ -27,12 +27,7 @@ from lightning_shard.data_parallel.phases import Phases
 
 @dataclass(frozen=True)
 class Update:
-    """A step of the optimizer on this rank's shard.
-
-    Attributes:
-        grads: This rank's shard of each parameter's gradient; None where there is none.
-        scale: Factor of the learning rate.
-    """
+    """A step of the optimizer on this rank's shard."""
 
     grads: Sequence[Tensor | None]
     scale: float
@@ -46,14 +41,6 @@ class ShardOptimizerView(OptimizerView):
 
     Inside, each parameter shows the shard that this rank owns and `.grad` shows that shard's
     gradient. The learning rate is scaled for as long: the owner's own, as its scheduler has set it.
-
-    Args:
-        reducer: The engine's reducer; gradients that it has accumulated are not reduced.
-        optimizer: The optimizer, whose state lies in shards.
-        own_update: Called when the optimizer is about to take this rank's own step.
-
-    Attributes:
-        flats: Buffers of the parameters that the updates change, in order.
     """
 
     def __init__(

@@ -28,17 +28,7 @@ _END_SECONDS = 5.0
 
 
 class Mailbox(ABC):
-    """One rank's messages to and from each peer, all of one size, in order per peer.
-
-    Args:
-        ranks: Group of the ranks, in which nothing else is sent.
-        num_words: Length of a message in int64 words.
-        is_last: Returns whether a message is the last of its sender.
-
-    Attributes:
-        peers: The other ranks of the group.
-        received: By rank, the number of its messages that were taken.
-    """
+    """One rank's messages to and from each peer, all of one size, in order per peer."""
 
     def __init__(
         self, ranks: Collectives, num_words: int, is_last: Callable[[Tensor], bool]
@@ -60,11 +50,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def _wait(self) -> list[Arrival]:
-        """Wait for at least one message; return those that have come, with their senders.
-
-        Raises:
-            RankFailedError: A peer has died.
-        """
+        """Wait for at least one message; return those that have come, with their senders."""
 
     def poll(self) -> list[Arrival]:
         """Return the messages that have come with their senders, in order for each sender."""

@@ -320,11 +320,6 @@ def note_initialisers(model: nn.Module, tensors: Collection[Tensor], state: Tens
     A weight that two modules share has the values of the first, as if it had been tied afterwards.
 
     The generator is left as it is.
-
-    Args:
-        model: The module that has them.
-        tensors: Its parameters and buffers that are to get values; all others stay as they are.
-        state: State of the CPU's generator in which the first value is drawn; None for the present.
     """
     tape, wanted = Tape(), {id(one) for one in tensors}
     with torch.random.fork_rng(devices=[]):

@@ -91,11 +91,7 @@ class Constant:
         return cls(value, value._version)
 
     def read(self) -> Tensor:
-        """Return it.
-
-        Raises:
-            ConfigError: It was changed since.
-        """
+        """Return it."""
         if self.tensor._version != self.version:
             raise ConfigError(
                 f"A tensor of shape {tuple(self.tensor.shape)} was copied into a module on meta "
@@ -152,11 +148,7 @@ class Node:
 
 
 def ref_of(tensor: Tensor, number: int) -> Ref:
-    """Return the note of a tensor on meta whose storage has a number.
-
-    Raises:
-        ConfigError: It is conjugated or negated lazily.
-    """
+    """Return the note of a tensor on meta whose storage has a number."""
     if tensor.is_conj() or tensor.is_neg():
         raise ConfigError(
             "A lazily conjugated or negated tensor on meta cannot be made later; expected a plain "
@@ -177,13 +169,7 @@ def covers(ref: Ref, nbytes: int) -> bool:
 
 
 def draw(node: Node, memory: Mapping[int, Tensor] | None = None) -> None:
-    """Let the generator go on as if the operation were done.
-
-    Args:
-        node: The operation that was noted.
-        memory: Memory of the tensors whose values it reads, which it may change; None where it
-            draws as often whatever they are.
-    """
+    """Let the generator go on as if the operation were done."""
 
     def scratch(note: Any) -> Tensor:
         if isinstance(note, Constant):

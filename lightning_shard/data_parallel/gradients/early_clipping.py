@@ -30,12 +30,7 @@ _Rule = tuple[float, float | None, frozenset[nn.Parameter]]
 
 
 class EarlyClipping:
-    """Clips by the rule by which user code has clipped the gradients of the last step.
-
-    Args:
-        gradients: All gradient buffers of an engine.
-        ranks: Group of the ranks that average.
-    """
+    """Clips by the rule by which user code has clipped the gradients of the last step."""
 
     def __init__(self, gradients: Sequence[FlatGradients], ranks: Collectives) -> None:
         self._gradients = [
@@ -51,13 +46,7 @@ class EarlyClipping:
     def expect(
         self, limit: float | None, norm_type: float | None, params: Iterable[nn.Parameter] = ()
     ) -> None:
-        """Clip from the next backward on; None as the limit for not at all.
-
-        Args:
-            limit: Greatest norm, or magnitude.
-            norm_type: p of the norm, None to clip each element; another than 2 is left for later.
-            params: Parameters that are clipped together, where these are all that is trained.
-        """
+        """Clip from the next backward on; None as the limit for not at all."""
         is_known = limit is not None and norm_type in (None, 2.0) and not self._has_erred
         self._rule = (limit or 0.0, norm_type, frozenset(params)) if is_known else None
         for gradients, exchange in self._gradients:

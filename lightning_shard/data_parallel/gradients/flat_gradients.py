@@ -51,10 +51,6 @@ class OwnGradients:
     They are a rank's own until they are averaged: `HandEdits` asks every buffer, compares ranks and
     has gradients averaged again. Under stage 0 that is done in place; from stage 1 on such
     gradients are reduced as those of a backward are, see `FlatGradients.reduce_given`.
-
-    Args:
-        buffer: The memory in which the gradients lie.
-        ranks: Group over which gradients are averaged.
     """
 
     def __init__(self, buffer: GradientBuffer, ranks: Collectives) -> None:
@@ -111,11 +107,7 @@ class OwnGradients:
         ]
 
     def kinds(self) -> list[tuple[bool, bool]]:
-        """Whether a tensor of the user's stands in each `.grad`, and whether one of the engine's.
-
-        Raises:
-            ConfigError: A tensor of the user's has another shape than the parameter.
-        """
+        """Whether a tensor of the user's stands in each `.grad`, or one of the engine's."""
         kinds = []
         for index, is_own in enumerate(self._which_are_own()):
             grad = self._flat.params[index].grad
@@ -150,15 +142,7 @@ class OwnGradients:
 
     @unrecorded
     def send_along(self, indices: Sequence[int]) -> None:
-        """Let a reduction take tensors of the user's, which backward has added nothing to.
-
-        Args:
-            indices: Those of the parameters in whose `.grad` they stand, under stages that let
-                stand-ins stand there.
-
-        Raises:
-            ConfigError: A tensor has another shape than the parameter.
-        """
+        """Let a reduction take tensors of the user's, which backward has added nothing to."""
         for index in indices:
             param = self._flat.params[index]
             grad, shape = param.grad, self._flat.layout.slots[index].shape
@@ -191,11 +175,7 @@ class OwnGradients:
 
     @as_they_are
     def check(self) -> None:
-        """Raise if a tensor of the user's stands in some `.grad` before the optimizer's view.
-
-        Raises:
-            ConfigError: User code has put a gradient of its own there.
-        """
+        """Raise if a tensor of the user's stands in some `.grad` before the optimizer's view."""
         for index in self._buffer.observe_all():
             raise self._set_by_hand(index)
 
@@ -219,14 +199,6 @@ class Arrivals:
     twice. If gradients come in another order, they are taken at another time, at the latest when
     the buffer is reduced. Nobody waits where user code is called with a gradient that has been
     added up.
-
-    Args:
-        params: The buffer's parameters.
-
-    Attributes:
-        waiting: Indices of the parameters whose gradients wait, in the order in which they came.
-        gathers: Whether gradients wait now.
-        ends: Indices of the parameters at which those that wait are taken.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -248,11 +220,7 @@ class Arrivals:
         return waiting
 
     def end(self, order: Sequence[int]) -> None:
-        """Note that a backward has ended.
-
-        Args:
-            order: Indices of the parameters whose gradients it has brought, in their order.
-        """
+        """Note that a backward has ended."""
         self.gathers = False
         self.waiting.clear()
         if order and (len(order) != self._num_known or order[-1] not in self.ends):
@@ -504,11 +472,7 @@ class FlatGradients:
         return grad.to_dense() if grad.is_sparse else grad
 
     def averaged(self, index: int) -> Tensor:
-        """Return this rank's elements of a gradient that has been averaged.
-
-        Raises:
-            ConfigError: The gradient has not been averaged, or is gone.
-        """
+        """Return this rank's elements of a gradient that has been averaged."""
         self.accept_waiting()
         self.buffer.observe(index)
         if self.states.is_local[index] or self._travel is not None or not self.buffer.average_views:
@@ -677,11 +641,7 @@ class FlatGradients:
 
     @unrecorded
     def reduce_given(self, given: Sequence[bool]) -> None:
-        """From stage 1 on, reduce gradients that user code put into `.grad`; each rank must call.
-
-        Args:
-            given: Whether each parameter has such a gradient on any rank.
-        """
+        """From stage 1 on, reduce gradients that user code put into `.grad`; collective."""
         for index, is_given in enumerate(given):
             if not is_given:
                 continue

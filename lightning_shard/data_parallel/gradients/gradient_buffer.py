@@ -52,9 +52,6 @@ class GradientStates:
     A buffer may have thousands of gradients, and most events are of all of them: so a state is one
     byte in each of a few arrays, and an event of all, or a question about any, is one operation.
 
-    Args:
-        num_params: Number of parameters of the buffer.
-
     Attributes:
         is_local: Whether some of the gradient is still to be reduced: LOCAL or BOTH.
         is_reduced: Whether some of the gradient has been reduced: REDUCED or BOTH.
@@ -177,12 +174,7 @@ class KeptAverages:
         self._own_uses = storage_uses(memory)
 
     def are_there(self, memory: Tensor, views: list[Tensor]) -> bool:
-        """Whether others hold averages, while these stand in no `.grad`.
-
-        Args:
-            memory: The memory of the averages.
-            views: The tensors that an optimizer has seen.
-        """
+        """Whether others hold averages, while these stand in no `.grad`."""
         return storage_uses(memory) > self._own_uses or not are_held_alone(views)
 
 
@@ -202,9 +194,6 @@ class KeptViews:
 
     To make the views of small parameters anew takes longer than to copy gradients into them, and so
     many new objects have Python collect garbage.
-
-    Args:
-        memory: Where the buffer comes from.
     """
 
     def __init__(self, memory: FlatMemory) -> None:
@@ -749,12 +738,6 @@ class GradientBuffer:
         """End the optimizer's view of the gradients: keep what user code made of them.
 
         In `.grad` stand the tensors that were presented, or those that user code has put there.
-
-        Args:
-            outer: The tensors that stood in `.grad` before the view; None where there was none.
-
-        Returns:
-            The tensors that have to stand in `.grad` again; None where there is none.
         """
         for index, (param, one) in enumerate(zip(self.flat.params, self.presented(), strict=True)):
             grad = param.grad

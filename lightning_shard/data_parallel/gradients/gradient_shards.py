@@ -346,11 +346,7 @@ class GradientShards:
         return ranks if self._shard_groups() and ranks.size > 1 else None
 
     def _groups_now(self, param: nn.Parameter) -> Sequence[Collectives]:
-        """Return the groups over whose ranks the elements of this rank's part lie now.
-
-        Raises:
-            ConfigError: The run has ended.
-        """
+        """Return the groups over whose ranks the elements of this rank's part lie now."""
         if Phase.OVER in self._phases.open:
             raise ConfigError(
                 "What was read of a parameter or a gradient in shards is used after its run, whose "
@@ -484,9 +480,6 @@ class _Source:
 
         Each rank must call. The result of `torch.autograd.grad` is a rank's own: it is averaged
         where it is added, as the gradient was.
-
-        Raises:
-            ConfigError: Ranks have different tensors for an operation that is not linear.
         """
         ranks, own_shape = self.shards.ranks_of_operands(self), self.spread.own_shape
         if ranks is None or own_shape is None:
@@ -511,12 +504,6 @@ class AbsentGradients:
     """Shows in `.grad` of parameters that only other ranks have whether they have a gradient.
 
     So code that goes through all parameters of the model finds the same gradients on every rank.
-
-    Args:
-        shards: The gradients of the engine, as user code sees them.
-        params: All parameters of the model.
-        split: How the model is split over other ranks.
-        device: Where the numbers that ranks exchange lie.
     """
 
     def __init__(

@@ -28,14 +28,7 @@ from lightning_shard.errors import ConfigError
 
 
 class HandEdits:
-    """Averages the gradients that user code has put into `.grad`.
-
-    Args:
-        gradients: Every gradient buffer, in registration order.
-        device: Where the numbers that ranks exchange lie.
-        collectives: Group of all ranks that hold the model, over which these numbers travel.
-        are_expected: Whether ranks compare at every update; the same on all ranks.
-    """
+    """Averages the gradients that user code has put into `.grad`."""
 
     def __init__(
         self,

@@ -40,12 +40,7 @@ _OURS = "tells_of_arrival"  # an engine's hook: in a dry run a parameter has one
 
 
 class ArrivalHooks:
-    """Watches parameters for gradients, from when they require one.
-
-    Args:
-        positions: Number of the buffer and index in it of each parameter's gradient.
-        hook_of: Returns for both what is called after autograd has put a gradient on the parameter.
-    """
+    """Watches parameters for gradients, from when they require one."""
 
     def __init__(
         self,
@@ -72,11 +67,7 @@ class ArrivalHooks:
         return handle
 
     def refuse_others(self, param: nn.Parameter, rank: int) -> None:
-        """Raise if hooks of user code wait for a gradient that autograd's own pass does not add.
-
-        Raises:
-            ConfigError: There is such a hook, which would not be called.
-        """
+        """Raise if hooks of user code wait for a gradient that autograd's own pass does not add."""
         if others_wait_for(param):
             shape = tuple(param.shape)
             raise ConfigError(
@@ -130,15 +121,6 @@ class Reducer:
         edits: Knows whether user code may meet `.grad` between micro-batches, as hooks do; None
             where each rank has its own, so that nobody meets one that looks full.
         clipping: Prepares the reductions that begin at the end of a backward; None without.
-
-    Attributes:
-        usage: The agreement on used parameters, one for each optimizer step.
-        owed: What is still to be reduced.
-        synchronises: Whether a backward that ends now is followed by an exchange; not in `no_sync`.
-        was_held_up: Whether units have ever waited until a backward's end, in the order that was
-            learnt, for one of which some parameters were not used.
-        learnt_order: Positions of the buffers in the order of their reduction; empty before it is
-            learnt.
     """
 
     def __init__(
@@ -356,11 +338,7 @@ class Reducer:
                 self.synchronises = before
 
     def reduce_asked(self) -> None:
-        """Reduce gradients that `no_sync` has only accumulated, for user code that asks for them.
-
-        Raises:
-            ConfigError: Ranks have gradients of different parameters.
-        """
+        """Reduce gradients that `no_sync` only accumulated, for user code that asks for them."""
         if self.owed in HAS_SUMS and not self._is_met:
             self.usage.check_equal()
         self.reduce_owed()

@@ -58,17 +58,7 @@ class UnshardRecord:
 
 
 class UsageAgreement:
-    """One agreement per optimizer step over all parameters of an engine.
-
-    Args:
-        gradients: The gradient buffers, in registration order.
-        collectives: Group of the data-parallel ranks.
-        device: Where the messages lie.
-        unshards: Record of the unsharded units; None below stage 3.
-        weights: Compares parameters where a rank's have moved; None where ranks train alone.
-        may_differ_in_backward: Whether ranks wait for each other inside a backward, which those
-            that have not used all of the model reduce at other moments.
-    """
+    """One agreement per optimizer step over all parameters of an engine."""
 
     def __init__(
         self,
@@ -95,11 +85,7 @@ class UsageAgreement:
         self._has_failed = True
 
     def check_equal(self) -> None:
-        """Compare which gradients there are between micro-batches; each rank must call.
-
-        Raises:
-            ConfigError: A parameter has a gradient on some ranks only; raised on every rank.
-        """
+        """Compare which gradients there are between micro-batches; each rank must call."""
         there = [int(is_there) for one in self._gradients for is_there in one.which_are_there]
         message = bytes(there) + bytes(1 - is_there for is_there in there)
         flags = sent_up(_as_tensor(message), self._device)
@@ -175,15 +161,7 @@ class UsageAgreement:
 
 
 class UsageOfSeveral:
-    """Agreements of ranks that have different parameters besides those that all have.
-
-    Args:
-        first: That of the parameters that all data-parallel ranks have.
-        others: Those of parameters that fewer ranks have.
-
-    Attributes:
-        may_differ_in_backward: As of one: ranks exchange tokens inside a backward.
-    """
+    """Agreements of ranks that have different parameters besides those that all have."""
 
     def __init__(self, first: UsageAgreement, others: Sequence[UsageAgreement]) -> None:
         self._first, self._all = first, (first, *others)
@@ -219,17 +197,7 @@ def agreement(
     *,
     may_differ: bool,
 ) -> UsageAgreement | UsageOfSeveral:
-    """Return the agreement of an engine; see `UsageAgreement`.
-
-    Args:
-        gradients: The gradient buffers.
-        reducing: Groups of all data-parallel ranks, for gradients.
-        split: How the model is split: what ranks have parts of, those agree on that have the same.
-        device: Where the messages lie.
-        unshards: Record of the unsharded units; None below stage 3.
-        weights: Compares parameters where a rank's have moved.
-        may_differ: Whether ranks wait for each other inside a backward.
-    """
+    """Return the agreement of an engine; see `UsageAgreement`."""
     common, others = [*gradients], list[UsageAgreement]()
     for fewer in split.fewer_ranks:
         apart = [one for one in common if one.flat.groups is fewer.data]

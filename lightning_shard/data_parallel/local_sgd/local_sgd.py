@@ -87,12 +87,6 @@ def cut_into_fragments(numels: Mapping[str, int], num_fragments: int) -> list[li
     Args:
         numels: Number of elements of each parameter, by name, in order.
         num_fragments: Number of fragments.
-
-    Returns:
-        The parameters' names of each fragment; none is empty.
-
-    Raises:
-        ConfigError: There are fewer parameters than fragments.
     """
     if num_fragments > len(numels):
         raise ConfigError(
@@ -114,15 +108,7 @@ def cut_into_fragments(numels: Mapping[str, int], num_fragments: int) -> list[li
 
 @dataclass
 class PendingSync:
-    """Parameters whose mean is on its way.
-
-    Attributes:
-        names: Names of the parameters whose mean is on its way.
-        landing: Names of those that the mean will change.
-        due: Step after which the mean lands.
-        buffer: This rank's packed values, and once it has arrived the mean.
-        arrival: Handle of the communication; None once the mean has arrived.
-    """
+    """Parameters whose mean is on its way."""
 
     names: list[str]
     landing: list[str]
@@ -132,12 +118,7 @@ class PendingSync:
 
 
 class LocalParameters:
-    """This rank's parameters, to be read and overwritten between two steps.
-
-    Args:
-        engine: The engine of stage 0 that holds the parameters.
-        watches: Whether user code may edit trained parameters between two steps.
-    """
+    """This rank's parameters, to be read and overwritten between two steps."""
 
     def __init__(self, engine: DataParallelEngine, *, watches: bool = False) -> None:
         self._flats = [gradients.flat for gradients in engine.gradients]
@@ -207,14 +188,7 @@ class LocalParameters:
         return {name for name, has_moved in found if has_moved}
 
     def set_since(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of what user code has set on all ranks alike; each rank must call.
-
-        Args:
-            known: The `contents` before.
-
-        Raises:
-            ConfigError: It has set other values on some rank; raised on every rank.
-        """
+        """Return copies of what user code has set on all ranks alike; each rank must call."""
         names, numbers = [*known], torch.stack([*self.contents().values()])
         moved = numbers != torch.stack([*known.values()])
         both = torch.stack([one := torch.where(moved, numbers, 0), ~one])

@@ -21,16 +21,7 @@ class Arrival(Protocol):
 
 
 class Sender:
-    """Averages buffers over the ranks, several at a time; each rank must call in the same order.
-
-    Args:
-        collectives: Group of the ranks that average.
-        fragments: Tensors of each fragment by name, in the order in which they are packed.
-        compressor: Compresses fragments; None sends everything uncompressed.
-
-    Raises:
-        ConfigError: Complex numbers are to be compressed.
-    """
+    """Averages buffers over the ranks, several at a time; each rank must call in the same order."""
 
     def __init__(
         self,

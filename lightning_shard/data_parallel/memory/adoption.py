@@ -60,10 +60,6 @@ class Ties:
     Ranks have a place for each parameter, so that a copy is taken of what is assigned. As long as
     both keep their values, or the assignment comes again before the next step, as a teacher's that
     is never trained, that is the same; else this says so.
-
-    Args:
-        model: The model, for names.
-        rank: Global rank of this process, for error messages.
     """
 
     def __init__(self, model: nn.Module, rank: int) -> None:
@@ -77,23 +73,13 @@ class Ties:
         return bool(self._standing)
 
     def note_shown(self, shown: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        """Note which parameters have memory in common.
-
-        Args:
-            shown: Parameters and the full tensors that they show.
-        """
+        """Note which parameters have memory in common."""
         for (param, one), (other, two) in overlapping(shown):
             places = _common(_positions(one), _positions(two))
             self._new.append(_Tie((param, other), places))
 
     def note_view(self, param: nn.Parameter, other: nn.Parameter, positions: Tensor) -> None:
-        """Note that a parameter was given a view of another one.
-
-        Args:
-            param: The parameter that the view was assigned to.
-            other: The parameter that was viewed.
-            positions: Where each element of `param` lies in the flattened `other`.
-        """
+        """Note that a parameter was given a view of another one."""
         places = torch.arange(positions.numel())
         self._new.append(_Tie((param, other), (places, positions.flatten())))
 
@@ -109,12 +95,7 @@ class Ties:
     def check(
         self, full_parameters: FullParameters, formats: Mapping[nn.Parameter, torch.dtype]
     ) -> None:
-        """Raise ConfigError if tied parameters have come apart; each rank must call.
-
-        Args:
-            full_parameters: Brings parameters together, as far as this rank gets them.
-            formats: In which parameters are compared; an optimizer's have digits of their own.
-        """
+        """Raise ConfigError if tied parameters have come apart; each rank must call."""
         for tie in self._standing if self._model.training else ():
             if all(param.requires_grad for param in tie.params):
                 raise self._refusal(*tie.params)  # an update would change each by itself
@@ -156,27 +137,7 @@ def _common(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Adoption:
-    """Takes over what user code has assigned to the parameters of a model.
-
-    Args:
-        model: The model, whose modules hold the parameters.
-        flats: The buffers of the parameters, which ask for it when they notice one.
-        homes: Buffer of each parameter, and its index there.
-        split: How the model is split over other ranks.
-        weights: Is told that ranks may have other weights now.
-        rank: Global rank of this process, for error messages.
-        phases: What the engine does now: once it is off the model, nothing is taken over.
-        may_reformat: Whether parameters can be laid out anew in other formats at first.
-
-    Attributes:
-        ties: Parameters that user code has put on one memory.
-        handles: Handles of hooks in the model, which whoever makes this removes.
-        on_replaced: Called with each parameter that was replaced, once it is in its place again.
-        other_formats: Values that user code has given parameters in another format than the
-            buffers have, by the parameter, as assigned. They are taken over rounded.
-        may_reformat: Whether parameters can be laid out anew in such formats; else they are
-            refused.
-    """
+    """Takes over what user code has assigned to the parameters of a model."""
 
     def __init__(
         self,
@@ -211,11 +172,7 @@ class Adoption:
             flat.on_assigned = self._adopt_data
 
     def adopt(self) -> None:
-        """Take over values assigned to `param.data`, and those of parameters that were replaced.
-
-        Raises:
-            ConfigError: An assigned value cannot be the parameter's.
-        """
+        """Take over values assigned to `param.data`, and those of parameters that were replaced."""
         if Phase.OVER in self._phases.open:  # the parameters are the module's alone
             return
         self._note_sources()
@@ -301,11 +258,7 @@ class Adoption:
 
 
 class _AssigningLoads:
-    """Hook of a module that notes that `load_state_dict(assign=True)` exchanges its parameters.
-
-    Args:
-        noted: Modules where it has been called.
-    """
+    """Hook of a module that notes that `load_state_dict(assign=True)` exchanges its parameters."""
 
     def __init__(self, noted: WeakSet[nn.Module]) -> None:
         self._noted = noted

@@ -27,9 +27,6 @@ class ShownViews:
 
     Args:
         params: The parameters of one flat buffer, in its order.
-
-    Attributes:
-        are: The views that the parameters were last told to show.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -76,14 +73,7 @@ def _equal_form(param: Tensor, view: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _ParameterPath:
-    """One path at which a model holds a parameter.
-
-    Attributes:
-        path: Name of the module in the model.
-        module: The module that holds the parameter.
-        name: Name of the parameter in that module.
-        param: The parameter that the module held when the engine was made.
-    """
+    """One path at which a model holds a parameter."""
 
     path: str
     module: nn.Module
@@ -150,17 +140,7 @@ class ParameterPlaces:
     def put_back(
         self, take: Callable[[nn.Parameter, Tensor], None]
     ) -> Sequence["ReplacedParameter"]:
-        """Put back the parameters that user code has replaced by others, with the others' values.
-
-        Args:
-            take: Called with a parameter that was replaced and the value that it is to have.
-
-        Returns:
-            What stood in the place of which parameter.
-
-        Raises:
-            ConfigError: The values that stand for one parameter differ, or have another shape.
-        """
+        """Put back the parameters that user code has replaced, with the new values."""
         if self._are_as_known:
             return ()
         replaced = []

@@ -31,9 +31,6 @@ class EqualWeights:
             values. Those of stage 0 are compared, where there are several ranks.
         ranks: Group of all ranks that agree.
         device: Where the numbers that ranks exchange lie.
-
-    Attributes:
-        compares: Whether there is anything to compare; the same on all ranks.
     """
 
     def __init__(

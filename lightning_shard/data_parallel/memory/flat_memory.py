@@ -42,11 +42,7 @@ def shard_views(shard: Tensor, layout: FlatLayout, index: int) -> list[Tensor]:
 
 
 class FlatMemory:
-    """Makes flat buffers that the operations of a group move.
-
-    Args:
-        ranks: The group that shards the state.
-    """
+    """Makes flat buffers that the operations of a group move."""
 
     def __init__(self, ranks: Collectives) -> None:
         self._ranks = ranks

@@ -82,15 +82,7 @@ _ALIGN_BYTES = 16  # vectorised kernels want it
 
 
 class StandIns:
-    """The stand-ins of one buffer.
-
-    Args:
-        params: The buffer's parameters.
-        names: Their names in the model.
-
-    Attributes:
-        notes: A note for each parameter, which the stand-ins of its gradient share.
-    """
+    """The stand-ins of one buffer."""
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self._params = params
@@ -120,11 +112,7 @@ class StandIns:
 
     @as_they_are
     def lift(self, indices: Sequence[int]) -> list[int]:
-        """Take stand-ins out of `.grad` while their parameters come to show other shapes.
-
-        Returns:
-            The indices of the parameters that had one, for `put`.
-        """
+        """Take stand-ins out of `.grad` while their parameters come to show other shapes."""
         grads = [*map(OWN_GRAD, map(self._params.__getitem__, indices))]
         if AveragedGradient not in map(type, grads):
             return []
@@ -431,11 +419,7 @@ class FlatParameters:
 
     @as_they_are
     def assigned(self) -> dict[int, Tensor]:
-        """Return copies of the values that user code has assigned, by the parameter's index.
-
-        Raises:
-            ConfigError: The memory of an assigned tensor is gone.
-        """
+        """Return copies of the values that user code has assigned, by the parameter's index."""
         if self.full.is_meta or (self._shown.stand and self._shown.lie_straight):
             return {}
         return {index: self._copied(index) for index in self._shown.assigned()}
@@ -456,9 +440,6 @@ class FlatParameters:
 
         Args:
             values: By a parameter's index, its value in the shape that it shows or in its own.
-
-        Raises:
-            ConfigError: A value has another shape.
         """
         if values:
             self._move()

@@ -17,11 +17,7 @@ _STATE = "quant_state"  # of a parameter of bitsandbytes' 4-bit layers
 
 
 def refuse_quantised(model: nn.Module, rank: int, *, stage: int) -> None:
-    """Raise for weights that flat buffers cannot hold.
-
-    Raises:
-        ConfigError: Names the first such parameter.
-    """
+    """Raise for weights that flat buffers cannot hold."""
     for name, param in model.named_parameters():
         kind = type(param)
         if hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch."):

@@ -11,11 +11,7 @@ from lightning_shard.errors import ConfigError
 
 
 class ValuesAtStart(Protocol):
-    """Knows the values of parameters that are on meta.
-
-    Attributes:
-        device: Where the parameters are to be.
-    """
+    """Knows the values of parameters that are on meta."""
 
     device: torch.device
 
@@ -26,13 +22,7 @@ class ValuesAtStart(Protocol):
 def put_values(
     params: Iterable[nn.Parameter], targets: Iterable[Tensor], start: ValuesAtStart | None
 ) -> None:
-    """Write parameters' values to tensors of their shapes, in any format.
-
-    Args:
-        params: The parameters to fill.
-        targets: A tensor for each of them.
-        start: Knows the values of those on meta; None leaves their tensors as they are.
-    """
+    """Write parameters' values to tensors of their shapes, in any format."""
     for param, target in zip(params, targets, strict=True):
         if not param.is_meta:
             target.copy_(param.data)

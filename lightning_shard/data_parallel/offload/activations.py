@@ -47,11 +47,7 @@ class Saved(Protocol):
     """What stands for a tensor from forward to backward."""
 
     def tensor(self) -> Tensor:
-        """Return the tensor on the device.
-
-        Raises:
-            ConfigError: It was changed after it had been saved.
-        """
+        """Return the tensor on the device."""
 
 
 class HostActivations:
@@ -83,14 +79,7 @@ class HostActivations:
 
     @contextmanager
     def saving(self, held: Storages) -> Iterator[None]:
-        """Keep in host memory what autograd saves inside, which is one forward.
-
-        Args:
-            held: Returns the storages (`storage_key`) that are there anyway.
-
-        Raises:
-            ConfigError: Code inside differentiates without telling what is saved.
-        """
+        """Keep in host memory what autograd saves inside, which is one forward."""
         try:
             with saved_tensors_hooks(_Forward(self, held).save, _tensor_of):
                 yield

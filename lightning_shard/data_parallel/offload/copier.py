@@ -24,9 +24,6 @@ from lightning_shard.data_parallel.content import content
 class HostCopier:
     """Copies of one rank.
 
-    Args:
-        device: The rank's device.
-
     Attributes:
         traffic: Calls, elements and bytes of "down" and "up" so far.
     """
@@ -55,12 +52,7 @@ class HostCopier:
             yield
 
     def down(self, source: Tensor, target: Tensor) -> None:
-        """Start a copy to the host; `target` may be read after `finish`.
-
-        Args:
-            source: Tensor on the device, of the format of `target`.
-            target: Host memory from `empty`.
-        """
+        """Start a copy to the host; `target` may be read after `finish`."""
         self.traffic.count("down", source.numel(), source.itemsize)
         with self.running():
             target.copy_(source, non_blocking=True)
@@ -90,16 +82,7 @@ class HostCopier:
         return target
 
     def copy(self, way: Literal["down", "up"], source: Tensor, target: Tensor) -> Any:
-        """Start a copy whose end has a mark: neither memory may be given back before `follow`.
-
-        Args:
-            way: "down" to the host, or "up" to the device.
-            source: Tensor in the format of `target`.
-            target: Host memory from `empty`, or a tensor on the device.
-
-        Returns:
-            The mark; None where there are no streams.
-        """
+        """Start a copy whose end has a mark: neither memory may be given back before `follow`."""
         self.traffic.count(way, source.numel(), source.itemsize)
         with self.running():
             target.copy_(source, non_blocking=True)

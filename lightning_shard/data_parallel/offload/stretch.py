@@ -97,13 +97,6 @@ class ChangedError(ConfigError):
 class Stretch:
     """Elements of one storage, from forward to backward.
 
-    Args:
-        tensor: Tensor that was saved, which shares the storage.
-        ends: Index of the stretch's first element in the storage, and of the one after its last.
-        copier: Copies of this rank.
-        pool: Host memory of this rank.
-        on_end: Called when nobody needs the stretch any more.
-
     Attributes:
         first: Index of the first element.
         num_bytes: Bytes of the stretch.

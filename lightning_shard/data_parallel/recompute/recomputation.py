@@ -74,12 +74,6 @@ def by_position(
     A checkpoint saves its positional tensors, so that hooks of saved tensors see them; all else it
     holds. A tensor of which each rank has a part is another matter: autograd, where it has hooks,
     would gather it. So its part is kept by itself.
-
-    Args:
-        own: The forward that is called.
-        args: Its positional arguments.
-        kwargs: Its arguments by name.
-        keep: Keeps tensors where autograd has hooks on what it saves; None where it has none.
     """
     values, num_args, names = [*args, *kwargs.values()], len(args), list(kwargs)
     if keep is not None:
@@ -188,11 +182,7 @@ def _is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 class KeptResults:
-    """The results that one call of a block keeps.
-
-    Args:
-        keep: Keeps a tensor without a graph until the recomputation.
-    """
+    """The results that one call of a block keeps."""
 
     def __init__(self, keep: Callable[[Tensor], Saved]) -> None:
         self._keep = keep
@@ -259,13 +249,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Recomputed:
-    """What is remembered of a block whose calls are checkpointed.
-
-    Attributes:
-        name: Name of the block, for messages.
-        forward: The forward that was set on the block itself, or None where it has its class's.
-        is_checked: Whether a recomputation was found to leave the block's buffers alone.
-    """
+    """What is remembered of a block whose calls are checkpointed."""
 
     def __init__(self, name: str, forward: Callable[..., Any] | None, *, is_checked: bool) -> None:
         self.name, self.forward, self.is_checked = name, forward, is_checked
@@ -292,13 +276,7 @@ def observed_by(observer: Observer) -> AbstractContextManager[object]:
 
 
 def recomputes(block: nn.Module, kind: str) -> Callable[..., Any]:
-    """Return the forward of a block that is computed again in backward.
-
-    Args:
-        block: The block, which has its `Recomputed`.
-        kind: "full" drops all activations; "selective" keeps the results of matrix products,
-            convolutions and attention.
-    """
+    """Return the forward of a block that is computed again in backward."""
     function: Any = _fully if kind == "full" else _selectively
     if any(map(has_statistics, block.modules())):
         function = untraced(function)  # compiled code would update them twice
@@ -330,14 +308,7 @@ def _own_forward(block: Any) -> Callable[..., Any]:
 
 
 class _Call(NamedTuple):
-    """One call of a block.
-
-    Attributes:
-        block: The block that is called.
-        name: Name of the block, for messages.
-        inputs: The tensors that it was given, where an observer asks for them.
-        keep: Keeps a tensor without a graph from forward to backward.
-    """
+    """One call of a block."""
 
     block: nn.Module
     name: str

@@ -109,11 +109,7 @@ def _lengths(home: dict[str, Any]) -> dict[str, int]:
 
 @contextmanager
 def buffers_watched(block: nn.Module, name: str) -> Iterator[None]:
-    """Refuse a block whose recomputation inside changes its buffers or parameters.
-
-    Raises:
-        ConfigError: The recomputation has changed a buffer or a parameter of the block.
-    """
+    """Refuse a block whose recomputation inside changes its buffers or parameters."""
     before = {path: buffer.detach().clone() for path, buffer in block.named_buffers()}
     marks = {path: content(param.data) for path, param in block.named_parameters()}
     try:

@@ -50,16 +50,7 @@ def publishing_edits(
 
 
 class FullValues:
-    """Reads and writes the full parameters of a model whose ranks have shards or copies.
-
-    Args:
-        model: The model of an engine.
-        homes: By parameter, the buffer that holds it and its index there.
-        units: Units of the model.
-        groups: Groups of the data-parallel ranks.
-        split: How the model is split over other ranks.
-        adopt: Takes over what user code has assigned.
-    """
+    """Reads and writes the full parameters of a model whose ranks have shards or copies."""
 
     def __init__(
         self,

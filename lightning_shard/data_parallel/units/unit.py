@@ -23,15 +23,7 @@ from lightning_shard.data_parallel.offload.copier import Uploaded
 
 
 class Passage:
-    """Calls of blocks, each of which was given what the one before it returned.
-
-    Args:
-        on_entry: Called when a backward enters one of the blocks.
-        on_exit: Called when a backward has left the first one.
-
-    Attributes:
-        output: Returns what the last one has returned; None once that is gone.
-    """
+    """Calls of blocks, each of which was given what the one before it returned."""
 
     def __init__(
         self, on_entry: Callable[["Passage"], None], on_exit: Callable[["Passage"], None]
@@ -205,11 +197,7 @@ class Unit:
         return any(param in params for flat in self.flats for param in flat.params)
 
     def begin_unshard(self) -> None:
-        """Start the all-gathers unless the parameters are here or on their way.
-
-        Raises:
-            ConfigError: User code has assigned a parameter between its forward and its backward.
-        """
+        """Start the all-gathers unless the parameters are here or on their way."""
         if self.state is UnitState.SHARDED:
             for flat in self.flats if self.passages.open_calls else ():
                 flat.refuse_assigned()
@@ -251,10 +239,6 @@ class Unit:
         """Have full parameters as their shards are, for code outside autocast; each must call.
 
         Graphs keep what they have saved of rounded ones.
-
-        Args:
-            for_good: Whether to keep the format; else the parameters are rounded again when they
-                are resharded and no backward is to come.
         """
         is_due, exact = self.digits is Digits.ROUNDED, for_good or self.digits is Digits.EXACT
         self.digits = self.digits.to(Digits.EXACT if exact else Digits.WIDENED)
@@ -280,11 +264,7 @@ class Unit:
             known.copy_(flat.full)
 
     def reshard(self, *, edited: bool = False) -> None:
-        """Let the parameters show this rank's shards and give the full memory back.
-
-        Args:
-            edited: Whether user code may have changed the full parameters, whose changes are kept.
-        """
+        """Let the parameters show this rank's shards and give the full memory back."""
         self._wait()
         if (edited or self.was_met) and self.state in HERE:
             for flat in self.flats:

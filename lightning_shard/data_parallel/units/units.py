@@ -31,12 +31,7 @@ _MOST_LAYERS = 8  # more pairs of single layers than this are layers of one size
 
 @dataclass(frozen=True, eq=False)
 class _ModulePart:
-    """The parameters of one module.
-
-    Attributes:
-        params: The parameters, in registration order.
-        is_layer: Whether a single module holds all of them.
-    """
+    """The parameters of one module."""
 
     params: tuple[nn.Parameter, ...]
     is_layer: bool
@@ -72,11 +67,6 @@ class MatchingParts:
     whole buffers are equal. Each matching part has buffers of its own for that, split by what
     requires gradients in any of the matching parts. It is decided by structure alone: every rank
     must come to the same.
-
-    Attributes:
-        parts: By parameter, the number of the part that it is in.
-        flags: By parameter, the `requires_grad` of its counterparts in all the matching parts,
-            itself included.
     """
 
     parts: Mapping[nn.Parameter, int] = field(default_factory=dict)
@@ -147,14 +137,7 @@ def _are_two_matrices(family: _Family) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSpec:
-    """The parameters of one unit, by canonical name, and the modules whose forward needs them.
-
-    Attributes:
-        name: Name of the unit's first module, or "root".
-        modules: The unit's blocks; empty for the root unit, whose parameters stay for a step.
-        params: Name and parameter in registration order, each parameter once.
-        matching: The matching parts of the model.
-    """
+    """The parameters of one unit, by canonical name, and the modules whose forward needs them."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -183,9 +166,6 @@ def find_units(
         bucket_mb: Size in MB up to which neighbouring blocks are joined.
         is_here: Returns whether this rank has a parameter; others are in no unit.
         undivided: Lists whose children are no blocks.
-
-    Raises:
-        ConfigError: `classes` names a class that the model does not contain.
     """
     blocks = list(named_blocks(model, classes, undivided=undivided))
     owner = _owners(model, blocks)

@@ -63,10 +63,6 @@ class ShardCopies:
 
     A copy's modules carry the hooks of the modules that they were copied from: these are what tells
     of its calls. Each rank must make, call and keep the same copies.
-
-    Args:
-        flats: Buffers of the parameters, under stage 3.
-        shows_full: Returns whether a parameter that is full now is copied as it is.
     """
 
     def __init__(self, flats: Sequence[FlatParameters], shows_full: Callable[[], bool]) -> None:
@@ -127,11 +123,7 @@ class ShardCopies:
             )
 
     def enter(self, module: nn.Module) -> None:
-        """Make a copied module full for a call; each rank must call.
-
-        Raises:
-            ConfigError: The call would record gradients of the copy.
-        """
+        """Make a copied module full for a call; each rank must call."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -205,12 +197,7 @@ class ShardCopies:
 
     @torch.no_grad()
     def restore(self, agree: Callable[[set[int]], set[int]] | None) -> None:
-        """End the run: copy parameters plainly again, and make copies full.
-
-        Args:
-            agree: Returns those of this rank's shard numbers that all ranks have; each rank must
-                call. None leaves copies as shards, when peers may be gone.
-        """
+        """End the run: copy parameters plainly again, and make copies full."""
         for param in self._params:
             vars(param).pop("__deepcopy__", None)
         alive = self._alive()
@@ -254,13 +241,6 @@ class Since(State):
 
 class Unsharder:
     """Unshards and reshards the units of a model.
-
-    Args:
-        model: The module whose forward, or whose children's forwards, need the units.
-        units: All units, in registration order.
-        on_left: Called with a unit when backward has left its modules for good.
-        units_ahead: Units that are unsharded ahead of the one that runs.
-        phases: What the engine does now.
 
     Attributes:
         since: What has been since the parameters were laid out.
@@ -493,9 +473,6 @@ class Unsharder:
         """Unshard a unit that user code needs for a graph; each rank must call.
 
         It stays until the step ends, or an optimizer updates it.
-
-        Returns:
-            False outside of a step, where no backward comes, and inside of an update.
         """
         brings = self._graphs_last and Phase.UPDATE not in self._phases.open
         if brings:
@@ -663,9 +640,6 @@ class Unsharder:
         """Unshard and leave, as other ranks do, the blocks that backward has passed by here.
 
         What such a block has returned on this rank needs no gradient: it used no parameter.
-
-        Args:
-            entered: What backward enters now; None at its end.
         """
         while self._awaited:
             passage, unit = self._awaited.popitem()

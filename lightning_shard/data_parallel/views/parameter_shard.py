@@ -93,14 +93,7 @@ class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation of a view, such as an index.
-
-    Attributes:
-        func: The operation to call.
-        args: Its positional arguments after the tensor.
-        kwargs: Its keyword arguments.
-        index: Which of several results to take; None where the operation has one result.
-    """
+    """One operation of a view, such as an index."""
 
     func: Callable[..., Any]
     args: Args

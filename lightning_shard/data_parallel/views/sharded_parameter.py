@@ -365,11 +365,7 @@ def _of_user(func: Function, params: Sequence[ShardedParameter], args: Args, kwa
 def _in_shards(
     func: Function, params: Sequence[ShardedParameter], args: Args, kwargs: Kwargs
 ) -> Any:
-    """Compute with the full parameters of which the arguments are shards.
-
-    Raises:
-        ConfigError: A parameter is to be pickled, or cannot have the gradient that is set.
-    """
+    """Compute with the full parameters of which the arguments are shards."""
     refuse_recording()
     if func == _TENSOR.data.__set__:
         return _assign(args[0], args[1])

@@ -169,11 +169,7 @@ _BY_ELEMENT = frozenset(
 
 
 def refuse(func: Any, tensor: ShardedTensor, reason: str = "") -> NoReturn:
-    """Raise `refusal`.
-
-    Raises:
-        ConfigError: The error that `refusal` returns, always.
-    """
+    """Raise `refusal`."""
     raise refusal(func, tensor, reason)
 
 
@@ -295,11 +291,7 @@ def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool 
 
 
 def _broadcast(tensor: Tensor, like: ShardedTensor) -> Tensor:
-    """Return a tensor expanded to the full shape of `like`, if it is not a shard of that shape.
-
-    Raises:
-        ConfigError: The tensor may be either, on this rank.
-    """
+    """Return a tensor expanded to the full shape of `like`, if it is not a shard of that shape."""
     if tensor.shape == like.local.shape and tensor.shape != like.shape:
         if like.spread.cut(tensor, like.local) is None:
             raise ConfigError(

@@ -48,10 +48,6 @@ def refuse_transforms(what: str, *given: Tensor) -> None:
 
 
 def refuse_recording() -> None:
-    """Raise where operations on shards would be recorded, of which a graph can have no messages.
-
-    Raises:
-        ConfigError: `torch.func.linearize` or another caller of `make_fx` looks at a function now.
-    """
+    """Raise where operations on shards would be recorded, of which a graph can have no messages."""
     if is_recorded_as_graph():
         raise transform_refused(OF_SHARDS)

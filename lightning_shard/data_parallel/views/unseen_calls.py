@@ -38,11 +38,7 @@ _LOOKS_FULL = (ParameterShard, ShardView, ShardedParameter)
 
 
 class SeesUnseenCalls(TorchFunctionMode):
-    """Gives full tensors to calls that would take a shard for one.
-
-    Args:
-        phases: What the engine does now: such calls are seen in hooks.
-    """
+    """Gives full tensors to calls that would take a shard for one."""
 
     def __init__(self, phases: Phases) -> None:
         super().__init__()

@@ -106,11 +106,7 @@ class Membership(Protocol):
     def init_groups(
         self, generation: Generation, backend: Backend, device: torch.device, timeout: timedelta
     ) -> None:
-        """Start the generation's default process group; each of its members must call.
-
-        Raises:
-            RankFailedError: Another one did not come; ask for the next generation.
-        """
+        """Start the generation's default process group; each of its members must call."""
 
     def drop_groups(self) -> None:
         """Forget this rank's groups, broken or not; safe when peers are gone."""

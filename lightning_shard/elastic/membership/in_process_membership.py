@@ -32,13 +32,6 @@ class InProcessMembership(Membership):
     """One rank's part in an elastic job inside an in-process world.
 
     Each rank makes its own, with the same arguments, while it runs.
-
-    Args:
-        bounds: How many ranks may train. Its patience is told in messages only: it has passed when
-            no rank can run.
-
-    Raises:
-        ConfigError: No elastic in-process world runs.
     """
 
     def __init__(self, bounds: Bounds) -> None:

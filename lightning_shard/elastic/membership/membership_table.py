@@ -48,16 +48,7 @@ class Bounds:
 
 @dataclass(kw_only=True)
 class _Participant:
-    """A member of the last generation, or one that waits for the next.
-
-    Attributes:
-        heard: Time of its last message.
-        initial_rank: Its rank at the start, of one that waits for generation 1.
-        has_arrived: Whether it waits for the next generation.
-        error: The error that it has raised before it arrived.
-        failures: How often it has arrived with an error.
-        has_been_told_to_wait: Whether it has been told what is waited for.
-    """
+    """A member of the last generation, or one that waits for the next."""
 
     heard: float
     initial_rank: int | None = None
@@ -76,12 +67,6 @@ class MembershipTable:
         silence_seconds: A participant that says nothing for so long is declared dead.
         tell: Sends a message to a participant, if it can be reached.
         now: The time, in seconds on a clock that only goes forward, as in every method.
-
-    Attributes:
-        number: The number of the last generation; 0 before the first.
-        members: The last generation's members, in the order of ranks, those that have gone since
-            among them.
-        is_over: Whether the job has ended; nobody is let in any more.
     """
 
     def __init__(

@@ -199,11 +199,7 @@ class RendezvousServer(Served):
 
 
 def start_rendezvous_server(rules: JobRules, host: str, port: int, token: str = "") -> settings.Job:
-    """Start a rendezvous server on this host; it lives in a session of its own and ends by itself.
-
-    Raises:
-        BackendUnavailableError: The server did not start.
-    """
+    """Start a rendezvous server on this host in a session of its own, which ends by itself."""
     listeners = listen(host, port)
     with contextlib.ExitStack() as opened:
         for listener in listeners:

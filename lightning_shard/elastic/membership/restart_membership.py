@@ -46,11 +46,7 @@ _NUMBER = re.compile(r"(\d{6,})-")
 
 
 def job_folder(job: str, root: Path | None = None) -> Path:
-    """Return the folder of a job on this host, made if need be; nobody else may enter it.
-
-    Raises:
-        ConfigError: There is no shared memory here, or the folder is somebody else's.
-    """
+    """Return the folder of a job on this host, made if need be; nobody else may enter it."""
     root = _ROOT if root is None else root
     if not root.is_dir():
         raise ConfigError(
@@ -63,13 +59,7 @@ def job_folder(job: str, root: Path | None = None) -> Path:
 
 
 class SharedMemoryBuffers:
-    """Buffers of snapshots in a job's folder.
-
-    Args:
-        folder: The job's folder, see `job_folder`.
-        writer: This process's name, which no other one in the folder and the generation may have.
-        generation: The generation in which this process has started; it orders the files.
-    """
+    """Buffers of snapshots in a job's folder."""
 
     def __init__(self, folder: Path, writer: str, generation: int = 0) -> None:
         self._stem = folder / f"{generation:06d}-{_UNSAFE.sub('_', writer)}"
@@ -78,11 +68,7 @@ class SharedMemoryBuffers:
         self._idle: list[Tensor] = []
 
     def lend(self, num_bytes: int) -> Tensor:
-        """Return a buffer of so many bytes: uint8, 1-D, in host memory.
-
-        Raises:
-            CheckpointError: There is no room.
-        """
+        """Return a buffer of so many bytes: uint8, 1-D, in host memory."""
         buffer = take_fitting(self._idle, num_bytes)
         if buffer is None:
             while self._idle:  # of another number of ranks
@@ -117,9 +103,6 @@ def load_all(folder: Path) -> list[Snapshot]:
     """Map every complete snapshot in a folder; nothing is copied.
 
     They stay readable after `clear`, until the last tensor of theirs goes.
-
-    Raises:
-        CheckpointError: A file is of another version of this package.
     """
     return [
         Snapshot.read(_map(path, shared=False), is_own=True)
@@ -136,13 +119,7 @@ def newest_generation(job: str, root: Path | None = None) -> int:
 
 
 def clear(folder: Path, before: int | None = None, writer: str | None = None) -> None:
-    """Remove a job's files from memory.
-
-    Args:
-        folder: The job's folder, see `job_folder`; it goes, too, when nothing is left in it.
-        before: Remove only files of processes that have started before this generation.
-        writer: Remove the files of this process as well.
-    """
+    """Remove a job's files from memory."""
     mine = None if writer is None else f"-{_UNSAFE.sub('_', writer)}-"
     for path in [*folder.glob(f"*{_COMPLETE}"), *folder.glob(f"*{_OPEN}")]:
         number = _NUMBER.match(path.name)
@@ -199,16 +176,7 @@ def _map(path: Path, *, shared: bool) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Restarted:
-    """One worker of a job that something starts anew as a whole.
-
-    Attributes:
-        by: Name of what does so.
-        job: The job's name, which its workers on a host have in common over its restarts.
-        rank: Rank of the worker this time.
-        world_size: Number of workers this time.
-        limit: The option that says how often it does so.
-        is_killed: Whether the process ends without a word when the script has ended.
-    """
+    """One worker of a job that something starts anew as a whole."""
 
     by: str
     job: str
@@ -219,20 +187,7 @@ class Restarted:
 
 
 class RestartMembership(Membership):
-    """One worker's part in a job that is restarted.
-
-    Args:
-        backend: The backend of the groups.
-        device: This rank's device.
-        timeout: How long ranks wait for each other in a group.
-        worker: Which worker this is.
-
-    Attributes:
-        me: Name of this rank among the members.
-        first_size: Number of ranks with which the workers were started this time.
-        held: The snapshots that its predecessors on this host have left of the present fit.
-        has_past: Whether any rank's predecessors have left some.
-    """
+    """One worker's part in a job that is restarted."""
 
     is_wanted = False  # who restarts the workers looks for newcomers
     is_leaving = False
@@ -284,11 +239,7 @@ class RestartMembership(Membership):
         return SharedMemoryBuffers(self._folders[-1], self.me, self._generation.number)
 
     def following(self, error: BaseException | None = None) -> Generation:
-        """Return the one generation that this process lives in, once.
-
-        Raises:
-            RankFailedError: It has ended: this process has to end, too.
-        """
+        """Return the one generation that this process lives in, once."""
         assert self._generation is not None
         if not self._is_new:
             raise RankFailedError(

@@ -86,18 +86,7 @@ class _MeetingStore(PrefixStore):
 
 
 class ServedMembership(Membership):
-    """This process's part in the job that a rendezvous server keeps.
-
-    Args:
-        job: The address of the server, and the token if one was given.
-        initial_rank: This process's rank among those that the job starts with; None for a newcomer.
-        timeout: How long ranks wait for each other in a group; a rendezvous server that is silent
-            for most of it is given up.
-
-    Raises:
-        ConfigError: The server does not know this token.
-        RankFailedError: The server cannot be reached.
-    """
+    """This process's part in the job that a rendezvous server keeps."""
 
     def __init__(self, job: settings.Job, initial_rank: int | None, timeout: timedelta) -> None:
         self.me, self.first_size = "", 0

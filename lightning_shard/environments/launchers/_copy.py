@@ -100,11 +100,7 @@ class _Stream(Iterator[Any]):
 
 
 def exchange_iterator(way: list[Any]) -> Any:
-    """Give the holder of the iterator that has ended a deep copy one that can be copied.
-
-    Returns:
-        The iterator that was exchanged; None if there is none, or its holder cannot be changed.
-    """
+    """Give the holder of the iterator that has ended a deep copy one that can be copied."""
     for depth in range(len(way) - 1, 0, -1):
         iterator = way[depth]
         if isinstance(iterator, tuple):  # what an iterator over it is made of

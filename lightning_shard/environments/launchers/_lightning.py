@@ -135,11 +135,7 @@ def exchange_strategy(source: "pl.Trainer", target: "pl.Trainer") -> None:
 
 
 class _SharedContexts:
-    """Contexts that stay open from the first entry to the last exit, whoever entered first.
-
-    Args:
-        make: Makes the context from the arguments of an entry.
-    """
+    """Contexts that stay open from the first entry to the last exit, whoever entered first."""
 
     def __init__(self, make: Callable[..., AbstractContextManager[None]]) -> None:
         self._make = make

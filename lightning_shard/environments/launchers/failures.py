@@ -54,13 +54,7 @@ class Salvages(Protocol):
     def salvaging(
         self, error: BaseException, *, is_common: bool, gone: Sequence[int]
     ) -> AbstractContextManager[None]:
-        """Make the context in which callbacks hear of an exception and may save checkpoints.
-
-        Args:
-            error: The exception that callbacks hear of.
-            is_common: Whether all ranks have raised at the same place.
-            gone: Ranks that have died.
-        """
+        """Make the context in which callbacks hear of an exception and may save checkpoints."""
 
     def end_in_common(self) -> None:
         """Tear the run down after an exception that all ranks have raised at the same place."""

@@ -124,12 +124,7 @@ class InProcessLauncher(Launcher):
 
 
 class _CallersRank:
-    """The rank that runs on the caller's thread, and on the caller's model and trainer.
-
-    Attributes:
-        exit: The exception by which every rank has left; None if they have not. Lightning handles
-            it after the world's end.
-    """
+    """The rank that runs on the caller's thread, and on the caller's model and trainer."""
 
     def __init__(
         self, world: World, function: Callable[[], Any], trainer: "pl.Trainer | None"

@@ -67,11 +67,7 @@ class Replica:
         args: list[Any],
         kwargs: dict[str, Any],
     ) -> "Replica":
-        """Copy function, trainer and arguments together; see `copy_for_rank`.
-
-        Raises:
-            ConfigError: An object in them cannot be copied; the message names the attribute.
-        """
+        """Copy function, trainer and arguments together; see `copy_for_rank`."""
         owners = find_owners(trainer, args, kwargs)
         named = {**_arguments(function, args, kwargs), **owners, "trainer": trainer}
         copied = copy_for_rank(
@@ -94,9 +90,6 @@ class Replica:
         """Run the function, with Lightning's handling of exceptions if there is a trainer.
 
         No callback and no strategy hears of a rank that a fault drops, as of a killed process.
-
-        Args:
-            meet: Called with the function's error; lets the other ranks raise, too.
         """
         if self.trainer is None:
             return self.function(*self.args, **self.kwargs)

@@ -48,15 +48,7 @@ def adopt(
     *,
     has_ended_well: bool,
 ) -> None:
-    """Give the originals, on which a rank ran that did not come to the end, a survivor's results.
-
-    Args:
-        survivor: Copies on which the lowest rank of the last generation ran.
-        trainer: The caller's trainer; None without one.
-        args: Positional arguments of the launched function, the caller's model among them.
-        kwargs: Keyword arguments of the launched function.
-        has_ended_well: Whether the rank on the originals returned, rather than be cut off.
-    """
+    """Give the originals, on which a lost rank ran, a survivor's results."""
     if trainer is not None and not has_ended_well:
         take_down(trainer, RankFailedError("Rank 0 was lost; the others went on without it."))
     originals = find_owners(trainer, args, kwargs)
@@ -101,13 +93,7 @@ OF_LIGHTNING = frozenset({*vars(pl.LightningModule()), *vars(pl.LightningDataMod
 def give_attributes(
     survivor: Replica, trainer: "pl.Trainer | None", originals: Mapping[str, Any]
 ) -> None:
-    """Give the originals the attributes of what a survivor ran on; parameters are the same already.
-
-    Args:
-        survivor: What the lowest rank of the last generation ran.
-        trainer: The caller's, if there is one.
-        originals: The caller's objects by name, as `find_owners` gives them.
-    """
+    """Give the originals the attributes of what a survivor ran on; parameters are shared."""
     owners = find_owners(survivor.trainer, survivor.args, survivor.kwargs)
     pairs = [pair for name, owner in owners.items() for pair in _pairs(owner, originals.get(name))]
     memo = memo_of(survivor.trainer, owners, (survivor.args, survivor.kwargs))

@@ -22,10 +22,6 @@ def combined(splits: Sequence[ModelSplit]) -> ModelSplit | None:
 class CombinedSplit(ModelSplit):
     """Two splits as one.
 
-    Args:
-        inner: Made first, of the full model.
-        outer: Made of what that has left.
-
     Attributes:
         full_shapes: The full shape of each parameter that is a part here, or not here.
     """

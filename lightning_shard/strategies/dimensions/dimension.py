@@ -127,26 +127,11 @@ class StepRunner(Protocol):
     def run(
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run one step within one of the engine; each rank must call.
-
-        Args:
-            kind: Kind of the step, which says what Lightning runs it for.
-            step: Runs the module's own step.
-            args: Positional arguments of the step, the batch first.
-            kwargs: Keyword arguments of the step.
-
-        Returns:
-            What the step has returned, or what stands for it on this rank.
-        """
+        """Run one step within one of the engine; each rank must call."""
 
 
 class PlainRunner:
-    """Runs a step once, on the batch as it is.
-
-    Args:
-        engine_step: Makes the engine's step, which each of the module's runs in.
-        around_training: Makes what surrounds each training step.
-    """
+    """Runs a step once, on the batch as it is."""
 
     def __init__(
         self,
@@ -165,13 +150,7 @@ class PlainRunner:
 
 
 class WrappedRunner:
-    """Runs another one's steps with something around them.
-
-    Args:
-        inner: Runs the steps.
-        around: Makes what surrounds each.
-        completed: Makes of what a step has returned what is returned here.
-    """
+    """Runs another one's steps with something around them."""
 
     def __init__(
         self,
@@ -217,11 +196,7 @@ class ParallelDimension:
         self.num_parts = 1
 
     def check_copies(self, copies: tuple[int, int]) -> None:
-        """Refuse that ranks keep several copies of the state, each in shards on so many of them.
-
-        Raises:
-            ConfigError: Its ranks cannot share out copies.
-        """
+        """Refuse that ranks keep several copies of the state, each in shards on so many of them."""
 
     def check(self, run: RunView) -> None:
         """Refuse what cannot be, before anything is changed; there are no groups yet.
@@ -270,11 +245,7 @@ class ParallelDimension:
         """See the averaged gradients of an optimizer, `number` among them; each rank must call."""
 
     def check_gather(self, tensor: Tensor, *, sync_grads: bool) -> None:
-        """Refuse to gather what a step has on its ranks, where that cannot be right.
-
-        Raises:
-            ConfigError: A gather would compare parts of a batch only; it says what to do.
-        """
+        """Refuse to gather what a step has on its ranks, where that cannot be right."""
 
     def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Return what makes the context of each of the user's hooks in a fit; None for none."""

@@ -58,18 +58,7 @@ _RAGGED = (
 
 
 class MicrobatchedSteps(StepRunner):
-    """Runs steps through a pipeline.
-
-    Args:
-        run: The run that the steps are part of.
-        engine: The engine of the model.
-        pipeline: The pipeline of the model's stages.
-        split: The split that says which stages are on this rank.
-        logs: What the module logs in a step.
-        num_parts: Microbatches of a batch that has as many samples.
-        lists: What lists in batches are, see `BatchReader`.
-        on_training: Called with the number of microbatches of each training batch.
-    """
+    """Runs steps through a pipeline."""
 
     def __init__(
         self,
@@ -106,9 +95,6 @@ class MicrobatchedSteps(StepRunner):
 
         Counts that differ between microbatches are refused as well: a mean over as many tokens of
         each is not that over the batch's.
-
-        Raises:
-            ConfigError: The step runs on microbatches; it says what to do.
         """
         is_count = tensor.numel() == 1 and not (tensor.requires_grad or is_placeholder(tensor))
         if self._num_in_step > 1 and is_count and (count := float(tensor)).is_integer():
@@ -215,11 +201,7 @@ class MicrobatchedSteps(StepRunner):
         return recorded
 
     def _shared(self, results: dict[int, Any], microbatches: list[Microbatch]) -> tuple[Any, float]:
-        """Merge what the last stage's steps have returned, and give it to every rank.
-
-        Returns:
-            The merged result, and the microbatches' share of the batch.
-        """
+        """Merge what the last stage's steps have returned, and give it to every rank."""
         outputs, weight = None, sum(one.weight for one in microbatches)
         if self._pipeline.has_last_stage and microbatches:
             sizes = [one.size for one in microbatches]

@@ -311,15 +311,7 @@ def knowing_saves_in_flight(
     will_exist: Callable[[str, bool], bool],
     once_complete: Callable[[Callable[[], None]], bool],
 ) -> Iterator[None]:
-    """Let a callback choose names, and make links, as if what is in flight were complete.
-
-    Args:
-        callback: The callback; only inside.
-        will_exist: Returns whether a path will be there once no save is in flight; it is also told
-            whether it is there now.
-        once_complete: Has rank 0 do something once the save in flight is complete; returns False
-            if there is none.
-    """
+    """Let a callback choose names, and make links, as if what is in flight were complete."""
     exists, link = callback.file_exists, callback._link_checkpoint
 
     def file_exists(filepath: str, trainer: "pl.Trainer") -> bool:
@@ -374,12 +366,7 @@ def requeue_path(trainer: "pl.Trainer") -> str:
 
 
 def requeue(trainer: "pl.Trainer", save: Callable[[], None]) -> None:
-    """Finish loggers, save, and on rank 0 have SLURM requeue the job; each rank must call.
-
-    Args:
-        trainer: The trainer of a run under SLURM.
-        save: Saves a checkpoint where a job finds it when SLURM starts it again.
-    """
+    """Finish loggers, save, and on rank 0 have SLURM requeue the job; each rank must call."""
     connector: Any = trainer._signal_connector
     places = trainer._checkpoint_connector
     with (
@@ -406,15 +393,7 @@ def begin_validation_anew(trainer: "pl.Trainer") -> bool:
 
 
 class EpochValue(NamedTuple):
-    """What one rank has logged under a name, for an epoch's end.
-
-    Attributes:
-        names: Where `trainer.callback_metrics` has it.
-        reduction: Name of the reduction: "mean", "sum", "max" or "min".
-        total: The value, reduced over the rank's batches; of a mean the sum.
-        weight: What the total of a mean is divided by.
-        in_steps: How often it was reduced over the ranks in a step.
-    """
+    """What one rank has logged under a name, for an epoch's end."""
 
     names: tuple[str, str]
     reduction: str

@@ -160,11 +160,6 @@ _SIDE = 3  # of the trial's parameter
 def expected_state_bytes(optimizer: Optimizer, shards: Mapping[nn.Parameter, Tensor]) -> int | None:
     """Return the bytes that an optimizer's state will take on this rank.
 
-    Args:
-        optimizer: The user's optimizer; it is not changed.
-        shards: By parameter, the shard of it that this rank's optimizer updates; parameters that
-            are missing here count nothing.
-
     Returns:
         Bytes on this rank; None where no trial can tell: a class that is not torch's, or state
             of other shapes.

@@ -35,9 +35,6 @@ def agree_on_batches(
         collectives: Group of the ranks that must take the same steps.
         device: Where the messages about streams lie.
         is_training: Whether a stream without a batch is warned of; Lightning warns of lengths of 0.
-
-    Raises:
-        ConfigError: The lengths differ; raised on every rank.
     """
     lengths = [length for length in answers if length is not None]
     if len(lengths) < len(answers):
@@ -61,9 +58,6 @@ def check_same_lengths(loader: Any, collectives: Collectives) -> None:
     Args:
         loader: This rank's loader.
         collectives: Group of the ranks that share the work; each must call.
-
-    Raises:
-        ConfigError: The lengths differ; raised on every rank.
     """
     lengths = lengths_on_ranks(loader, collectives)
     if len(set(lengths)) > 1:

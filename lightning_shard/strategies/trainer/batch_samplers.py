@@ -201,11 +201,7 @@ def _assign_predictions(
 
 
 def _is_assigned(batches: Any) -> bool:
-    """Whether the user's sampler of ranks assigns the samples.
-
-    Raises:
-        ConfigError: The batch sampler itself knows the ranks.
-    """
+    """Whether the user's sampler of ranks assigns the samples."""
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
         return True
     if _knows_ranks(batches):

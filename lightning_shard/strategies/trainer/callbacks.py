@@ -138,11 +138,7 @@ def prepare_callbacks(
 
 
 def check_callbacks(callbacks: Sequence[Callback], *, averages_shards: bool) -> None:
-    """Refuse callbacks that cannot work with a strategy.
-
-    Raises:
-        ConfigError: Names the first such callback.
-    """
+    """Refuse callbacks that cannot work with a strategy."""
     for callback in callbacks:
         _check_root(callback)
         if isinstance(callback, ModelPruning):

@@ -94,14 +94,7 @@ def _update_running(module: BatchNorm, mean: Tensor, variance: Tensor, total: fl
 def layer_sync_over(
     data: Collectives, configured: LayerSync | None, device: torch.device, num_ranks: int
 ) -> LayerSync | None:
-    """Return who synchronises the layers of a run.
-
-    Args:
-        data: Group of the ranks whose batches count.
-        configured: Lightning's, which the user has asked for; None where nobody has.
-        device: Device of this rank.
-        num_ranks: Number of all ranks.
-    """
+    """Return who synchronises the layers of a run."""
     # torch's refuses the CPU, and synchronises all ranks of the world
     is_ours = device.type == "cpu" or data.size < num_ranks
     if isinstance(configured, TorchSyncBatchNorm) and is_ours:
@@ -110,11 +103,7 @@ def layer_sync_over(
 
 
 class SyncBatchNormOnCpu(LayerSync):
-    """Gives every batch norm a forward over all ranks; the modules themselves stay.
-
-    Args:
-        collectives: Group of the ranks whose batches count.
-    """
+    """Gives every batch norm a forward over all ranks; the modules themselves stay."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives

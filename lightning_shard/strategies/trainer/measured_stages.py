@@ -28,11 +28,7 @@ def measured_costs(
     what: Literal["flops", "memory"],
     pipeline: Collectives,
 ) -> BlockCosts:
-    """Return the costs of the blocks in a training step; each rank of the pipeline must call.
-
-    Raises:
-        ConfigError: There are no training data, since nothing is fitted.
-    """
+    """Return the costs of the blocks in a training step; each rank of the pipeline must call."""
     if module.trainer.state.fn != TrainerFn.FITTING:
         raise ConfigError(
             f"split={what!r} measures a training step, but nothing is trained here; expected "

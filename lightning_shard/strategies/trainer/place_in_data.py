@@ -87,13 +87,7 @@ PLACE_ENTRIES = ("random", "data", "loaders")
 
 
 class PlaceInData:
-    """One rank's place in the training data and its random streams, in a fit.
-
-    Args:
-        trainer: The trainer of the fit.
-        device: This rank's device.
-        besides: Returns the states of further random streams, by name.
-    """
+    """One rank's place in the training data and its random streams, in a fit."""
 
     def __init__(
         self,
@@ -128,12 +122,7 @@ class PlaceInData:
         return own | {"loaders": loaders} if loaders else own
 
     def go_on(self, own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
-        """Note the place to go on from, until the fit begins.
-
-        Args:
-            own: What `state` has returned on this rank; {} where the mesh was another.
-            first: What it has returned on rank 0; {} if nothing is known.
-        """
+        """Note the place to go on from, until the fit begins."""
         self._resumed = own.get("random", {}), (own or first).get("data", {})
         self._is_of_this_mesh = bool(own)
         # Another mesh has other shares of the data: batches are dropped there.
@@ -381,10 +370,6 @@ class KeptState:
             file: The file that is streamed; None where somebody must have all of it, or a folder is
                 saved.
             is_fitting: Whether a fit runs; if not, they are those of the last one.
-
-        Returns:
-            For a file on rank 0 those of all ranks. For a folder on each rank its own entry, as it
-            is and not copied, and on rank 0 what counts for all.
         """
         shared, own, engine = self._shared, self._own, run.present_engine
         if is_fitting and engine is not None:

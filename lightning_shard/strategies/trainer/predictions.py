@@ -25,12 +25,7 @@ _NOTHING = object()
 
 
 class PredictedBatches:
-    """What one rank was given to predict.
-
-    Args:
-        trainer: The trainer, whose predictions begin.
-        rank: The rank's number among those of other samples.
-    """
+    """What one rank was given to predict."""
 
     def __init__(self, trainer: "pl.Trainer", rank: int) -> None:
         self.rank = rank
@@ -38,12 +33,7 @@ class PredictedBatches:
         self.digests: list[list[int] | None] = [[] if one is None else None for one in self.totals]
 
     def note(self, batch: Any, *numbers: int) -> None:
-        """Take down the next batch of a loader that nobody assigns.
-
-        Args:
-            batch: What the loader has given.
-            numbers: What else a step is given; last, of several loaders, that of this one.
-        """
+        """Take down the next batch of a loader that nobody assigns."""
         digests = self.digests[numbers[-1] if len(self.digests) > 1 else 0]
         if digests is not None:
             digests.append(digest(batch))
@@ -59,12 +49,7 @@ def _num_assigned(loader: Any) -> int | None:
 
 
 def merged(results: Sequence[Any], trainers: Sequence["pl.Trainer | None"]) -> Any:
-    """Return rank 0's result, of predictions that of all ranks.
-
-    Args:
-        results: By rank what the Trainer's function has returned.
-        trainers: By rank the Trainer, whose strategy knows the batches that it was given.
-    """
+    """Return rank 0's result, of predictions that of all ranks."""
     first = trainers[0]
     if first is None or first.state.fn != TrainerFn.PREDICTING or not isinstance(results[0], list):
         return results[0]

@@ -51,13 +51,7 @@ _FLOOR = 1e-4  # of the largest of all gradients: smaller ones may be rounding n
 
 
 class _SharingRanks:
-    """Ranks that share every layer, which compare now and then.
-
-    Args:
-        group: Group of the tensor-parallel ranks.
-        ranks: Global rank of each of the group's ranks.
-        device: Where the numbers that ranks exchange lie.
-    """
+    """Ranks that share every layer, which compare now and then."""
 
     def __init__(self, group: Collectives, ranks: tuple[int, ...], device: torch.device) -> None:
         self._group, self._ranks, self._device = group, ranks, device
@@ -84,16 +78,7 @@ class SameBatches(_SharingRanks):
     """Compares the batches of the ranks of a tensor-parallel group."""
 
     def check(self, batch: Any, loader: str) -> None:
-        """Take the next batch of a loader; each rank of the group must call.
-
-        Args:
-            batch: Tensors, arrays, texts and numbers in any containers; of objects in it the
-                tensors that pickle finds.
-            loader: Name of the loader that the batch comes from.
-
-        Raises:
-            ConfigError: The batches differ; raised on every rank.
-        """
+        """Take the next batch of a loader; each rank of the group must call."""
         if not self.is_due(loader):
             return
         digests = self._every(torch.tensor([digest(batch)], device=self._device))[:, 0].tolist()
@@ -116,11 +101,7 @@ class SameResults(_SharingRanks):
     """Compares the results of the ranks of a tensor-parallel group."""
 
     def check_loss(self, loss: Tensor) -> None:
-        """Compare a loss; each rank of the group must call.
-
-        Raises:
-            ConfigError: The losses differ; raised on every rank.
-        """
+        """Compare a loss; each rank of the group must call."""
         every = self._every(loss.detach().to(self._device, torch.float64).view(1))
         tolerance = _LOSS_TOLERANCE.get(self._device.type, _LOSS_TOLERANCE_ELSEWHERE)
         tolerance = max(tolerance, 2 * torch.finfo(loss.dtype).eps)
@@ -134,15 +115,7 @@ class SameResults(_SharingRanks):
 
     @torch.no_grad()
     def check_gradients(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
-        """Compare gradients by some of their elements; each rank of the group must call.
-
-        Args:
-            names: Names of the parameters.
-            params: Parameters that are full on each rank.
-
-        Raises:
-            ConfigError: A gradient differs; raised on every rank, with the first one.
-        """
+        """Compare gradients by some of their elements; each rank of the group must call."""
         samples = [_sample(param).to(self._device, torch.float64) for param in params]
         sizes = [len(sample) for sample in samples]
         if not any(sizes):
@@ -198,12 +171,7 @@ _EVERY = 64  # steps, at most, from one comparison to the next
 
 
 def started_with(strategy: Any, trainer: "pl.Trainer | None" = None) -> dict[str, Any]:
-    """Return by name what ranks were started with.
-
-    Args:
-        strategy: The strategy of a Trainer, or of Fabric.
-        trainer: The Trainer; None without one.
-    """
+    """Return by name what ranks were started with."""
     known = signature(type(strategy)).parameters.values()
     defaults = {one.name: one.default for one in known if one.default is not one.empty}
     options = defaults | strategy.given_options[1]
@@ -253,15 +221,7 @@ def schedules(trainer: "pl.Trainer") -> dict[str, Any]:
 
 
 class SettingsOfSteps:
-    """Compares what hooks and schedulers may change while ranks train.
-
-    Args:
-        collectives: Group of all ranks.
-        numbers: What the names of groups' numbers begin with that are compared.
-
-    Attributes:
-        are_due: Whether a loop has ended, after which hooks and schedulers change the most.
-    """
+    """Compares what hooks and schedulers may change while ranks train."""
 
     def __init__(self, collectives: Collectives, numbers: str = "") -> None:
         self._collectives, self._numbers = collectives, numbers
@@ -276,11 +236,7 @@ class SettingsOfSteps:
             self.check(trainer)
 
     def check(self, trainer: "pl.Trainer") -> None:
-        """Compare now; each rank must call.
-
-        Raises:
-            ConfigError: Something has come apart; raised on every rank, with two values of it.
-        """
+        """Compare now; each rank must call."""
         numbers, hooks = group_numbers(trainer.optimizers), _hooks_on_parts(trainer)
         mine = {name: one for name, one in numbers.items() if name.startswith(self._numbers)}
         what = f"settings by step {trainer.global_step}"

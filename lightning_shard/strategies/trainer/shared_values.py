@@ -71,16 +71,7 @@ class SharedValues:
         self._capacity = 0
 
     def share(self, value: Any, device: torch.device) -> Any:
-        """Return the source's value on every rank.
-
-        Args:
-            value: Tensors, numbers and picklable objects in mappings, lists, tuples and
-                dataclasses; what other ranks than the source pass is ignored.
-            device: Where this rank's messages and the tensors it receives lie.
-
-        Returns:
-            On the source `value` itself; on other ranks copies of it, out of any graph.
-        """
+        """Return the source's value on every rank."""
         if self._group.size == 1:
             return value
         if self._group.rank == self._source:
@@ -139,12 +130,7 @@ class SharedValues:
 
 @dataclass(frozen=True)
 class _Form:
-    """A value whose numbers, tensors and objects are taken out.
-
-    Attributes:
-        value: The value, with stand-ins for the parts that were taken out.
-        num_scalars: Number of scalars, which come first among the numbers.
-    """
+    """A value whose numbers, tensors and objects are taken out."""
 
     value: Any
     num_scalars: int
@@ -152,11 +138,7 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Number:
-    """Stands in a form for an int or a float.
-
-    Attributes:
-        kind: Type of the number.
-    """
+    """Stands in a form for an int or a float."""
 
     kind: type[int] | type[float]
 

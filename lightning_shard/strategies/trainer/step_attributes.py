@@ -51,12 +51,7 @@ _MAX_DEPTH = 4  # of mappings in mappings
 
 
 class _Filled(NamedTuple):
-    """The items that one batch has added to a list.
-
-    Attributes:
-        items: The added items, in order.
-        is_on_cpu: Whether the tensors among the items were on the CPU.
-    """
+    """The items that one batch has added to a list."""
 
     items: list[Any]
     is_on_cpu: bool
@@ -64,25 +59,14 @@ class _Filled(NamedTuple):
 
 @dataclass
 class StepNote:
-    """A step's note of its result.
-
-    Attributes:
-        loss: The loss, out of any graph; None where there is none.
-    """
+    """A step's note of its result."""
 
     loss: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchChanges:
-    """What one batch has changed.
-
-    Attributes:
-        filled: The items that it has added to lists.
-        values: The values that it has changed.
-        assumed: By the name of a value that microbatches have changed in different ways, what it
-            was taken to be; each name once in a fit.
-    """
+    """What one batch has changed."""
 
     filled: dict[Path, _Filled] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
@@ -90,13 +74,7 @@ class BatchChanges:
 
 
 class StepAttributes:
-    """Records the changes that steps make to a module's plain attributes, to apply them everywhere.
-
-    Args:
-        module: Module whose lists, mappings, numbers and small tensors are followed, and its own
-            small buffers; attributes that Lightning has made are not.
-        optimizers: Returns the optimizers whose options are followed, too.
-    """
+    """Records changes of a module's plain attributes in steps, to apply them everywhere."""
 
     def __init__(self, module: pl.LightningModule, optimizers: Optimizers = lambda: ()) -> None:
         self._followed = _Followed(module, optimizers)
@@ -139,11 +117,7 @@ class StepAttributes:
         self._changed.append({path: _kept(value) for path, value in before.changed()})
 
     def merged(self) -> BatchChanges:
-        """Return what the batch has changed, and forget it.
-
-        Raises:
-            ConfigError: A value that another stage has was added to a list.
-        """
+        """Return what the batch has changed, and forget it."""
         added, changed, notes = self._added, self._changed, self._notes
         self._added, self._changed, self._notes = [], [], []
         parts: defaultdict[Path, list[tuple[int, list[Any]]]] = defaultdict(list)
@@ -402,24 +376,14 @@ def _is_full(item: Any) -> bool:
 
 
 class Merged(NamedTuple):
-    """What a batch has made of a value.
-
-    Attributes:
-        value: The value after the batch.
-        assumed: What it was taken to be, in words; empty where that is certain.
-    """
+    """What a batch has made of a value."""
 
     value: Any
     assumed: str = ""
 
 
 class Microbatches(NamedTuple):
-    """What is known of the microbatches of one batch.
-
-    Attributes:
-        sizes: Number of samples of each.
-        losses: Loss of each; None where a step has none.
-    """
+    """What is known of the microbatches of one batch."""
 
     sizes: Sequence[int]
     losses: Sequence[float | None]
@@ -431,13 +395,7 @@ class Microbatches(NamedTuple):
 
 
 def merged(start: Any, values: Sequence[Any], parts: Microbatches) -> Merged:
-    """Merge what microbatches have made of one value, each from the same start.
-
-    Args:
-        start: The value before the batch; None where there was none.
-        values: The value after each microbatch.
-        parts: What is known of the microbatches.
-    """
+    """Merge what microbatches have made of one value, each from the same start."""
     if len(values) == 1:
         return Merged(values[0])
     if all(map(_is_whole, values)):

@@ -97,13 +97,7 @@ def _over_group(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MetricGroups:
-    """Lets the metrics in a module gather over a group until `restore`.
-
-    Args:
-        module: Module whose metrics without a group and a gathering function of their own are
-            changed. Metrics that are not submodules cannot be found.
-        group: Process group of the data-parallel ranks.
-    """
+    """Lets the metrics in a module gather over a group until `restore`."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         gather = _GatherOver(group)

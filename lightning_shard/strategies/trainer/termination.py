@@ -36,11 +36,7 @@ from lightning_shard.strategies.trainer._lightning import (
 
 
 class TerminationHandler:
-    """Handles SIGTERM: tells the other ranks, and ends the process when the signal comes again.
-
-    Args:
-        lifeline: Tells the other ranks of the signal.
-    """
+    """Handles SIGTERM: tells the other ranks, and ends the process when the signal comes again."""
 
     def __init__(self, lifeline: liveness.Terminable) -> None:
         self._lifeline = lifeline
@@ -56,11 +52,7 @@ class TerminationHandler:
 
 
 class RequeueHandler:
-    """Handles SLURM's signal before it requeues the job: tells the other ranks.
-
-    Args:
-        lifeline: Tells the other ranks of the signal.
-    """
+    """Handles SLURM's signal before it requeues the job: tells the other ranks."""
 
     def __init__(self, lifeline: liveness.Requeueable) -> None:
         self._lifeline = lifeline
@@ -99,13 +91,7 @@ def begin_step(
     trainer: "pl.Trainer | None",
     environment: ClusterEnvironment | None,
 ) -> None:
-    """Begin a step; every rank must call before each of its steps.
-
-    Raises:
-        SIGTERMException: This rank was sent SIGTERM, or SLURM requeues the job; all ranks stop
-            here.
-        RankFailedError: Another rank was sent SIGTERM, or has failed.
-    """
+    """Begin a step; every rank must call before each of its steps."""
     if lifeline is None or not lifeline.step():
         return
     if lifeline.was_terminated or lifeline.requeues:

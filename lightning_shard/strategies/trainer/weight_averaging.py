@@ -38,13 +38,7 @@ Averaging = WeightAveraging | StochasticWeightAveraging
 
 @dataclass(frozen=True)
 class _Method:
-    """A method of a callback that goes through the module.
-
-    Attributes:
-        name: Name of the method.
-        place: Index of the module among its arguments.
-        writes: Whether the method changes the module.
-    """
+    """A method of a callback that goes through the module."""
 
     name: str
     place: int
@@ -90,9 +84,6 @@ class AverageOfShards:
         load: Loads a full `state_dict` into the module.
         share_buffers: Gives rank 0 of a pipeline the module's buffers as their stages have them;
             each rank must call.
-
-    Raises:
-        ConfigError: The copy's parameters are not those of the module.
     """
 
     def __init__(
@@ -290,12 +281,7 @@ class AverageOfShards:
 
 
 class _Shards:
-    """Stands in for the module in a callback: this rank's shards.
-
-    Args:
-        engine: The engine that holds the module.
-        load: Loads a full `state_dict` into the module.
-    """
+    """Stands in for the module in a callback: this rank's shards."""
 
     def __init__(
         self, engine: DataParallelEngine, load: Callable[[Mapping[str, Any]], None]

@@ -52,10 +52,6 @@ def measured_machine(
         network: Bytes a second that a device sends to other hosts; None takes its share of what the
             adapters say.
         quick: Whether to measure on small tensors, for tests: figures are then too low.
-
-    Raises:
-        ConfigError: More ranks than GPUs, or a backend whose ranks are no processes of this host.
-        BackendUnavailableError: The backend cannot run here.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = num_ranks or (torch.cuda.device_count() if device_type == "cuda" else 2)

@@ -23,11 +23,7 @@ _SECONDS = 3.0
 
 
 def outward() -> tuple[str | None, str]:
-    """Return the name and the address of the interface of the default route; nothing is sent.
-
-    Raises:
-        OSError: No interface leads to other hosts.
-    """
+    """Return the name and the address of the interface of the default route; nothing is sent."""
     address = address_towards(_FAR, 0)
     return interface_of(address), address
 
@@ -36,13 +32,6 @@ def adapter_speed(infiniband: Path = _INFINIBAND, net: Path = _NET) -> tuple[flo
     """Return the bytes a second of the host's adapters, and which those are.
 
     InfiniBand and RoCE adapters count together; without any, the interface of the default route.
-
-    Args:
-        infiniband: Folder in which the system lists such adapters.
-        net: Folder in which it lists interfaces.
-
-    Returns:
-        None where the system does not say, as on most virtual machines.
     """
     gigabits = [_gigabits(one) for one in sorted(infiniband.glob("*/ports/*/rate"))]
     if sum(gigabits):

@@ -21,11 +21,7 @@ Join = Callable[[list[Any]], Any]
 
 
 def join_batches(batches: Sequence[Any]) -> Any:
-    """Return one batch of the samples of several.
-
-    Raises:
-        ConfigError: The batches are of different structure, or of shapes that do not fit.
-    """
+    """Return one batch of the samples of several."""
     first = batches[0]
     if len(batches) == 1:
         return copy.deepcopy(first)
@@ -103,11 +99,7 @@ def samples_of(batch: Any) -> list[bytes]:
 
 
 def repeated(batches: Sequence[Sequence[Any]]) -> tuple[int, int, int] | None:
-    """Return where a sample comes a second time: the first rank, the other rank, and its batch.
-
-    Args:
-        batches: By rank its batches.
-    """
+    """Return where a sample comes a second time: the first rank, the other rank, and its batch."""
     seen: dict[bytes, tuple[int, int]] = {}
     for number, of_ranks in enumerate(zip(*batches, strict=True)):
         for rank, batch in enumerate(of_ranks):

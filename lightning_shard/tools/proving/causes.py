@@ -421,13 +421,7 @@ def _matrices(lab: Laboratory) -> Cause | None:
 def accumulated_multiple(
     alone: Run, whole: Run, tolerance: float
 ) -> tuple[Place, Tensor, Tensor, float] | None:
-    """Return where accumulated gradients are a multiple of those of one large batch, and of what.
-
-    Args:
-        alone: One device, which accumulates.
-        whole: One device, each step's batches in one.
-        tolerance: Relative deviation that rounding explains.
-    """
+    """Return where accumulated gradients are a multiple of one large batch's, and of what."""
     ratio = math.nan
     worst: tuple[Place, Tensor, Tensor] | None = None
     expected = whole.records[0].values

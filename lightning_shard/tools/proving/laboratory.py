@@ -27,19 +27,7 @@ _SECOND = Place(1, 0, *_LOSS)
 
 
 class Laboratory:
-    """What experiments on one difference work with.
-
-    Args:
-        subject: What is proved, in the precision in which the difference was found.
-        ranks: The run on ranks.
-        alone: The run on one device.
-        first: The difference that is to be explained.
-        tolerance: Relative deviation that rounding explains.
-
-    Attributes:
-        batches: By rank of different samples its batches, to the step of the difference.
-        joined: One device's batches, to the same step.
-    """
+    """What experiments on one difference work with."""
 
     def __init__(
         self, subject: Subject, ranks: Run, alone: Run, first: Difference, tolerance: float

@@ -62,12 +62,7 @@ _OF_A_HEAD = ("d_kv",)  # a width of each head, kept where heads become fewer
 
 
 def narrowed(module: pl.LightningModule, factor: int) -> tuple[pl.LightningModule, str]:
-    """Return a copy whose widths are divided by a factor, and what was done in words.
-
-    Raises:
-        ConfigError: No configuration of the model says how wide it is, or the factor does not
-            divide what one says.
-    """
+    """Return a copy whose widths are divided by a factor, and what was done in words."""
     networks = [] if factor == 1 else list(_configured(module))
     before = _numel(module)
     if networks:
@@ -139,11 +134,7 @@ def _narrow_module(module: pl.LightningModule, factor: int) -> pl.LightningModul
 
 
 def _narrow(values: Mapping[str, Any], factor: int) -> dict[str, Any]:
-    """Return those of the values that change: heads first, so that each stays as wide as it is.
-
-    Raises:
-        ConfigError: A width is no multiple of the factor.
-    """
+    """Return those of the values that change: heads first, so that each stays as wide as it is."""
     heads = {name: values[name] for name in _HEADS if isinstance(values.get(name), int)}
     fewer = {name: number // factor for name, number in heads.items() if number % factor == 0}
     are_fewer = bool(heads) and all(name in fewer for name in heads)
@@ -180,11 +171,7 @@ _COUNTS = (
 
 
 def shrunk(module: pl.LightningModule, num_blocks: int) -> tuple[pl.LightningModule, str]:
-    """Return a copy with at most so many blocks in each list, and what was done in words.
-
-    Raises:
-        ConfigError: The model has no longer list of repeated blocks.
-    """
+    """Return a copy with at most so many blocks in each list, and what was done in words."""
     small: pl.LightningModule = copy_with_functions(module, {}, [module], ())
     lists = list(_long_lists(small, num_blocks))
     if not lists:

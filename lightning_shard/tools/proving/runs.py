@@ -63,12 +63,7 @@ _LOG = inspect.signature(pl.LightningModule.log)
 
 
 class Recorder(Callback):
-    """Records a fit into a sink.
-
-    Args:
-        sink: Where the ranks' records are kept.
-        accumulate: Batches of one optimizer step.
-    """
+    """Records a fit into a sink."""
 
     def __init__(self, sink: Sink, accumulate: int = 1) -> None:
         self._sink, self._accumulate = sink, accumulate
@@ -267,11 +262,7 @@ class RunFailedError(Exception):
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise if `trainer_options` has what a proof cannot take.
-
-    Raises:
-        ConfigError: Naming the options that it takes.
-    """
+    """Raise if `trainer_options` has what a proof cannot take."""
     unknown = [name for name in options if name not in _TAKEN]
     if unknown:
         raise ConfigError(
@@ -283,19 +274,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is proved.
-
-    Attributes:
-        module: The user's module, which stays as it is: runs work on copies.
-        data: A data module, a loader, any iterable of batches, or None for the module's own.
-        strategy: The strategy's name, itself, or what makes it.
-        num_ranks: Ranks inside this process.
-        num_steps: Number of optimizer steps to compare.
-        precision: Lightning's precision string.
-        seed: Seed of the random numbers that the runs draw.
-        join: Makes one device's batch of those of the ranks.
-        options: Options of the Trainer that change what is trained.
-    """
+    """What is proved."""
 
     module: pl.LightningModule
     data: Any
@@ -334,14 +313,7 @@ class Subject:
         strategy: StrategyLike | None = None,
         num_ranks: int | None = None,
     ) -> Run:
-        """Run under the strategy.
-
-        Args:
-            batches: By rank of different samples its batches; None for the user's own data.
-            change: Applied to the module before the run.
-            strategy: Another strategy than the subject's.
-            num_ranks: Another number of ranks.
-        """
+        """Run under the strategy."""
         number = num_ranks or self.num_ranks
         made = strategy_in_process(strategy or self.strategy, number)
         if batches is not None:

@@ -26,14 +26,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 
 
 class LoggerCall(NamedTuple):
-    """What user code gives a logger.
-
-    Attributes:
-        logger: One that user code calls, or whose experiment it calls.
-        path: What leads from there to the method: names of attributes, keys in a list.
-        args: What is given by position.
-        kwargs: What is given by name.
-    """
+    """What user code gives a logger."""
 
     logger: Any
     path: tuple[Any, ...]

@@ -47,14 +47,7 @@ class _Elsewhere(NamedTuple):
 
 
 class _StageCall(NamedTuple):
-    """A call that one stage has made of one microbatch.
-
-    Attributes:
-        position: Where in the step, as `StageRun.position`.
-        logger: Number of the logger.
-        path: What leads to the method: see `LoggerCall`.
-        values: Positional and keyword arguments, by number and name.
-    """
+    """A call that one stage has made of one microbatch."""
 
     position: int
     logger: int
@@ -117,11 +110,7 @@ class LoggerCalls:
             self._running = None
 
     def give(self) -> None:
-        """Make the calls of the batch; each rank must call.
-
-        Raises:
-            ConfigError: A value is known on no stage as a whole.
-        """
+        """Make the calls of the batch; each rank must call."""
         kept, self._kept = self._kept, {}
         has_any = torch.tensor([bool(kept)], dtype=torch.uint8, device=self._module.device)
         self._pipeline.all_reduce(has_any, "max").wait()
@@ -141,11 +130,7 @@ class LoggerCalls:
                 call.make()
 
     def keep(self, record: LoggedCall) -> None:
-        """Keep what a block of this stage, which is not the last, gives `self.log`.
-
-        Raises:
-            ConfigError: It is a metric, which counts on the last stage alone.
-        """
+        """Keep what a block of this stage, which is not the last, gives `self.log`."""
         if not isinstance(record.value, Tensor):
             raise ConfigError(
                 f"log({record.name!r}, metric) is called in a block of a pipeline's stage that is "

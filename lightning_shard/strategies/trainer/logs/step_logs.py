@@ -47,26 +47,14 @@ _REDUCTIONS = {"sum": torch.sum, "min": torch.min, "max": torch.max}  # all othe
 
 
 class _LoggedMetric(NamedTuple):
-    """Stands for a metric, of which each rank has its own object.
-
-    Attributes:
-        attribute: Name of the metric's attribute in the module.
-        step_value: The metric's value on this step; None without one.
-    """
+    """Stands for a metric, of which each rank has its own object."""
 
     attribute: str
     step_value: Tensor | None
 
 
 class LoggedCall(NamedTuple):
-    """One call of `log`.
-
-    Attributes:
-        name: Name of the logged value.
-        value: The value, a scalar in float32 or wider, or a metric.
-        batch_size: Number of samples that the value counts for.
-        options: Further arguments of the call.
-    """
+    """One call of `log`."""
 
     name: str
     value: Tensor | _LoggedMetric
@@ -75,14 +63,7 @@ class LoggedCall(NamedTuple):
 
 
 class StepLogs:
-    """Records the `log` calls of a module's steps and replays them merged.
-
-    Args:
-        module: Module whose metrics are made to compute the same on every rank, until `restore`.
-        pipeline: Group of the ranks of this rank's pipeline.
-        source: Rank in `pipeline` of the last stage.
-        optimizers: Returns the optimizers whose options steps may change.
-    """
+    """Records the `log` calls of a module's steps and replays them merged."""
 
     def __init__(
         self,
@@ -112,19 +93,6 @@ class StepLogs:
         """Run the step of one microbatch on one stage inside, where `module.log` only records.
 
         A step that is left by an exception, as one that is cut short, has logged nothing.
-
-        Args:
-            size: Number of samples of the microbatch.
-            counts: Whether the step is the last stage's; other stages' logs and metric updates
-                are dropped.
-            may_repeat: Whether a step that raises is run again, as `MetricSources.step` says.
-            completed: Turns items that the step adds to the module's lists into ones that other
-                ranks can take.
-            in_block: Given what a step that does not count logs in a block of its stage, by a hook
-                say; the last stage skips that block.
-
-        Yields:
-            The note that the caller writes the step's loss to.
         """
         if self._is_between_batches:
             self._is_between_batches = False
