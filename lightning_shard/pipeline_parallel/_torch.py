@@ -53,10 +53,7 @@ def iterates_powers(module: nn.Module, buffer: str) -> bool:
 
 
 def computed_before_forward(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return attributes that a module computes before each forward, and of which parameter.
-
-    `weight_norm` and `spectral_norm`, the old ones, and `prune` keep a weight so.
-    """
+    """Return attributes that an old norm or `prune` computes in a hook, and of which parameter."""
     found = []
     for hook in module._forward_pre_hooks.values():
         name = getattr(hook, "_tensor_name" if isinstance(hook, BasePruningMethod) else "name", "")
@@ -88,10 +85,7 @@ class _StageNumbers:
 def computations(
     name: str, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> list[list[Step | None]]:
-    """Return what each rank computes, in order; None is a slot in which it waits.
-
-    An overlapped forward and backward stand one after the other.
-    """
+    """Return what each rank computes, in order; None is a slot in which it waits."""
     # Without torch's messages: they are added later, to all schedules alike.
     body = {"_prepare_schedule_with_comms": lambda self, actions: None}
     stages = [_StageNumbers(num_stages, num_ranks) for _ in range(num_stages // num_ranks)]
@@ -108,7 +102,6 @@ def add_messages(
 
     A send follows its computation; the receive is put at the end of what the peer has done by
     then. So one order of all steps fits every rank's list, and no order of waiting can be a circle.
-    Neighbouring stages on one rank exchange no message.
     """
     lowered = _add_send_recv(
         {rank: [_action(step) for step in table] for rank, table in enumerate(tables)},

@@ -2,13 +2,11 @@
 
     rank 0    batch ──> x[0::2] ──> block 0        rank 1    batch ──> x[1::2] ──> targets
 
-A step that takes samples by something that differs between processes (LOCAL_RANK, a generator of
-its own) gives one stage the inputs of some samples and another the targets of others, which no
-shape tells. So the stages note what each call of a torch function before the first block is given
-while the first microbatch goes through all of them, and compare it before anything trains; no step
-runs once more for that. What comes of parameters and buffers is left out, as not every stage has
-them, and so is memory that nothing is in yet. Numbers alone, such as times, are no sign, nor is
-what only one stage has called: others may have kept its result.
+A step that takes samples by what differs between processes gives one stage the inputs of some
+samples and another the targets of others, which no shape tells. So while the first microbatch goes
+through all stages, they note what torch functions before the first block are given, and compare it.
+What comes of parameters, buffers and uninitialised memory is left out, and so is what only one
+stage has called, since others may have kept its result.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,10 +102,6 @@ def _values(tensor: Tensor) -> str:
 
 def check_alike(every: Sequence[Calls], kind: str) -> None:
     """Compare what the ranks of a pipeline have been given before the first block.
-
-    Args:
-        every: Calls of each rank of the pipeline.
-        kind: Name of the kind of step.
 
     Raises:
         ConfigError: Two ranks differ; raised on every rank.

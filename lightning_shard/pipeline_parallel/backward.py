@@ -7,11 +7,8 @@
 Gradients are returned, not put on the parameters. Source of the halves: zero-bubble pipelines,
 arXiv:2401.10241, as torch.distributed.pipelining computes them.
 
-Where ZeRO stage 3 unshards a parameter in another format than that of its shards, each unshard and
-reshard lets autograd forget the node that takes its gradient, but for the graphs that have it:
-
-    forward 0 ── node a        forward 1 ── node b        backward 0: the parameter is at b, or at c
-                                                          only the graph of 0 still leads to a
+Where ZeRO stage 3 unshards a parameter in another format than that of its shards, each unshard
+gives it another node of autograd, so that an earlier graph leads to a node of its own.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -76,12 +73,7 @@ def input_backward(
 ) -> tuple[list[Tensor], Rest]:
     """Return the gradients of inputs, and the function that computes those of parameters.
 
-    Args:
-        roots: Outputs that require gradients, or the loss; empty when there is nothing to do.
-        grads: Gradients of the roots; None for a loss.
-        inputs: Received tensors that require gradients.
-        params: The stage's parameters that require gradients, which may change their format.
-        at_hand: Makes the context in which the second half runs.
+    The arguments are those of `full_backward`; `at_hand` makes the context of the second half.
     """
     # torch detaches the roots in place: no view allows that, nor a tensor that the graph has saved
     ends = [root.clone() for root in roots]
@@ -128,9 +120,9 @@ def _used(ends: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 def _grads_of(
     roots: Sequence[Tensor], leaves: Sequence["_Leaf"], grads: Sequence[Tensor] | None
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of parameters that torch's halves lose or count twice.
+    """Return the gradients of parameters used without any input or in several places.
 
-    Such parameters are used without any input, as a table of positions, or in several places.
+    Torch's halves lose those, or count them twice.
     """
     if not leaves:
         return []

@@ -5,10 +5,9 @@
     [ids, ids, ids, ...]           a list of samples
     [view, view] of equal shapes   either, where the loader does not tell
 
-A tensor has as many rows as there are samples, a list as many values. Where these disagree inside
-a batch (a sample's own tensor has any number of rows), a loader whose batches were lists of samples
-goes on so; else the loader's batch size decides, then what can be read in one way only, then the
-way in which its earlier batches were read.
+A tensor has as many rows as there are samples, a list as many values. Where these disagree, what
+decides is how earlier lists of samples were read, then the loader's batch size, then what can be
+read in one way only, then how the loader's earlier batches were read.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,10 +34,9 @@ class BatchReader:
     """Reads the batches of one loader.
 
     Args:
-        lists: What a list or tuple is that can be read in two ways: one value for each sample, or
-            fields, each of all samples. "auto" refuses what it cannot tell.
-        loader_size: Samples that the loader takes for a batch, of which its last may have fewer;
-            None where that is not known.
+        lists: What an ambiguous list or tuple is: one value for each sample, or fields, each of all
+            samples. "auto" refuses what it cannot tell.
+        loader_size: Samples that the loader takes for a batch; None where that is not known.
     """
 
     def __init__(self, lists: BatchLists = "auto", loader_size: int | None = None) -> None:
@@ -49,8 +47,8 @@ class BatchReader:
         """Return the number of samples of a batch.
 
         Raises:
-            ConfigError: No tensor in it has a dimension, there is a packed sequence, the number can
-                be read in two ways, or rows are of samples that an index names.
+            ConfigError: No tensor has a dimension, one is packed, the number is ambiguous, or rows
+                are of samples that an index names.
         """
         first = next(_tensors(batch)).size(0)
         if self.lists == "fields":

@@ -8,9 +8,8 @@
       └ head
 
 A list is found when its children are of one class and it has most of the parameters that such lists
-have; lists within a block do not count. Where two are about as heavy, as an encoder's and a
-decoder's, the user says which. A list of differing layers (`nn.Sequential(Linear, ReLU, Linear)`)
-is found when it has nearly all parameters and repeated blocks do not have most of them.
+have; lists within a block do not count. Where two are about as heavy, the user says which. A list
+of differing layers is found when it has nearly all parameters and repeated blocks have few.
 """
 
 import difflib
@@ -38,7 +37,6 @@ class BlockList:
 
     Attributes:
         path: Path of the list in the model; empty when the model itself is the list.
-        modules: The children of the list, which are the blocks.
     """
 
     path: str

@@ -3,9 +3,8 @@
     step     embed ──> block 0 ──> block 1 ──> norm ──> head ──> loss
     counted  before    0           1           after ──────────────>
 
-The step runs on tensors without elements first: that takes no arithmetic and no memory, so that a
-model larger than this machine can be measured. A step that asks for elements (a router that counts
-its tokens, a metric that checks its labels) cannot run so; it then runs once on the real ones.
+The step runs on tensors without elements first, so that a model larger than this machine can be
+measured. A step that asks for elements then runs once on the real ones.
 """
 
 import logging
@@ -73,7 +72,7 @@ def measure_blocks(
         run: Calls the user's step on one batch; called twice where the step asks for elements.
         what: "flops" of the forward, or "memory": bytes saved for backward, and 16 for each trained
             value.
-        device: Device of the batch, where the parameters are on another one; None for theirs.
+        device: Device of the batch, where the parameters are on another one.
 
     Raises:
         ConfigError: The step asks for elements, which parameters on meta do not have.
@@ -156,10 +155,7 @@ class FlopCounter(FlopCounterMode):
 class SavedBytes(saved_tensors_hooks):
     """Counts the bytes that are kept for backward while it is entered, each storage once.
 
-    Kept are the tensors that autograd saves, and those that checkpoints do.
-
-    Args:
-        known: Tensors that are held anyway, and do not count.
+    Kept are the tensors that autograd and checkpoints save, without those that are `known`.
 
     Attributes:
         recomputed: Bytes of the largest recomputation inside `backward`, without what is kept.

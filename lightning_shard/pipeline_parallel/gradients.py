@@ -3,10 +3,8 @@
     backward of microbatch 0, 1 ...  ──> stash ──┐
     the returned loss ── backward ──> HandOver ──┴──> each parameter, once
 
-Lightning zeroes gradients after `training_step` and before `backward`, divides the loss for
-accumulation and scales it; the data-parallel engine reduces the gradients of one backward. All that
-still works, because the backward of the loss that the step returns is `HandOver`: it multiplies the
-stash by the gradient of the loss and gives it to the engine.
+The backward of the loss that the step returns multiplies the stash by the loss's gradient and gives
+it to the engine, so that Lightning's zeroing, accumulation and scaling work as they do elsewhere.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -105,11 +103,7 @@ class GradientStash:
 
     @torch.no_grad()
     def give(self, grad: Tensor, taker: Taker) -> None:
-        """Give the sums away, times the gradient of the loss, and forget them.
-
-        Raises:
-            ConfigError: The sums have been given away already.
-        """
+        """Give the sums away once, times the gradient of the loss, and forget them."""
         if self._is_given:
             raise ConfigError(
                 "The loss of a pipeline's step was sent backward twice, expected once: its "
@@ -180,22 +174,14 @@ def hooks_set_aside(params: Sequence[nn.Parameter]) -> Iterator[None]:
 class OfLastStage:
     """Refuses gradients of which another stage than the loss's has a part, or all.
 
-    training_step   torch.autograd.grad(loss, weights)    of what the last stage alone computes with
-    backward(loss)  autograd.grad, backward(inputs=...)   of nothing: the schedule has done it all
-
-    Args:
-        given: The tensors that other stages compute with, as far as the step has come.
+    `given` are the tensors that other stages compute with, as far as the step has come.
     """
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         self._given = given
 
     def differentiate(self, inputs: Sequence[Any], run: Run, *, accumulates: bool) -> Gradients:
-        """Return the gradients of inputs; see `Differentiator`.
-
-        Raises:
-            ConfigError: An input is on another stage, or computed with there.
-        """
+        """Return the gradients of inputs that the last stage alone has; see `Differentiator`."""
         if any(map(is_placeholder, inputs)):
             raise _refusal("training_step", "weights that other stages of the pipeline have")
         elsewhere = set(_nodes_from(map(_node, self._given)))
@@ -208,11 +194,7 @@ class AfterSchedule:
     """Refuses gradients by inputs of a loss whose microbatches have been through their backward."""
 
     def differentiate(self, inputs: Sequence[Any], run: Run, *, accumulates: bool) -> Gradients:
-        """Return nothing; see `Differentiator`.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse all; see `Differentiator`."""
         raise _refusal("backward", "some inputs, after each microbatch has been sent backward")
 
 

@@ -3,10 +3,8 @@
     stage 0    embed.weight ──value, before each batch──► stage 1    penalty, tied use, last norm
                its gradient ◄──sum, after each batch────             (a leaf of its own graph)
 
-A module's place in the model says on which stage its parameters are; a step may use them on another
-stage as well. The parameters that a stage wants are found when a kind of step is learned, or by the
-first microbatch, which goes through all stages before the others do. The borrower holds the value
-for as long as a batch takes, and no optimizer state.
+What a stage wants is found when a kind of step is learned, or by the first microbatch. The borrower
+holds the value for as long as a batch takes, and no optimizer state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +23,7 @@ Wanted = Mapping[int, frozenset[str]]
 
 
 class Lending:
-    """Sends values to the stages that borrow them, and gradients back.
-
-    Args:
-        model: The model, cut into stages.
-        group: Group of the pipeline's ranks, each of which must call every method alike.
-        stage_ranks: Group rank of each stage.
-    """
+    """Sends values to the stages that borrow them, and gradients back; each rank calls alike."""
 
     def __init__(self, model: StagedModel, group: Collectives, stage_ranks: Sequence[int]) -> None:
         self._model, self._group, self._stage_ranks = model, group, stage_ranks
@@ -82,10 +74,7 @@ class Lending:
 
     @torch.no_grad()
     def give_back(self, stash: GradientStash) -> None:
-        """Add the gradients of borrowed values to those of their owners.
-
-        A value that its borrower has not used brings no gradient, as on one device.
-        """
+        """Add the gradients of borrowed values that were used to those of their owners."""
         sending, used = [], self._used(stash)
         for tag, (key, param, owner, borrower) in enumerate(self._each()):
             if not used[tag] or self._group.rank not in (owner, borrower):

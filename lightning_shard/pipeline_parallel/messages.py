@@ -44,13 +44,7 @@ _DTYPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMetadata:
-    """The properties of a tensor that its receiver must know.
-
-    Attributes:
-        shape: Shape of the tensor.
-        dtype: Format of the elements.
-        requires_grad: Whether the sender waits for the tensor's gradient.
-    """
+    """The properties of a tensor that its receiver must know."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -278,21 +272,18 @@ LossOf = Callable[[Any], Tensor | None]
 
 @dataclass
 class RunningBatch:
-    """The state of the batch that runs.
+    """The state of the batch that runs, by stage and microbatch or by microbatch alone.
 
     Attributes:
-        kind: Name of the kind of step.
-        microbatches: The batch's microbatches, the same on every rank.
         step: Runs the user's step on a microbatch.
         trainable: Whether each parameter of this rank requires a gradient.
         stash: Sums of gradients; None in an evaluation.
         loss_of: Finds the loss in the step's result.
-        runs: By stage and microbatch, the runs that are kept.
-        losses: By microbatch, the weighted loss.
+        runs: The runs that are kept.
+        losses: The weighted losses.
         inbox: Tensors or their receives, by kind ("F" or "B"), stage and microbatch.
-        grads: By stage and microbatch, the gradients of the stage's inputs.
-        halves: By stage and microbatch, the second half of its backward.
-        results: By microbatch, the result of the step.
+        grads: Gradients of the stage's inputs.
+        halves: Second halves of backwards.
     """
 
     kind: str
@@ -310,12 +301,10 @@ class RunningBatch:
 
 
 class StageTraffic:
-    """Sends and receives what neighbouring stages exchange.
+    """Sends and receives what neighbouring stages exchange, unless both are on one rank.
 
         stage s      run.outputs ──SEND_F──> RECV_F ──> inbox["F", s + 1]
                      inbox["B", s] <── RECV_B <──SEND_B── grads[s + 1]
-
-    A neighbouring stage on the same rank finds the tensors in the batch, without a message.
 
     Args:
         group: Group of the pipeline's ranks, in order; each must construct this.

@@ -4,8 +4,7 @@
     {"x": (10, S)}   ──>   (3, S) (3, S) ...   ──>   loss, logits ──>   mean by size, (10, C)
 
 What belongs to the samples is known by its size alone: a tensor whose first dimension is the batch
-size is split, also where the two are equal by chance, and so is a list of as many values. All else
-is passed whole.
+size is split, and so is a list of as many values. All else is passed whole.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +32,7 @@ class Microbatch:
 
     Attributes:
         index: Number of the microbatch in the batch, from 0.
-        content: The microbatch's samples, in the batch's own type.
-        size: Number of samples.
+        content: The samples, in the batch's own type.
         weight: Number of samples divided by the batch's: the weight of its mean in the batch's.
     """
 
@@ -46,9 +44,6 @@ class Microbatch:
 
 def batch_size_of(batch: Any) -> int:
     """Return the first dimension of the first tensor in `batch` that has one.
-
-    Args:
-        batch: Tensors in any nesting of mappings, lists, tuples and dataclasses.
 
     Raises:
         ConfigError: There is no such tensor, or a packed sequence.
@@ -70,9 +65,8 @@ def split_batch(
 ) -> list[Microbatch]:
     """Cut a batch of B samples into microbatches, the larger ones first.
 
-    A tensor whose first dimension is B is split (into views). So is a list or tuple of B values,
-    like one string per sample, or its boxes, whatever these hold. Everything else goes whole into
-    every microbatch.
+    Tensors of B rows are split into views, lists and tuples of B values into parts. Everything else
+    goes whole into every microbatch.
 
     Args:
         batch: Tensors in any nesting of mappings, lists, tuples and dataclasses.
@@ -83,8 +77,7 @@ def split_batch(
         Sizes as of `torch.tensor_split`: 10 samples in 4 are 3, 3, 2 and 2.
 
     Raises:
-        ConfigError: Fewer samples than microbatches, or no samples can be found, or a list can be
-            read as samples and as fields.
+        ConfigError: Fewer samples than microbatches, no samples are found, or a list is ambiguous.
     """
     reader = reader or BatchReader()
     size = reader.num_samples(batch)
@@ -109,7 +102,7 @@ def split_batch(
 
 
 def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
-    """Merge the microbatches' outputs into one, as if of one step.
+    """Merge the microbatches' outputs into one, as if of one step; nothing raises.
 
     | what every microbatch returned                             | becomes                     |
     |------------------------------------------------------------|-----------------------------|
@@ -125,12 +118,6 @@ def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     | one length                                                 |                             |
     | equal values, None                                         | kept                        |
     | anything else                                              | a list, one per microbatch  |
-
-    Nothing raises: an output that nobody reads must not end a run.
-
-    Args:
-        outputs: Output of each microbatch.
-        sizes: Number of samples of each microbatch, in the same order.
     """
     first = outputs[0]
     if len(outputs) == 1:

@@ -29,19 +29,11 @@ _NUM_SEEDS = 2**32
 class StageRandomness:
     """Seeds the generators of Python, numpy and torch for each stage's run of a microbatch.
 
-    Random numbers in a pipeline: before its blocks a step draws the same on every stage.
-
         microbatch i    before the blocks: seed(i), on each stage      (noise, timesteps, mixing)
                         from the blocks on: seed(i, stage)             (dropout)
 
     Every stage runs the user's step, so the step's own random numbers must agree; those of blocks
-    must not repeat another stage's. Seeds come from a number that the pipeline's ranks agree on
-    once.
-
-    Args:
-        group: Group of the pipeline's ranks, each of which must construct this. Rank 0's generator
-            gives the common number.
-        device: Device whose generator is seeded beside the CPU's.
+    must not repeat another stage's. The common number comes from rank 0's generator once.
     """
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
@@ -91,14 +83,7 @@ Step = Callable[[Microbatch, Checked | None], Any]  # None on other stages than 
 
 
 class Needs:
-    """Learns the needs of all stages, kind of step by kind of step.
-
-    Args:
-        model: The model, cut into stages.
-        group: Group of the pipeline's ranks, each of which must construct this and call it alike.
-        own_stages: Stages of this rank.
-        stage_ranks: Group rank of each stage.
-        randomness: Random streams that a trial of a step draws from.
+    """Learns the needs of all stages, kind of step by kind of step; each rank calls alike.
 
     Attributes:
         wanted: The parameters of other stages that steps have asked for, since `forget`.

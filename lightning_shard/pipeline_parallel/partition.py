@@ -32,13 +32,7 @@ _T = TypeVar("_T", bound=Tensor)
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """The costs of a model's parts, in any one unit; whole numbers tie exactly.
-
-    Attributes:
-        before: Cost of the modules before the first block.
-        blocks: Cost of each block.
-        after: Cost of the modules after the last block.
-    """
+    """The costs of a model's parts, in any one unit; whole numbers tie exactly."""
 
     before: float
     blocks: tuple[float, ...]
@@ -47,12 +41,7 @@ class BlockCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The blocks of each stage.
-
-    Attributes:
-        blocks: The block list that is cut.
-        bounds: Stage s has the blocks `bounds[s] <= i < bounds[s + 1]`, at least one.
-    """
+    """The blocks of each stage, at least one: stage s has `bounds[s] <= i < bounds[s + 1]`."""
 
     blocks: BlockList
     bounds: tuple[int, ...]
@@ -85,14 +74,12 @@ def partition_blocks(
         model: The model that contains the blocks.
         blocks: The block list that `find_blocks` found.
         num_stages: Number of stages of the whole pipeline; a rank may have several.
-        split: The cost that is balanced between the stages, or the first block of each stage but
-            the first. Ties go to even numbers of blocks, then to fewer blocks on the earlier
-            stages, which hold the most activations.
+        split: The cost that is balanced, or the first block of each stage but the first. Ties go to
+            even numbers of blocks, then to fewer blocks on the earlier stages.
         measured: The costs that `measure_blocks` measured, for "flops" and "memory".
 
     Raises:
-        ConfigError: Fewer blocks than stages, an unknown `split`, or indices that are no cut into
-            `num_stages` stages.
+        ConfigError: Fewer blocks than stages, or an unknown or misfitting `split`.
     """
     if not 1 <= num_stages <= len(blocks):
         raise ConfigError(
@@ -118,8 +105,7 @@ def parameter_stages(model: nn.Module, partition: Partition) -> dict[nn.Paramete
 
     A block's parameter is on the block's stage; one outside the blocks is on the first stage if it
     is registered before them, else on the last. One that several modules share is on the stages of
-    all of them. What a module that contains the blocks has itself, a position embedding or a
-    temperature, may be used before them or after, and its place does not say: it is on both.
+    all of them. What a module that contains the blocks has itself is on the first and the last.
     """
     return _on_stages(partition, used_at(model, partition.blocks, nn.Module.parameters))
 
@@ -127,9 +113,7 @@ def parameter_stages(model: nn.Module, partition: Partition) -> dict[nn.Paramete
 def buffer_stages(model: nn.Module, partition: Partition) -> dict[Tensor, Stages]:
     """Return the stages that each buffer belongs to, by the rules for parameters.
 
-    A buffer outside the blocks is often a table of positions or a mask with which every stage
-    computes, so that all stages should keep it. Where a step changes it, as running statistics, the
-    first of the stages given here has the value that counts.
+    All stages keep all buffers; where a step changes one, the first of its stages has what counts.
     """
     return _on_stages(partition, used_at(model, partition.blocks, nn.Module.buffers))
 
@@ -141,11 +125,6 @@ def used_at(
 
     Modules are visited at each place where they are registered, but those that contain blocks once:
     a second name of a full model says nothing of where its layers are used.
-
-    Args:
-        model: The model that contains the blocks.
-        blocks: The block list that `find_blocks` found.
-        tensors: `nn.Module.parameters` or `nn.Module.buffers`.
     """
     index_of = {block: index for index, block in enumerate(blocks.modules)}
     containing = {one for one in model.modules() if not index_of.keys().isdisjoint(one.modules())}
@@ -174,13 +153,7 @@ def used_at(
 
 
 def best_bounds(cost: _Cost, num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    """Return the bounds of the stages whose largest cost is the smallest possible.
-
-    Args:
-        cost: Returns the cost of a stage with the blocks `start <= i < stop`.
-        num_blocks: Number of blocks, at least `num_stages`.
-        num_stages: Number of stages, each of which gets at least one block.
-    """
+    """Return bounds of stages whose largest cost (of the blocks from start to stop) is least."""
     largest, _ = _cheapest(cost, max, num_blocks, num_stages)
 
     def unevenness(start: int, stop: int) -> float:
@@ -192,10 +165,7 @@ def best_bounds(cost: _Cost, num_blocks: int, num_stages: int) -> tuple[int, ...
 def _cheapest(
     cost: _Cost, join: Callable[[float, float], float], num_blocks: int, num_stages: int
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the least joint cost of the stages, and bounds that have it.
-
-    `best[stop]` is the least cost of the blocks before `stop` on the stages so far.
-    """
+    """Return the least joint cost of the stages, and bounds that have it."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, (0,))}
     for stage in range(1, num_stages + 1):
         best = {

@@ -71,12 +71,11 @@ class Pipeline:
         schedules: Makes the schedule of training for a number of microbatches.
         stage_ranks: Group rank of each stage.
         device: Device of this rank.
-        early: Whether to post receives early: see `early_receives`.
+        early: Whether to post receives early: see `with_early_receives`.
 
     Attributes:
-        observer: Makes the context around every action, to take its time. A computation's wait for
-            its message has a context of its own, as the receive; the posting of a receive has
-            none.
+        observer: Makes the context around every action, to take its time; the wait for a
+            computation's message has one of its own, as the receive.
         edits: Watches parameters for edits by training steps.
         peak_activations: Largest number of runs that were kept for their backward at one time.
         at_hand: Makes the context of a backward's second half, which begins within blocks.
@@ -154,20 +153,15 @@ class Pipeline:
         """Run forwards and backwards of one batch; each rank must call.
 
         Args:
-            kind: Name of the kind of step, which calls its blocks with the same structure each
-                time.
+            kind: Name of the kind of step, which calls its blocks with one structure.
             microbatches: Microbatches of the batch, the same on every rank.
             step: Runs the user's step on a microbatch.
             loss_of: Finds the loss in the step's result; None skips the microbatch.
             seed: Factor of the gradients while they travel: a loss scaler's scale.
 
         Returns:
-            The step's result for each microbatch, on the rank of the last stage; nothing on the
-            others, or where the step returned None for all before it called the network. And the
-            gradients of the mean over the batch's samples.
-
-        Raises:
-            ConfigError: The step cannot be pipelined.
+            The step's results by microbatch, on the last stage's rank alone, and the gradients of
+            the mean over the batch's samples.
         """
         params = {param: None for own in self._stage_params.values() for param in own}
         stash = GradientStash([param for param in params if param.requires_grad], seed)
@@ -181,9 +175,7 @@ class Pipeline:
     ) -> dict[int, Any] | None:
         """Run the forwards of one batch, as `train` does; each rank must call.
 
-        Returns:
-            The step's results as of `train`; None, on every rank, where the step does not use the
-            network at all.
+        The results are None, on every rank, where the step does not use the network at all.
         """
         batch = RunningBatch(kind, microbatches, step)
         uses = self._run(batch, self._forward_schedules(len(microbatches)))

@@ -5,7 +5,6 @@ A schedule is a table of actions, one row per rank. GPipe with 2 stages and 2 mi
     rank 0   0F0 0SEND_F0  0F1 0SEND_F1  0RECV_B1  0RECV_B0  0B1  0B0
     rank 1   1RECV_F0  1RECV_F1  1F0  1F1  1B1 1SEND_B1  1B0 1SEND_B0
 
-`0F1` is stage 0, forward, microbatch 1. A message is named by the stage that sends or receives it.
 Stages lie on the ranks in a loop (stage s on rank s mod p) or in a V (there and back):
 
     loop   rank 0: 0 4   1: 1 5   2: 2 6   3: 3 7
@@ -42,15 +41,10 @@ StageInput = tuple[int, str, int]  # the stage that takes it, "F" or "B", the mi
 
 
 class Action(NamedTuple):
-    """One step of a rank; `str` gives it as torch prints it: 0F1, 1SEND_B0.
+    """One step of a rank on one of its stages; `str` gives it as torch prints it: 0F1, 1SEND_B0.
 
     Kinds: F forward, B full backward, or its halves I (gradients of the inputs) and W (of the
     weights); SEND_F and RECV_F move activations up, SEND_B and RECV_B gradients down.
-
-    Attributes:
-        stage: Stage that the action is on.
-        kind: Kind of the action.
-        microbatch: Number of the microbatch, from 0.
     """
 
     stage: int
@@ -79,8 +73,6 @@ class Schedule:
 
     Attributes:
         name: Name of the schedule, one of `SCHEDULES`, or "forward_only".
-        num_ranks: Number of ranks of the pipeline.
-        num_microbatches: Number of microbatches of the batch.
         stage_ranks: Group rank of each stage.
         actions: Actions of each rank, in order, with sends and receives.
     """
@@ -119,8 +111,7 @@ def make_schedule(
     Source:
         gpipe arXiv:1811.06965, 1f1b arXiv:2006.09503, interleaved_1f1b arXiv:2104.04473,
         looped_bfs arXiv:2211.05953 (but the newest backward first), interleaved_zero_bubble (ZB-H1)
-        and zbv arXiv:2401.10241, dual_pipe_v arXiv:2412.19437 and
-        https://github.com/deepseek-ai/DualPipe.
+        and zbv arXiv:2401.10241, dual_pipe_v https://github.com/deepseek-ai/DualPipe.
     """
     num_stages = checked_stages(name, num_ranks, num_microbatches, num_stages)
     stage_ranks = place_stages(name, num_ranks, num_stages)
@@ -133,10 +124,7 @@ def make_schedule(
 
 
 def forward_schedule(training: Schedule | Sequence[int], num_microbatches: int) -> Schedule:
-    """Make the table of a forward pass alone, with the stages where they are in training.
-
-    Each rank runs all microbatches through its first stage, then through its next.
-    """
+    """Make the table of a forward pass alone: each rank runs all microbatches stage by stage."""
     ranks = tuple(training.stage_ranks if isinstance(training, Schedule) else training)
     tables: list[list[Step | None]] = [[None] * rank for rank in range(max(ranks) + 1)]
     for stage, rank in enumerate(ranks):
@@ -288,15 +276,12 @@ _AHEAD = 2  # computations: the one that the peer works at now, and its answer
 def with_early_receives(schedule: Schedule) -> Schedule:
     """Return a schedule that does the same, and posts each receive two computations earlier.
 
-    The receive of a gradient stays behind the send of the activation that it belongs to.
-
         as published    0B0  0F2 0SEND_F2  0RECV_B1  0B1
         early           0RECV_B1  0B0  0F2 0SEND_F2  0B1
 
-    A message whose receive is not posted stays with its sender, and then takes as long as two
-    messages. Only for backends that match messages by their tags: where they go in the order of
-    posting, as with NCCL, a receive that stands before a send that its peer waits for is a
-    deadlock.
+    A message whose receive is not posted stays with its sender. Only for backends that match
+    messages by their tags: where they go in the order of posting, as with NCCL, a receive that
+    stands before a send that its peer waits for is a deadlock.
     """
     return replace(schedule, actions=tuple(map(_early, schedule.actions)))
 

@@ -1,14 +1,12 @@
 """A replay of a schedule with given durations: which ranks wait, and for how long.
 
-Each rank does its actions in order; a computation waits for its input. A message travels while
-its sender goes on, and any number of them at once: the model knows latency, not bandwidth.
-
     rank 0   F0 ─┬─ F1 ...
                  └ message ┐
     rank 1                 F0 ...
 
-The replay also proves that a table fits together: ranks that wait for a message that never comes
-are listed in a `DeadlockError`.
+Each rank does its actions in order; a computation waits for its input. The model knows latency, not
+bandwidth. The replay also proves that a table fits together: ranks that wait for a message that
+never comes are listed in a `DeadlockError`.
 """
 
 from collections import deque
@@ -50,17 +48,12 @@ class Durations:
 def replay(
     schedule: Schedule, durations: Durations | Mapping[Action, float] | None = None
 ) -> Timeline:
-    """Run a schedule's table on simulated ranks.
-
-    Messages stand in the timeline only when they take time.
+    """Run a schedule's table on simulated ranks; messages stand in the timeline if they take time.
 
     Args:
         schedule: The schedule to replay.
         durations: Duration of each kind, by default 1 for F, I and W, 2 for B, and 0 for a message;
             or of each computation, such as `Timeline.durations`, with 0 for a message.
-
-    Raises:
-        DeadlockError: The table has a rank wait for a message that no rank sends.
     """
     simulation = _Replay(schedule, Durations() if durations is None else durations)
     simulation.run()
@@ -70,9 +63,8 @@ def replay(
 class _Replay:
     """The state of a replay.
 
-    `sent` holds the time at which a message arrives, from its SEND to its RECV; `ready` the time at
-    which an input is there, from its RECV (or from the neighbouring stage on the same rank) to the
-    computation.
+    `sent` holds when a message arrives, from its SEND to its RECV; `ready` when an input is there,
+    from its RECV, or from the stage before on the same rank, to the computation.
     """
 
     def __init__(self, schedule: Schedule, durations: Durations | Mapping[Action, float]) -> None:
@@ -186,15 +178,13 @@ def theoretical_idle_share(
     num_stages: int | None = None,
     durations: Durations | None = None,
 ) -> IdleShare:
-    """Return the share of a step in which a rank waits.
-
-    All stages alike, messages free. A rank computes v stages of m microbatches; a step takes that
-    and some waiting, and the idle share is the part of the step that is waiting:
+    """Return the share of a step in which a rank waits, with all stages alike and messages free.
 
         |<------------- v m (F + B) ------------->|<- waiting ->|
 
-    F, B, I and W are the durations of one stage and microbatch, p the number of ranks. In the units
-    of the papers, which divide by the computing: GPipe (p - 1) / m, interleaved (p - 1) / (v m).
+    A rank computes v stages of m microbatches; F, B, I and W are the durations of one stage and
+    microbatch, p the number of ranks. In the units of the papers, which divide by the computing:
+    GPipe (p - 1) / m, interleaved (p - 1) / (v m).
 
     | schedule                | waiting                                      | equality        |
     |-------------------------|----------------------------------------------|-----------------|
@@ -205,20 +195,7 @@ def theoretical_idle_share(
     | dual_pipe_v             | (p - 1) F                                    | F = I = W = B/2 |
 
     Elsewhere the waiting is a lower bound (0 for dual_pipe_v, which has both, when B is not I + W).
-    What is left with zbv is that rank p - 1 starts (p - 1) F later than rank 0, which every
-    schedule has; with dual_pipe_v short waits on the first ranks come to the same. DeepSeek's (p -
-    1) (F&B + B - 3 W) takes the forward and backward of a pair as one kernel of duration F&B; here
-    each starts as soon as its own input is there.
-
-    Args:
-        name: Name of the schedule, one of `SCHEDULES`.
-        num_ranks: Number of ranks of the pipeline.
-        num_microbatches: Number of microbatches of the batch.
-        num_stages: Number of stages over all ranks; by default as in `make_schedule`.
-        durations: Duration of each kind of action, by default as in `replay`; messages are free.
-
-    Raises:
-        ConfigError: The schedule does not exist, or does not allow these numbers.
+    DeepSeek's (p - 1) (F&B + B - 3 W) takes the forward and backward of a pair as one kernel.
 
     Source:
         gpipe arXiv:1811.06965; 1f1b and interleaved_1f1b arXiv:2104.04473, section 2.2;

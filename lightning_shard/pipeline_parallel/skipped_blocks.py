@@ -1,13 +1,10 @@
 """Stand-ins for blocks of other stages, which return the right structure, shapes and formats.
 
-The first time, the block itself runs on `Placeholder` values, which costs its Python code and no
-arithmetic. Where each tensor of the result looks like one of the arguments (hidden states do), that
-is remembered, and the block is not run again, whatever shapes come. A block that cannot run so (a
-router counts its tokens) is taken to return what the first block of its class returns.
-
-A block may leave more than its result behind: an auxiliary loss in an attribute, hidden states in a
-list that a hook fills. Code that collects these must find another stage's placeholder there, not a
-value less. So a block is run every time when any `Placeholder` of its first run outlives the run.
+The first time, the block itself runs on `Placeholder` values. Where each tensor of the result looks
+like one of the arguments, that is remembered, and the block is not run again. A block that cannot
+run so (a router counts its tokens) is taken to return what the first block of its class returns.
+A block that leaves more than its result behind, such as an auxiliary loss in an attribute, is run
+every time, since code that collects these must find a placeholder there, not a value less.
 """
 
 import copy
@@ -36,13 +33,7 @@ _MAX_TEMPLATES = 64  # a number that changes with every batch must not fill the 
 
 
 class BlockCall(NamedTuple):
-    """A call of a block.
-
-    Attributes:
-        function: Calls the block with its hooks.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-    """
+    """A call of a block; `function` calls it with its hooks."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -60,13 +51,7 @@ class UnknownResultError(BaseException):
 
 @dataclass(frozen=True)
 class _ResultMetadata:
-    """Metadata of a tensor in a block's result.
-
-    Attributes:
-        argument: Index of an argument's tensor with the same metadata; None without one.
-        shape: Shape of the tensor.
-        dtype: Format of the elements.
-    """
+    """Metadata of a tensor in a block's result; `argument` is the index of one with the same."""
 
     argument: int | None
     shape: tuple[int, ...]

@@ -35,7 +35,6 @@ class PipelineSplit(ModelSplit):
         device: Device for this rank's part of the model.
 
     Attributes:
-        param_stages: Stages of each parameter.
         full_shapes: Full shape of each parameter that is not here.
         shapes: Full shape of every parameter.
     """
@@ -93,10 +92,7 @@ class PipelineSplit(ModelSplit):
         return [param for param, stages in self.param_stages.items() if stage in stages]
 
     def sum_ties(self, stash: GradientStash) -> None:
-        """Sum the gradients of parameters that several ranks share; each rank must call.
-
-        A parameter that none of them has used stays without a gradient.
-        """
+        """Sum the gradients of shared parameters that some rank has used; each rank must call."""
         for ranks, group in self._ties.items():
             shared = [p for p, own in self._ranks.items() if own == ranks and p.requires_grad]
             used = torch.tensor([stash.holds(param) for param in shared], dtype=torch.uint8)

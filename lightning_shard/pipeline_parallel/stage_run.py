@@ -47,9 +47,7 @@ class Stance:
         step ──> before ──> skipped blocks ──> own blocks ──> end, or what follows the last block
                  └──────as it is written─────┘ └─compiled────────────────────────────────────────┘
 
-    Before its blocks a stage computes with stand-ins, which compiled code cannot take. So the
-    stance of torch.compile changes during a step, and with it that of compiled code around the
-    whole network.
+    Before its blocks a stage computes with stand-ins, which compiled code cannot take.
     """
 
     def __init__(self) -> None:
@@ -81,12 +79,7 @@ class Stance:
 
 
 class Needed(NamedTuple):
-    """The tensors in the arguments of a stage's first block that come from earlier stages.
-
-    Attributes:
-        places: Indices of these tensors among all tensors of the arguments.
-        num_tensors: Number of all tensors of the arguments.
-    """
+    """The places of earlier stages' tensors among all in the arguments of a stage's first block."""
 
     places: tuple[int, ...]
     num_tensors: int
@@ -116,9 +109,7 @@ class StageRun:
         noted: Notes what is called before the first block, where that is asked for.
 
     Attributes:
-        inputs: The received tensors.
         outputs: The tensors that the next stage needs.
-        result: The step's result, on the last stage.
         is_skipped: Whether the step returned None before it called the network.
         position: Where the step is: 2 * i before block i, one more in it.
         stands_in: Whether it is in a block of another stage.
@@ -177,11 +168,7 @@ class StageRun:
         self.result = map_tensors(self.result, _value_of)
 
     def check(self, result: Any) -> None:
-        """Refuse what a step has returned if it missed blocks, or if the result is not known here.
-
-        Raises:
-            ConfigError: As `forward` says.
-        """
+        """Refuse what a step has returned if it missed blocks, or if its result is unknown here."""
         if result is None and not self._entered:
             return
         if not self._entered or (self._needed is not None and not self._cut):
@@ -217,11 +204,7 @@ class StageRun:
         return self.position % 2 == 1
 
     def asks(self, tensor: Tensor) -> bool:
-        """Say whether an argument of a block asks for a gradient.
-
-        What earlier stages compute is known as an argument of the first block alone, and asks for
-        one if what they have sent does.
-        """
+        """Say whether an argument of a block, or what was sent for it, asks for a gradient."""
         sent = self.inputs if is_placeholder(tensor) else [tensor]
         return any(one.requires_grad for one in sent)
 
@@ -379,9 +362,7 @@ def _value_of(tensor: Tensor) -> Tensor:
 class Probe:
     """Runs a step up to a stage's first block, to find the arguments that are missing there.
 
-    Args:
-        first: Index of the stage's first block. Block 0 is run, to learn its result's template.
-        forget: Called after block 0 has run: see `template_of_call`.
+    Block 0 is run, to learn its result's template; `forget` is called after that.
 
     Attributes:
         needed: The missing tensors; None when the step does not call the block.

@@ -1,8 +1,7 @@
 """A model whose blocks pass their calls to the running stage, with stand-ins for absent parameters.
 
-Each block's class becomes a subclass made here, and its own again in the end; so names, hooks and
-`isinstance` go on working. Calls are intercepted before anything that is wrapped around `forward`,
-such as activation checkpointing.
+Each block's class becomes a subclass made here, and its own again in the end, so that calls are
+intercepted before anything that is wrapped around `forward`, such as activation checkpointing.
 """
 
 import weakref
@@ -55,11 +54,9 @@ class StagedModel:
         partition: Blocks of each stage.
         param_stages: Stages of each parameter.
         full_shapes: Full shape of each parameter.
-        rank_stages: Stages of this rank. Changes that one stage's step makes to the buffers of
-            another, such as counts of batches, do not reach the other's.
+        rank_stages: Stages of this rank, each of which has its own copies of the others' buffers.
 
     Attributes:
-        params: Parameters by their names in the model.
         forget: Lets go of activations that split layers keep between two calls.
     """
 
@@ -108,12 +105,7 @@ class StagedModel:
             self.run = None
 
     def refuse_others(self, tensors: Iterable[Tensor], stage: int) -> None:
-        """Raise if a parameter of another stage is among some tensors of this one.
-
-        Raises:
-            ConfigError: Such a parameter was kept in a list, or comes from an optimizer; it has a
-                stand-in only in its module.
-        """
+        """Raise if another stage's parameter, kept outside of its module, is among tensors."""
         for tensor in tensors:
             if stage not in self._param_stages.get(tensor, (stage,)):  # type: ignore[call-overload]
                 raise ConfigError(
@@ -169,10 +161,7 @@ class StagedModel:
         return found
 
     def other_buffers(self, stage: int) -> dict[str, tuple[nn.Module, str, Tensor]]:
-        """Return by path the buffers of other stages as the steps of one stage see them.
-
-        Those of a module's own small tensors are left out, which follow the last stage.
-        """
+        """Return by path other stages' buffers as one stage sees them, without followed ones."""
         assert self._shown is None
         owners = buffer_stages(self._model, self.partition)
         copies = {(id(one.home), one.name): one for one in self._stand_ins(stage)}

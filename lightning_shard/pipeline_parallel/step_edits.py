@@ -6,19 +6,14 @@
     after the network           the last stage alone comes there, after its first microbatch has
                                 been computed: refused
 
-Edits are found by value, whichever way they take: `EditMarks`. The first batch is watched step by
-step, and so are all others once a batch has edited; else a batch's beginning and end are compared.
-
-Buffers that a training step changes, which runs once for each microbatch.
+Edits are found by value: `EditMarks`. The first batch is watched step by step, and so are all
+others once a batch has edited; else a batch's beginning and end are compared. Buffers:
 
     spectral_norm's vectors    each microbatch, and what tries a step before the first, starts from
                                those of before the batch, so that they are iterated once per batch
     the module's own, small    once per batch, as the last stage's steps say: `StepAttributes`
     of another stage, by hand  refused: the last stage's steps change what another stage has
     any other                  changed once per microbatch; the first batch tells which, by name
-
-The vectors of a power iteration depend on the weights alone, so that every microbatch makes the
-same of them. Statistics and queues depend on the samples, and go from one microbatch to the next.
 """
 
 from collections import Counter
@@ -48,14 +43,7 @@ _Watched = dict[str, tuple[nn.Module, str, Tensor | None]]  # by path, with thei
 
 
 class StepBuffers:
-    """Follows the buffers of a pipeline's own stages through its batches.
-
-    Args:
-        model: The model, cut into stages.
-        group: Group of the pipeline's ranks, each of which must call `batch` alike.
-        last_stage: Number of the last stage, whose steps run to their end.
-        has_last: Whether this rank has it.
-    """
+    """Follows the buffers of a pipeline's own stages through its batches; each rank calls alike."""
 
     def __init__(
         self, model: StagedModel, group: Collectives, last_stage: int, *, has_last: bool
@@ -68,11 +56,7 @@ class StepBuffers:
 
     @contextmanager
     def batch(self, num_microbatches: int, *, training: bool) -> Iterator[None]:
-        """Run one batch inside.
-
-        Raises:
-            ConfigError: A step changes a buffer of another stage by hand; raised on every rank.
-        """
+        """Run a batch inside; a change of another stage's buffer is refused on every rank."""
         self._before, self._after = self._iterated() if training else {}, {}
         watched = self._watched() if training and not self._is_known else None
         others = self._others() if watched is not None else {}
@@ -207,19 +191,13 @@ class QuickMarks:
 
 
 class EditMarks:
-    """Reads the marks of one rank's part of a model.
-
-    Numbers that change when user code edits parameters or gradients, whichever way it takes.
+    """Reads numbers that change when user code edits a rank's parameters or gradients in any way.
 
         p.mul_(c)    p.data.clamp_(-c, c)    p.data = ...    p.numpy()[:] = ...    load_state_dict
 
     Autograd's version counters see the first of these only. So values are compared, by sums over
-    their bits: all of a buffer in one pass, or parameter by parameter to find the name.
-
-    Args:
-        flats: All buffers of parameters.
-        shards: The gradients that are to be marked, too; None for none, as where a step's are
-            zeroed before the next one's.
+    their bits: all of a buffer in one pass, or parameter by parameter to find the name. `shards`
+    is None where gradients need no mark, as a step's are zeroed before the next one's.
     """
 
     def __init__(self, flats: Sequence[FlatParameters], shards: GradientShards | None) -> None:
@@ -293,11 +271,7 @@ class StepEdits:
 
     @contextmanager
     def batch(self, *, training: bool) -> Iterator[None]:
-        """Run one batch inside.
-
-        Raises:
-            ConfigError: Its steps have edited parameters, and not as one step would have.
-        """
+        """Run a batch inside, and refuse edits of parameters that one step would not make."""
         if self.marks is None or not training:
             yield
             return
@@ -324,13 +298,7 @@ class StepEdits:
     def step(self, stage: int, trained: Callable[[], Sequence[bool]]) -> Iterator[None]:
         """Run the step of one microbatch on one stage inside.
 
-        Args:
-            stage: Number of the stage.
-            trained: Returns whether each parameter of the model requires a gradient now.
-
-        Raises:
-            ConfigError: It has edited what an earlier step of the batch had edited, or frozen or
-                unfrozen parameters.
+        What is edited a second time is refused, and so are parameters that it freezes or unfreezes.
         """
         before = trained()
         yield

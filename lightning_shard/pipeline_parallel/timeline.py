@@ -5,9 +5,6 @@ two ranks with three microbatches, a dot for each slot of waiting:
 
     rank 0   F0F1....B0--F2B1--..B2--  25% idle
     rank 1   ..F0B0--F1B1--F2B2--....  25% idle
-
-`save_png` draws the same with matplotlib, and `save_chrome_trace` writes it for chrome://tracing
-and https://ui.perfetto.dev.
 """
 
 import json
@@ -45,13 +42,7 @@ _APPEARANCES: dict[Kind, _Appearance] = {
 
 
 class Event(NamedTuple):
-    """One action of a rank and its time.
-
-    Attributes:
-        action: The action that the rank did.
-        start: Time of its start, in seconds or the units of a simulation.
-        end: Time of its end, in the same unit.
-    """
+    """One action of a rank, and when it started and ended, in seconds or units of a simulation."""
 
     action: Action
     start: float
@@ -60,11 +51,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of each rank, in order of their starts; all ranks on one clock.
-
-    Attributes:
-        rows: Events of each rank, in order.
-    """
+    """The events of each rank, in order of their starts; all ranks on one clock."""
 
     rows: tuple[tuple[Event, ...], ...]
 
@@ -107,11 +94,7 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank the most microbatches of a stage that were held at once.
-
-        A forward holds its activations until the whole backward (B), or the backward of the
-        weights (W): the backward of the inputs (I) alone frees only what no weight needs.
-        """
+        """For each rank the most microbatches of a stage held at once, from their F to their B or W."""
         return tuple(peak_activations(event.action for event in row) for row in self.rows)
 
 
@@ -140,11 +123,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def save_png(timeline: Timeline, path: str | Path, *, title: str = "") -> None:
-    """Draw a row per rank, with its idle share, into a PNG file.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw a row per rank, with its idle share, into a PNG file, which needs matplotlib."""
     size = (14, 1.2 + 0.45 * len(timeline.rows))
     otherwise = "draw_text and save_chrome_trace need nothing."
     figure = new_figure(path, size=size, otherwise=otherwise)
@@ -164,9 +143,6 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """Return the events in the Trace Event Format: a process per rank, microseconds.
 
     Messages overlap the computations, so they lie in a row of their own under them.
-
-    Source:
-        "Trace Event Format", the Chromium project.
     """
     events: list[dict[str, Any]] = []
     for rank, row in enumerate(timeline.rows):
