@@ -94,7 +94,7 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """For each rank the most microbatches of a stage held at once, from their F to their B or W."""
+        """For each rank the most microbatches of a stage held at once, from F to B or W."""
         return tuple(peak_activations(event.action for event in row) for row in self.rows)
 
 
