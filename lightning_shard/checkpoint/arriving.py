@@ -4,9 +4,8 @@
     rank 1   slices ──packed──> message ─────> part ───────┼──> who writes
     rank 2   slices ──packed──> message ─────> part ───────┘
 
-Slices go straight to rank 0, one tensor after the other. A message is full whatever tensors begin
-or end in it, and the next ones are on their way while rank 0 writes: it holds a few messages, not a
-unit, and the other ranks two of their own.
+A message is full whatever tensors begin or end in it, and the next ones are on their way while rank
+0 writes: it holds a few messages, not a unit, and the other ranks two of their own.
 """
 
 from collections import deque
@@ -35,8 +34,6 @@ class SlicedTensor(NamedTuple):
     """A full tensor of which each rank of a group has a slice, one behind the other.
 
     Attributes:
-        shape: Full shape of the tensor.
-        dtype: Format of the elements.
         numels: Number of elements of each rank's slice, in rank order.
         own: This rank's slice, of any shape; None where it has zeros, or nothing.
     """
@@ -50,16 +47,9 @@ class SlicedTensor(NamedTuple):
 class ArrivingTensor:
     """A full tensor, only good until the next one is asked for.
 
-    Args:
-        shape: Full shape of the tensor.
-        dtype: Format of the elements.
-        parts: The bytes of its elements in order, each part only good until the next.
-        device: Device of the parts.
-
     Attributes:
-        shape: Full shape of the tensor.
-        dtype: Format of the elements.
-        parts: The bytes of its elements in order, to run through once: uint8, 1-D.
+        parts: The bytes of its elements in order, to run through once: uint8, 1-D, each part only
+            good until the next.
     """
 
     def __init__(
@@ -99,8 +89,7 @@ def arriving(
 ) -> Iterator[ArrivingTensor]:
     """Bring tensors to rank 0 of a group, one after the other; each rank must run through it.
 
-    Yields:
-        Each tensor: on rank 0 with its elements, on other ranks, which send theirs, without.
+    On other ranks, which send theirs, the tensors have no elements.
     """
     if group.rank == 0:
         yield from _received(tensors, group, device)
@@ -113,8 +102,8 @@ def arriving_in_runs(
 ) -> Iterator[ArrivingTensor | None]:
     """Bring tensors to rank 0 of each one's group; each rank must run through it.
 
-    What is packed into one message is of one run of neighbours with the same group: a rank may have
-    to exchange one tensor with ranks of its group before it comes to the next of another group.
+    A message holds neighbours with the same group alone: a rank may have to exchange one tensor
+    with ranks of its group before it comes to the next of another group.
     """
     for group, run in groupby(tensors, key=itemgetter(0)):
         ones = [one for _, one in run]
@@ -320,15 +309,7 @@ def _sliced(param: nn.Parameter, engine: DataParallelEngine, ranks: Collectives)
 def slices_of(
     flat: FlatParameters, index: int, own: Tensor | None, dtype: torch.dtype, ranks: Collectives
 ) -> SlicedTensor:
-    """Return a tensor that is cut as a parameter is.
-
-    Args:
-        flat: The buffer that holds the parameter.
-        index: Index of the parameter there.
-        own: What this rank has of the tensor; None where it has zeros, or nothing.
-        dtype: Format of the tensor.
-        ranks: The ranks that share the buffer.
-    """
+    """Return a tensor that is cut as a parameter is; without `own` this rank has nothing of it."""
     slot, shards = flat.layout.slots[index], range(flat.layout.num_shards)
     numels = [flat.layout.shard_slice(slot, shard).numel for shard in shards]
     numels += [0] * (ranks.size - len(numels))  # one rank stands for all that have everything

@@ -7,10 +7,9 @@
         "rank_1": ...
     }
 
-A rank takes up its entry where the mesh is the same, and goes on to the bit. On any other mesh
-ranks go on from means of all entries. Entries are nested dictionaries of tensors and plain values,
-so that torch reads them without unpickling code. Rank 0 writes them into a file as they arrive;
-into a folder each rank writes its own, see `sharded.entries`.
+On the same mesh a rank takes up its entry, and goes on to the bit; on any other one ranks go on
+from means of all entries. They are nested dictionaries of tensors and plain values, so that torch
+reads them without unpickling code. Into a folder each rank writes its own, see `sharded.entries`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,13 +34,7 @@ def mesh_entry(mesh: ParallelMesh) -> dict[str, Any]:
 
 
 def own_entry(section: Mapping[str, Any], mesh: ParallelMesh, rank: int) -> Mapping[str, Any]:
-    """Return what a rank has kept for itself; {} where the mesh was another, or nothing was kept.
-
-    Args:
-        section: The section of a checkpoint.
-        mesh: The mesh of this run.
-        rank: This rank in the mesh.
-    """
+    """Return what a rank has kept for itself; {} where the mesh was another, or nothing was."""
     entry: Mapping[str, Any] = {}
     if section.get("mesh") == mesh_entry(mesh):
         entry = section.get(f"{_PREFIX}{rank}", {})
@@ -56,13 +49,7 @@ def entries_of_ranks(section: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[
 
 
 def entry_alone(own: Mapping[str, Any], mesh: ParallelMesh, rank: int) -> dict[str, Any]:
-    """Return the section's entries of a rank that nobody brings together with the others'.
-
-    Args:
-        own: What the rank keeps.
-        mesh: The mesh of the run.
-        rank: The rank in it.
-    """
+    """Return the section's entries of a rank that nobody brings together with the others'."""
     return {"mesh": mesh_entry(mesh), f"{_PREFIX}{rank}": own}
 
 
@@ -105,16 +92,9 @@ def stream_entries(
     device: torch.device,
     file: StreamedFile,
 ) -> dict[str, Any]:
-    """Return what `gather_entries` does, with tensors that come while a file is written.
+    """Return what `gather_entries` does, with tensors that come while `file` is written.
 
     Each rank must call, and keep its entry as it is until then.
-
-    Args:
-        own: As for `gather_entries`.
-        mesh: As for `gather_entries`.
-        collectives: As for `gather_entries`.
-        device: As for `gather_entries`.
-        file: What is written.
     """
     told, places = _told(own, collectives)
     coming = _arriving(own, told, collectives, device)

@@ -1,16 +1,14 @@
 """The full format: an ordinary Lightning `.ckpt`, the same for every scheme.
 
-Parameters come together buffer by buffer, so that no rank but rank 0 holds more than one unit
-above its share; rank 0 holds the full tensor on the CPU, as it must to write one file.
-
-Joins shards that user code puts into a checkpoint itself, such as a teacher's weights.
+Parameters come together buffer by buffer, so that no rank but rank 0 holds more than one unit above
+its share. Shards that user code puts into a checkpoint itself are joined, too:
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["teacher"] = self.teacher.state_dict()     # under stage 3: this rank's shards
 
 A shard is recognised by its memory: an entry that lies where a parameter's shard lies, or that of a
-copy made during the run. A rank has no elements of some parameters, so ranks tell each other which
-entry is which. A cloned shard is not recognised.
+copy made during the run; a cloned one is not. A rank has no elements of some parameters, so ranks
+tell each other which entry is which.
 """
 
 from collections import OrderedDict, defaultdict
@@ -72,9 +70,7 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
 def module_shapes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
     """Return the full module's `state_dict` without elements, for code that asks for its entries.
 
-    Returns:
-        Parameters on torch's "meta" device, with full shapes, where an access to an element raises;
-        buffers as this rank has them.
+    Parameters are on torch's "meta" device, with full shapes; buffers are as this rank has them.
     """
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -184,10 +180,10 @@ def load_module_state(
     paired: Mapping[str, Any] | None = None,
     lent: MappedParameters | None = None,
 ) -> ModuleSnapshot:
-    """Load a full `state_dict` into a module, or leave the module as it was.
+    """Load a full `state_dict` into a module by its own hooks, or leave the module as it was.
 
-    The module's own `load_state_dict` and hooks do it. Where an engine holds the module, the full
-    module is on the CPU for a moment, as when it was made.
+    Where an engine holds the module, the full module is on the CPU for a moment, as when it was
+    made.
 
     Args:
         module: The module to load into.
@@ -195,17 +191,14 @@ def load_module_state(
         strict: Whether the state's names must be the module's.
         left_out: Names that may be missing all the same, and keep their value.
         engine: The engine that holds the module's parameters; None before there is one.
-        agree: Called with the error of what does not fit on this rank, or None; raises if the
-            state does not fit on some rank.
+        agree: Called with the error of what does not fit on this rank, or None; raises if the state
+            does not fit on some rank.
         paired: State that a callback will load into the same module next, to be checked with it.
         lent: Lends parameters what the state has of them; None to copy all of it.
 
     Returns:
         A snapshot of the module as it was; without parameters where an engine holds them, and
         without those that are lent something.
-
-    Raises:
-        CheckpointError: Names, shapes or kinds of numbers do not fit. Nothing is loaded then.
     """
     before = ModuleSnapshot(
         module, with_parameters=engine is None, without=lent.params if lent is not None else ()
@@ -232,12 +225,9 @@ def load_module_state(
 def load_into_shards(
     module: nn.Module, state: Mapping[str, Any], engine: DataParallelEngine
 ) -> None:
-    """Copy into this rank's shards what it needs of full tensors; each rank must call.
+    """Copy into this rank's shards what it needs of full tensors, which fit; each rank must call.
 
-    Args:
-        module: A module that takes its parameters up by torch's own code, held by the engine.
-        state: Full tensors by name, which are known to fit; other entries are left out.
-        engine: The engine that holds the module's parameters.
+    The module takes its parameters up by torch's own code; other entries of `state` are left out.
     """
     held = {param for flat in engine.flats for param in flat.params}
     params = module.state_dict(keep_vars=True)
@@ -336,11 +326,9 @@ _Path = tuple[Any, ...]
 
 
 def join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
-    """Put full tensors, on the CPU, in the place of shards; each rank must call.
+    """Put full tensors, on the CPU, in the place of shards of stage 3; each rank must call.
 
-    Args:
-        checkpoint: Nested mappings and lists; changed in place on the rank that saves.
-        engine: The engine of stage 3 whose shards these are.
+    Nested mappings and lists are changed in place on the rank that saves.
     """
     read = {
         repr(path): (path, value)

@@ -1,8 +1,7 @@
 """Host memory for snapshots, which is lent, given back and used again.
 
-A fresh buffer costs its page faults, or a pinned one its registration, so those of older snapshots
-serve the next ones. Their sizes vary a little, with the digits of counters, and for good when the
-number of ranks changes.
+A fresh buffer costs its page faults, or a pinned one its registration. Sizes vary a little, with
+the digits of counters, and for good when the number of ranks changes.
 """
 
 from typing import Protocol
@@ -30,11 +29,7 @@ class SnapshotBuffers(Protocol):
 
 
 class HostBuffers:
-    """Lends buffers in this process's memory.
-
-    Args:
-        pinned: Whether the memory is pinned, for copies from a CUDA device.
-    """
+    """Lends buffers in this process's memory, pinned for copies from a CUDA device."""
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned

@@ -5,8 +5,8 @@
     the engine is made     param ──> shards         a rank reads what becomes its own
     given up               param ──> own memory     as it was
 
-So a load copies no weights into a module that is full on the CPU, whose old values need no copy
-either. To the code in between (`configure_optimizers`) the module holds what was loaded.
+So a load copies no weights into a module that is full on the CPU. To the code in between
+(`configure_optimizers`) the module holds what was loaded.
 """
 
 import copy
@@ -25,10 +25,6 @@ class MappedParameters:
 
     A parameter whose memory something else sees too, or that is in another format or order than in
     the file, is left alone, to be loaded as ever.
-
-    Args:
-        module: A module that takes its parameters up by torch's own code.
-        state: Tensors by name, those of parameters in a mapped file.
     """
 
     def __init__(self, module: nn.Module, state: Mapping[str, Any]) -> None:

@@ -1,20 +1,16 @@
 """What of a checkpoint does not fit, found before anything is loaded, and what to do about it.
 
-Formats of one kind are exchanged as torch does, without a word: a checkpoint in bfloat16 loads into
-a model in float32. A conversion that would lose meaning, of numbers with a fraction to integers or
-of complex numbers to real ones, is a misfit.
+Formats of one kind are exchanged as torch does; a conversion that would lose meaning, of numbers
+with a fraction to integers or of complex numbers to real ones, is a misfit.
 
 Of optimizers' states torch compares the lengths of groups alone; other misfits fail in the first
 step, or are cut in the wrong places. The optimizer itself shows which state it makes for a
 parameter: a trial optimizer with the saved options takes a step on a small tensor of as many
-dimensions.
+dimensions. Entries in a form that says nothing of other sizes are not checked.
 
     trial's parameter (3, 5)    its state (3, 5)    a parameter (64, 32) has a state (64, 32)
                                          (3, 1)                                     (64, 1)
                                          ()                                         one element
-
-Entries that the trial optimizer does not make, or makes in a form that says nothing of other sizes,
-are not checked. Nor are those that an optimizer's own `load_state_dict` takes.
 """
 
 import copy
@@ -119,10 +115,7 @@ def optimizer_misfits(
 ) -> list[str]:
     """Return the misfits of a full optimizer state, as messages.
 
-    Args:
-        saved: The state as torch's `Optimizer.state_dict` gives it on a single device.
-        optimizer: The optimizer that the state is to be loaded into.
-        named_shapes: By parameter of the model, its name and full shape.
+    `named_shapes` has by parameter of the model its name and full shape.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if not groups:  # it stands for none at all, and takes anything
@@ -176,8 +169,7 @@ class _TrialState:
     """The state that a trial optimizer makes for a small parameter.
 
     Attributes:
-        optimizer: The trial optimizer; None if it cannot be made, or cannot take a step.
-        shape: Shape of its parameter.
+        optimizer: None if it cannot be made, or cannot take a step.
         state: State of the parameter after a step.
         lacks_options: Messages about options that were not saved, and are needed.
     """

@@ -51,13 +51,8 @@ def local_state_dict(
 ) -> dict[str, Any]:
     """Cut a full optimizer `state_dict` down to this rank's shards; no communication.
 
-    Args:
-        full: The state as torch's `Optimizer.state_dict` gives it on a single device.
-        optimizer: The optimizer, whose parameters are in the same order.
-        engine: The engine that holds the parameters.
-
     Raises:
-        CheckpointError: The state's groups are not those of the optimizer.
+        CheckpointError: The state's groups are not those of the optimizer, in the same order.
     """
     if not optimizer.param_groups or "state" not in full:  # a form of its own, for full state
         return dict(full)
@@ -92,9 +87,7 @@ def _check_groups(full: Mapping[str, Any], optimizer: Optimizer) -> None:
 def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[str, Any]:
     """Bring the full optimizer state together on rank 0, one buffer at a time; each must call.
 
-    Returns:
-        On rank 0 the `state_dict` of a single device, with tensors on the CPU; on other ranks an
-        empty dictionary.
+    On rank 0 it is the `state_dict` of a single device, on the CPU; on other ranks it is empty.
     """
     state = FullOptimizerState(optimizer, engine)
     return state.with_tensors(
@@ -233,13 +226,9 @@ _KINDS = ("shard", "common", "owned")  # of entries, see `_told`
 
 
 class _Owned(NamedTuple):
-    """A state tensor on the owner of its parameter.
+    """A state tensor on the owner of its parameter, a rank of the shard group.
 
-    Attributes:
-        shape: Shape of the tensor.
-        dtype: Format of the tensor.
-        owner: Rank in the shard group that has it.
-        model_ranks: Its rank in each of the groups that share the model.
+    `model_ranks` has the owner's rank in each of the groups that share the model.
     """
 
     shape: torch.Size
@@ -258,10 +247,7 @@ def _brought(
 ) -> ArrivingTensor | None:
     """Bring a tensor to the first of the ranks that share the model, group by group.
 
-    Args:
-        one: Where the tensor lies, and its shape and format.
-        arrived: What is here of it; None on ranks that do not have it.
-        engine: The engine of the model, on the first rank of each data-parallel group.
+    `arrived` is None on ranks that do not have it.
     """
     mine = _ranks(engine)
     for at, (group, source) in enumerate(zip(engine.split.groups, one.model_ranks, strict=True)):

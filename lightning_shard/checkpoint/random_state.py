@@ -13,11 +13,7 @@ _NUMPY_WORDS = 624
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of the streams, readable without unpickling code.
-
-    Args:
-        device: This rank's device, whose generator counts beside the CPU's.
-    """
+    """Return the state of the CPU's streams and the device's, to be read without running code."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": _of_python(random.getstate()),

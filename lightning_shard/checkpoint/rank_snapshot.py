@@ -4,16 +4,9 @@
       64 B     a tensor entry: one shard-sized tensor, at a multiple of 64 bytes     pickled
 
 A flat buffer's slots lie at the same offsets whatever the number of ranks, so a tensor entry is a
-range of elements that can be cut anew for any other number. The metadata says what the tensor
-entries are and holds what is not per element: counters, the options of the groups, and the caller's
-bytes (loops, RNG).
-
-    take           this rank's part of the state, copied
-    load           back into the engine that it is of: no elements travel
-    check_fits     whether the snapshot is of this model and these optimizers
-    forget_state, rebuild_optimizers     optimizer state, of elements that somebody has brought
-
-Where shards are cut anew for another number of ranks, `elastic.recovery` brings the elements.
+range of elements that `elastic.recovery` cuts anew for any other number. The metadata says what the
+tensor entries are and holds what is not per element: counters, the options of the groups, and the
+caller's bytes (loops, RNG).
 """
 
 import pickle
@@ -51,7 +44,6 @@ class TensorKey(NamedTuple):
         flat: Number of the flat buffer.
         optimizer: Number of the optimizer, or PARAMETERS.
         name: Key of the optimizer's state; empty for the parameters.
-        dtype: Format of the elements.
     """
 
     flat: int
@@ -66,12 +58,7 @@ class TensorKey(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """The place of a tensor entry in the buffer.
-
-    Attributes:
-        offset: Index in the buffer of the entry's first byte.
-        numel: Number of elements of the entry.
-    """
+    """The place of a tensor entry in the buffer; `offset` is in bytes."""
 
     offset: int
     numel: int
@@ -84,11 +71,9 @@ class SnapshotMetadata:
     Attributes:
         generation: Generation of the members that took it; a later one's counts more.
         step: Number of optimizer steps done.
-        shard: Number of the shard of the state that the snapshot holds.
         num_shards: Number of shards of the state; 1 where every rank holds everything.
         owner: Name of the member that took the snapshot.
         ends: For each flat buffer, the index one past the last parameter's last element.
-        tensor_entries: UnitState of each tensor entry, by its key.
         states: By optimizer and parameter, the entries that the optimizer keeps.
         groups: By optimizer and group, the options of the group.
         extra: Bytes of the caller.
@@ -110,12 +95,7 @@ class SnapshotMetadata:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
-    """One shard of the state at one step.
-
-    Attributes:
-        data: Shape (bytes,), uint8, in host memory.
-        metadata: Description of the content of `data`.
-    """
+    """One shard of the state at one step; `data` is of shape (bytes,), uint8, in host memory."""
 
     data: Tensor
     metadata: SnapshotMetadata
@@ -125,8 +105,8 @@ class Snapshot:
         """Read the snapshot in a buffer that this job has written.
 
         Args:
-            data: Shape (bytes,) or longer, uint8. Its metadata are unpickled if they bear the
-                job's code.
+            data: Shape (bytes,) or longer, uint8. Its metadata are unpickled if they bear the job's
+                code.
             is_own: Whether it comes from where this user alone can write; it needs no code then.
 
         Raises:
@@ -172,9 +152,6 @@ def take(
         generation: Number of the members' generation.
         owner: Name of this member.
         buffers: Lends the buffer; a new one is made when left out.
-
-    Returns:
-        The snapshot, with the parameters in the optimizer's (master) format.
     """
     states = tuple(describe(optimizer, engine) for optimizer in optimizers)
     sources = _sources(engine, optimizers, states)
@@ -322,10 +299,8 @@ def _write(data: Tensor, offset: int, content: bytes) -> None:
 def load(snapshot: Snapshot, engine: DataParallelEngine, optimizers: Sequence[Optimizer]) -> None:
     """Bring engine and optimizers to the state of this rank's own snapshot; each rank must call.
 
-    Args:
-        snapshot: What this rank has taken, under the same number of ranks.
-        engine: The engine, with the stage, the units and the ranks of the snapshot's.
-        optimizers: The optimizers on the engine, in the snapshot's order; their state is replaced.
+    The engine has the stage, the units and the ranks of the snapshot's; the optimizers, in the
+    snapshot's order, lose the state that they have.
 
     Raises:
         CheckpointError: The snapshot is of another rank, model or optimizers.
@@ -371,11 +346,7 @@ def forget_state(optimizers: Sequence[Optimizer]) -> None:
 def check_fits(
     saved: SnapshotMetadata, engine: DataParallelEngine, optimizers: Sequence[Optimizer]
 ) -> None:
-    """Raise if a snapshot is of another model or other optimizers.
-
-    Raises:
-        CheckpointError: Naming the sizes of both.
-    """
+    """Raise if a snapshot is of another model or other optimizers."""
     ends = tuple(flat.layout.slots[-1].stop for flat in engine.flats)
     if saved.ends != ends:
         raise CheckpointError(
@@ -404,11 +375,8 @@ def rebuild_optimizers(
 ) -> None:
     """Give optimizers the state and the options of their groups.
 
-    Args:
-        optimizers: The optimizers, in the snapshots' order.
-        all_metadata: What is in the snapshots of the shards, in their order.
-        engine: The engine that has the optimizers' parameters.
-        shards: By tensor entry each parameter's shard of it.
+    `all_metadata` are of the snapshots of all shards, in order; `shards` has by tensor entry each
+    parameter's shard of it.
     """
     numbers = {flat: number for number, flat in enumerate(engine.flats)}
     for number, optimizer in enumerate(optimizers):

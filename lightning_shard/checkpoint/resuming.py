@@ -43,9 +43,7 @@ _ADVICE = (
 def agree_on_misfit(collectives: Collectives | None, error: CheckpointError | None) -> None:
     """Raise the same CheckpointError on every rank if a checkpoint does not fit on some.
 
-    Args:
-        collectives: Group of all ranks, each of which must call; None where this is the only rank.
-        error: Error of what does not fit on this rank; None where all fits.
+    Each rank of the group must call; without a group this is the only rank.
     """
     if collectives is None or collectives.size == 1:
         if error is not None:
@@ -64,10 +62,8 @@ def agree_on_misfit(collectives: Collectives | None, error: CheckpointError | No
 def failing_together(collectives: Collectives | None) -> Iterator[None]:
     """Raise on every rank if reading or writing a checkpoint inside has failed on some.
 
-    A rank on which something else than a CheckpointError was raised raises that.
-
-    Args:
-        collectives: Group of all ranks, each of which must enter; None where this is the only rank.
+    A rank on which something else than a CheckpointError was raised raises that. Each rank of the
+    group must enter; without a group this is the only rank.
     """
     told: CheckpointError | None = None
     try:
@@ -84,10 +80,8 @@ def failing_together(collectives: Collectives | None) -> Iterator[None]:
 class Resuming:
     """The checkpoint that a run is resumed from, until all of it is known to fit.
 
-    Args:
-        checkpoint: The full checkpoint.
-        before: Snapshot of the module before the weights were loaded.
-        lent: What parameters were lent then; None where all were copied.
+    `before` is a snapshot of the module before the weights were loaded, and `lent` what parameters
+    were lent then; None where all were copied.
     """
 
     def __init__(
@@ -109,13 +103,13 @@ class Resuming:
         *,
         may_change: bool,
     ) -> None:
-        """Restore the module and raise if the checkpoint does not fit on some rank.
+        """Restore the module and raise if the checkpoint does not fit on some rank; each must call.
 
         If it fits, the values that the module had are let go of.
 
         Args:
             misfits: Returns the misfits of a checkpoint on this rank, as messages.
-            collectives: Group of all ranks, each of which must call.
+            collectives: Group of all ranks.
             optimizers: All optimizers of the model.
             may_change: Whether they may still be given other groups, which would fit.
         """
@@ -162,14 +156,8 @@ def run_misfits(
 ) -> list[str]:
     """Return the misfits of all but the weights, once there are optimizers.
 
-    Args:
-        checkpoint: The full checkpoint.
-        module: The model that the run trains.
-        optimizers: All optimizers of the model.
-        kept: The checkpoint's section of this package's strategies.
-        scaler: The loss scaler; None where none is used.
-        scaler_state: The checkpoint's state of a loss scaler; None where it has none.
-        engine: The engine that has the parameters in shards; None before there is one.
+    `kept` is the checkpoint's section of this package's strategies; `engine` is None before there
+    is one that has the parameters in shards.
     """
     shapes = {
         param: (name, param.shape if engine is None else engine.full_shape(param))
@@ -227,11 +215,8 @@ def kept_misfits(kept: Mapping[str, Any], shapes: _Shapes) -> Iterator[str]:
     """Yield the misfits of the state that only this package's strategies keep.
 
     Of each rank's entry everything is looked at that a rank would load, on every rank: one damaged
-    entry is found before any rank has loaded its own.
-
-    Args:
-        kept: The checkpoint's section of this package's strategies.
-        shapes: Full shapes of the parameters by name; entries for other names are left out.
+    entry is found before any rank has loaded its own. Names that `shapes` does not have are left
+    out.
     """
     yield from _compression_misfits(kept.get("compression") or {}, shapes)
     yield from _local_misfits(kept, shapes)

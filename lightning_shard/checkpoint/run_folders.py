@@ -84,11 +84,7 @@ class CheckpointedRun(Protocol):
 
 
 class RunFolders:
-    """How one rank's part of a run's state goes to folders and back.
-
-    Args:
-        saves: Writes the folders.
-    """
+    """How one rank's part of a run's state goes to folders and back."""
 
     def __init__(self, saves: BackgroundSaves) -> None:
         self._saves = saves
@@ -106,13 +102,8 @@ class RunFolders:
     ) -> None:
         """Write a folder; each rank must call unless one has everything and is alone.
 
-        Args:
-            run: The run that is saved.
-            checkpoint: Lightning's checkpoint, with this rank's boxes.
-            path: Where the folder is to be.
-            scheme: Name of the strategy, which the folder tells.
-            alone: Whether this rank has everything, and asks nobody.
-            step: As for `BackgroundSaves.write`.
+        `scheme` is the strategy's name, which the folder tells; `step` is as for
+        `BackgroundSaves.write`.
         """
         keeps = alone or run.mesh_rank == 0
         state, meta = folder_entries(checkpoint, run.optimizers, names_of(run), keeps=keeps)
@@ -136,14 +127,8 @@ class RunFolders:
     ) -> ModuleSnapshot:
         """Check stored weights against the module, load the rest, and read the weights later.
 
-        Args:
-            run: The run that takes them.
-            state: Stored tensors and other values by name.
-            strict: As for `torch.nn.Module.load_state_dict`.
-            left_out: Names that may be missing all the same.
-
         Returns:
-            The module before.
+            The module before. Names in `left_out` may be missing all the same.
         """
         module = run.lightning_module
         assert module is not None
@@ -172,11 +157,7 @@ def load_folder(
 ) -> dict[str, Any]:
     """Return a folder's checkpoint, whose optimizers' states are not read.
 
-    Args:
-        run: The run that is loaded.
-        path: The folder of the checkpoint, local or any path of fsspec's.
-        weights_only: As for `torch.load`.
-        in_full: Whether weights are read, full, since others than this package look at them.
+    With `in_full` weights are read, full, since others than this package look at them.
     """
     folder = StoredFolder(path, weights_only)
     verify_share(folder, run.mesh_rank, run.mesh_size)

@@ -2,17 +2,13 @@
 
     checkpoint["lightning_shard"] = {"format": 3, "compression": ..., "rank_0": ..., "rank_1": ...}
 
-Everything else in a checkpoint is Lightning's and torch's. A section without a number is of format
-1, which was written before there were numbers: it has means of what ranks keep. Format 2 has what
-each rank keeps, too, see `by_rank`. Format 3 has that alone: who needs a mean takes it when it
-loads. The number changes when an older version of this package would misread what a newer one
-writes, or go on from less than there is.
+A section without a number is of format 1: it has means of what ranks keep. Format 2 has what each
+rank keeps, too, see `by_rank`. Format 3 has that alone: who needs a mean takes it when it loads.
+The number changes when an older version of this package would misread what a newer one writes, or
+go on from less than there is.
 
-Frozen parameters may be left out: the base of an adapter, for example, which stays as it is.
-
-    checkpoint["lightning_shard"]["left_out"] = ["base.weight", ...]
-
-A run that loads such a checkpoint keeps its own values of these names, and misses only others.
+Frozen parameters may be left out, such as the base of an adapter; their names stand in the entry
+"left_out". A run that loads such a checkpoint keeps its own values of them, and misses only others.
 """
 
 from collections.abc import Mapping
@@ -53,12 +49,7 @@ def section_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def leave_out_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
-    """Take the frozen parameters out of a checkpoint that is about to be saved; buffers stay.
-
-    Args:
-        checkpoint: The dictionary that Lightning saves.
-        module: The module, with the same parameters on every rank.
-    """
+    """Take the frozen parameters out of a checkpoint that is about to be saved; buffers stay."""
     frozen = _frozen_names(module)
     state = checkpoint["state_dict"]
     left_out = [name for name in state if name in frozen]

@@ -23,11 +23,7 @@ from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 
 
 class ShardMark(NamedTuple):
-    """Marks a tensor with an element for each of the parameter's, cut where the parameter is.
-
-    Attributes:
-        dtype: Format of the tensor.
-    """
+    """Marks a tensor with an element for each of the parameter's, cut where the parameter is."""
 
     dtype: torch.dtype
 
@@ -35,10 +31,7 @@ class ShardMark(NamedTuple):
 class Scalar(NamedTuple):
     """A tensor without dimensions, as a Python number, which holds each of torch's exactly.
 
-    Attributes:
-        value: The number in the tensor.
-        dtype: Format of the tensor.
-        on_device: Whether the tensor was on the parameter's device, not on the CPU.
+    `on_device` says whether the tensor was on the parameter's device, not on the CPU.
     """
 
     value: Any
@@ -47,12 +40,7 @@ class Scalar(NamedTuple):
 
 
 class CommonValue(NamedTuple):
-    """Any other value that is the same on all ranks.
-
-    Attributes:
-        value: The value, with a tensor in host memory.
-        on_device: Whether the value was a tensor on the parameter's device.
-    """
+    """Any other value that is the same on all ranks, a tensor in host memory."""
 
     value: Any
     on_device: bool
@@ -63,11 +51,10 @@ Entries = tuple[tuple[str, Entry], ...]  # in the optimizer's own order
 
 
 def describe(optimizer: Optimizer, engine: DataParallelEngine) -> list[Entries | None]:
-    """Describe an optimizer's state for each of its parameters; no communication.
+    """Describe an optimizer's state for each of its parameters, in order; no communication.
 
-    Returns:
-        Entries of each parameter, in the order of the groups; None for parameters without state,
-        and for those of which all elements lie on other ranks, whose counters are stale here.
+    Parameters without state have None, and so have those of which all elements lie on other ranks,
+    whose counters are stale here.
     """
     scalars = _scalars(optimizer, engine)
     known: dict[object, Entries] = {}  # equal ones are one object: they are pickled once

@@ -8,8 +8,7 @@
                                       of other ranks as they arrive
 
 So rank 0 holds a few megabytes above its share, and nothing is brought together before it is
-written. While it is pickled, a tensor without elements has memory of its full size that nobody
-touches, and that takes none.
+written.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -55,9 +54,7 @@ class StreamedFile:
         self._sources.append(tensors)
 
     def records(self, checkpoint: Mapping[str, Any]) -> Iterator[ArchiveRecord]:
-        """Yield what is written of a checkpoint, in order, on the rank that writes.
-
-        Other ranks call `finish` meanwhile.
+        """Yield what is written of a checkpoint, in order, on rank 0; others call `finish`.
 
         Raises:
             CheckpointError: The elements of a tensor do not come, or others than were awaited.
@@ -115,12 +112,8 @@ def _filled(record: ArchiveRecord, tensor: ArrivingTensor) -> ArchiveRecord:
 class StreamedState:
     """What one save writes of a model and its optimizers; each rank must make one.
 
-    Args:
-        engine: The engine that holds the model.
-        file: What is written.
-        with_frozen: Whether frozen parameters are saved. Those that are not stay where they are:
-            the state has their shapes only.
-        number: Number of the model, where a file has several.
+    Frozen parameters that are not saved stay where they are: the state has their shapes only.
+    `number` is the model's, where a file has several.
     """
 
     def __init__(
@@ -160,10 +153,7 @@ class StreamedState:
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full `state_dict` on rank 0, entries of shards without elements.
-
-        Each rank must call.
-        """
+        """Return the full `state_dict` on rank 0, entries without elements; each rank must call."""
         full, number = FullOptimizerState(optimizer, self._engine), len(self._optimizers)
         self._optimizers.append(full)
         return full.with_tensors(

@@ -37,12 +37,7 @@ class Present:
 
 
 class Cast:
-    """A tensor that is turned into another format when it is read.
-
-    Args:
-        source: The tensor as it is stored.
-        dtype: The other format.
-    """
+    """A tensor that is turned into another format when it is read."""
 
     def __init__(self, source: Unread, dtype: torch.dtype) -> None:
         self._source = source

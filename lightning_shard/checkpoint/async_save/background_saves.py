@@ -10,23 +10,13 @@
     an exception of all ranks   waits, before callbacks save what there is
     another exception           gives the save up: the checkpoint before stays
 
-Outside a fit's steps, and while callbacks hear of an exception, saves are complete at once.
-
-One save, from the copy of what each rank has until its folders are in their places.
+One save goes through phases, from one to the next on all ranks at the boundary of a step:
 
     writing    each rank's thread writes its file, and sums it up
     placing    rank 0's thread writes index and checksums, and gives the folder its name
     complete
 
-Ranks go from one phase to the next together, at the boundary of a step at which each rank's thread
-has finished. A thread that fails takes all of them along, and the folder is removed. A second
-folder of the same moment, as `ModelCheckpoint(save_last=True)` asks for, comes along.
-
-What a rank writes is copied into host memory that serves again for the next save:
-
-    ┌ weight ┬ bias ┬─ exp_avg ─┬ ...  one buffer, each tensor at a multiple of 64 bytes
-
-Each copy has a storage of its own size over the buffer: a view would be written with all of it.
+A thread that fails takes all of them along, and the folder is removed.
 """
 
 import io
@@ -68,12 +58,10 @@ class SaveCancelledError(Exception):
 
 
 class StagedItems:
-    """What one rank writes, as it was when this was made.
+    """What one rank writes, as it was when this was made, copied into memory that `buffers` lends.
 
-    Args:
-        items: What there is to write.
-        resolve: Returns the tensor, or the pickled bytes, of an item.
-        buffers: Lends the memory; see `give_back`.
+    Each copy is at a multiple of 64 bytes, and has a storage of its own size: a view would be
+    written with all of the buffer.
 
     Attributes:
         num_bytes: Bytes of all copied tensors.
@@ -109,12 +97,7 @@ class StagedItems:
     def holds(
         self, items: Iterable[WriteItem], resolve: Callable[[WriteItem], Tensor | io.BytesIO]
     ) -> bool:
-        """Whether other items are the same ones, bit by bit.
-
-        Args:
-            items: What there is to write.
-            resolve: Returns the tensor, or the pickled bytes, of an item.
-        """
+        """Whether other items are the same ones, bit by bit."""
         others = list(items)
         return others == self._items and all(
             _are_alike(self._staged[item.index], resolve(item)) for item in others
@@ -330,11 +313,7 @@ def _explaining(path: Any) -> Iterator[None]:
 
 
 def explained(failed: Mapping[int, str]) -> str:
-    """Return what is told on every rank of the ranks that have failed, first those by themselves.
-
-    Args:
-        failed: By rank, why it has.
-    """
+    """Return what is told on every rank of those that have failed, first by themselves."""
     own = {rank: one for rank, one in failed.items() if SaveCancelledError.__name__ not in one}
     told = "; ".join(f"rank {rank}: {one}" for rank, one in (own or failed).items())
     return (
@@ -382,11 +361,8 @@ class SaveInFlight:
     def join(self, saved: ToSave) -> bool:
         """Have a second folder of the same elements written along; each rank must call.
 
-        Args:
-            saved: What is compared with what was copied; `meta` may differ.
-
         Returns:
-            Whether it will be. If not, some rank has other elements than before.
+            Whether it will be. If not, some rank has other elements than before; `meta` may differ.
 
         Raises:
             CheckpointError: Some rank could not begin.
@@ -443,11 +419,7 @@ class SaveInFlight:
     def finish(self, tell: Callable[[int], None] = lambda _: None) -> None:
         """Wait until the checkpoint is complete; each rank must call.
 
-        Args:
-            tell: Is told at times how many bytes of this rank's are written.
-
-        Raises:
-            CheckpointError: Some rank has failed; the folder has been removed.
+        `tell` is told at times how many bytes of this rank's are written.
         """
         while True:
             while wait(self._jobs, _POLL_SECONDS).not_done:
@@ -512,12 +484,7 @@ class BackgroundSaves:
         return {**vars(self), **own}
 
     def open(self, device: torch.device, *, shows_progress: bool) -> None:
-        """From here on saves may go on in the background.
-
-        Args:
-            device: Device of this rank.
-            shows_progress: Whether this rank shows how far the last save is, where all wait for it.
-        """
+        """From here on saves may go on in the background; the last one may show a bar."""
         self._is_open, self._device, self._shows_progress = True, device, shows_progress
 
     def close(self) -> None:
@@ -536,10 +503,10 @@ class BackgroundSaves:
         """Write a folder now, or copy it for `start`; each rank of the group must call.
 
         Args:
-            path: As for `write_folder`.
-            state: As for `write_folder`.
-            meta: As for `write_folder`.
-            collectives: As for `write_folder`.
+            path: Local, or any path of fsspec's.
+            state: What this rank has: boxes, tensors and values.
+            meta: Lightning's other entries, on rank 0 alone.
+            collectives: All ranks that write; None where one has everything.
             step: Step of the fit, which goes on meanwhile; None writes the folder now.
 
         Raises:
@@ -570,11 +537,7 @@ class BackgroundSaves:
             self.discard()
 
     def finish(self) -> None:
-        """Wait until the save in flight is complete, if there is one; each rank must call.
-
-        Raises:
-            CheckpointError: It has failed on some rank.
-        """
+        """Wait until the save in flight is complete, if there is one; each rank must call."""
         if self._in_flight is None:
             return
         save, self._in_flight = self._in_flight, None
@@ -585,11 +548,7 @@ class BackgroundSaves:
             save.finish(lambda done: bar.update(done - bar.n))
 
     def advance(self) -> None:
-        """Ask whether all ranks are ready with the save in flight; each rank must call.
-
-        Raises:
-            CheckpointError: It has failed on some rank.
-        """
+        """Ask whether all ranks are ready with the save in flight; each rank must call."""
         save = self._in_flight
         if save is None:
             return
@@ -609,9 +568,7 @@ class BackgroundSaves:
     def end(self, error: BaseException, *, is_common: bool) -> None:
         """Close before callbacks hear of an exception, which notes what becomes of the last save.
 
-        Args:
-            error: What they hear of.
-            is_common: Whether all ranks have raised at the same place, and call this, too.
+        `is_common` says whether all ranks have raised at the same place, and call this, too.
         """
         self.close()
         if not is_common:

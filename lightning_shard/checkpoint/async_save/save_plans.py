@@ -54,10 +54,7 @@ class SavePlans:
         return copy(metadata)
 
     def numbers_of(self, local: SavePlan, group: Collectives | None) -> set[int]:
-        """Return the numbers of the plans in which this rank's local plan is this.
-
-        They are several where other ranks have changed, and this one has not.
-        """
+        """Return the numbers of the plans with this local plan; other ranks may have changed."""
         if group is not self._group:
             return set()
         return {one.number for one in self._kept if one.local == local}

@@ -85,9 +85,6 @@ class Consolidated:
     """What was written.
 
     Attributes:
-        to: Kind of the output.
-        num_tensors: How many tensors.
-        num_bytes: Bytes of them together.
         left_out: Names in the `state_dict` of what is no tensor, and has no place in the output.
     """
 
@@ -105,13 +102,6 @@ def _write(to: Format, path: Any, content: Any, written: Written, options: Conso
 
     A file of `torch.save` begins with a pickle, which has shapes alone: each tensor has memory
     there that nobody touches, and its elements are read when their record is written.
-
-    Args:
-        to: Kind of the output.
-        path: Path of the output.
-        content: What is written.
-        written: Called with the number of bytes after each tensor.
-        options: Tells how long a file of a folder may be.
     """
     if to == "huggingface":
         _write_folder(path, list(_shards(content, options.max_shard_bytes)), written)

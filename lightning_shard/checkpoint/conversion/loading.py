@@ -1,11 +1,5 @@
 """Weights of Hugging Face, or of anybody, into a module: one tensor at a time.
 
-    load_safetensors(self.model, "gpt2/")        a folder, with an index or without, or one file
-
-A module is a plain one, before the fit, on the CPU, a GPU or "meta" (its parameters are made when
-their values come); or a run's, in a hook, where each rank keeps its shard of the tensor at hand.
-Where a module on meta is being built for a run, the file is read when the ranks make their shards.
-
 The module of a Hugging Face model finds tensors under its names, as its `from_pretrained` gives
 them:
 
@@ -47,12 +41,7 @@ _ADVICE = (
 
 @dataclass
 class Named:
-    """Tensors by a module's names.
-
-    Attributes:
-        tensors: Those of the file; others than the module's are under their own names.
-        may_lack: Names of the module that its class does without.
-    """
+    """Tensors by a module's names; `may_lack` has those that its class does without."""
 
     tensors: dict[str, Any]
     may_lack: set[str] = field(default_factory=set)
@@ -110,9 +99,7 @@ class _Together:
 
     Attributes:
         first: The model's name of what they become, or of the first of several.
-        rule: How they become it.
         sources: Name, the rule's pattern for it, and tensor.
-        module: The model of Hugging Face that has it.
     """
 
     first: str

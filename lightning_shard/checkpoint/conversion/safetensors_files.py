@@ -4,11 +4,9 @@
       header's length  {"w": {"dtype": "F32", "shape": [2, 3],   little-endian, no gaps
                         "data_offsets": [0, 24]}, ...}
 
-The header is known before any tensor is read, so a file is written one tensor at a time, and read
-so from any filesystem of fsspec's. The package `safetensors` cannot do either: `save_file` takes
-all tensors of a file at once, and `safe_open` a local path. torch's Hugging Face writer
-(`HuggingFaceStorageWriter`) calls its `save` for each file, which holds the file twice. The tests
-read what is written here with `safetensors`, and here what it has written.
+A file is written one tensor at a time, and read so from any filesystem of fsspec's. The package
+`safetensors` can do neither: `save_file` takes all tensors of a file at once, and `safe_open` a
+local path; torch's `HuggingFaceStorageWriter` holds each file twice.
 
 Source:
     https://huggingface.co/docs/safetensors, "Format".
@@ -51,14 +49,7 @@ _DTYPES = {dtype: name for name, dtype in _NAMES.items()}
 
 
 class SliceTensor:
-    """A tensor in a file of safetensors.
-
-    Args:
-        path: The file that holds it.
-        dtype: The tensor's format.
-        shape: Shape of the tensor.
-        start: Byte of the file at which it begins.
-    """
+    """A tensor in a file of safetensors."""
 
     def __init__(self, path: Any, dtype: torch.dtype, shape: Any, start: int) -> None:
         self._path, self._start = path, start
@@ -83,13 +74,7 @@ class SliceTensor:
 def write_safetensors(
     file: BinaryIO, tensors: Mapping[str, Unread], written: Callable[[int], None]
 ) -> None:
-    """Write a file, one tensor at a time.
-
-    Args:
-        file: Binary file to write to.
-        tensors: By name; see `check_formats`.
-        written: Called with the number of bytes after each tensor.
-    """
+    """Write a file, one tensor at a time; `written` is told the bytes of each."""
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so all are aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -4,10 +4,6 @@ a folder with .metadata                           torch.distributed.checkpoint
 a folder with model.safetensors[.index.json]      Hugging Face
 a file that begins as an archive                  torch.save: .ckpt, .pt
 *.safetensors                                     safetensors
-
-Whether it is complete, and as it was written, lengths tell, or checksums once it is read.
-
-Lightning's `load_from_checkpoint` gets a folder as the dictionary of a whole checkpoint.
 """
 
 import json

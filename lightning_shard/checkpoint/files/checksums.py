@@ -2,8 +2,7 @@
 
     checksums.json    {"format": 1, "files": {"__0_0.distcp": {"bytes": 123, "crc32": "0f1e2d3c"}}}
 
-A folder without one is taken as it is where somebody else has written it: see
-`sharded.StoredFolder.check_complete`.
+A folder of somebody else's may have none.
 """
 
 import json
@@ -22,12 +21,7 @@ _CHUNK_BYTES = 1 << 18  # stays in the processor's cache between the copy and th
 
 
 class Checksum(TypedDict):
-    """What is known of a file.
-
-    Attributes:
-        bytes: How long it is.
-        crc32: Its CRC-32, in eight hexadecimal digits.
-    """
+    """Length of a file, and its CRC-32 in eight hexadecimal digits."""
 
     bytes: int
     crc32: str

@@ -5,10 +5,7 @@
     with new_folder("last.ckpt") as folder:    .last.ckpt.ls-….part/ ──exchange──> last.ckpt/
         ranks write files into `folder`
 
-Whatever ends the process inside, the checkpoint that was there before is as it was, and the next
-save into the folder removes the rest.
-
-Folders of checkpoints on object stores, where nothing is renamed and folders are but names.
+On object stores nothing is renamed and folders are but names:
 
     .saving.ls-….part         who writes, and which folder    beside it, first
     last.ckpt/meta.….pt       the files of a new edition      beside those of the one before
@@ -16,8 +13,7 @@ Folders of checkpoints on object stores, where nothing is renamed and folders ar
     last.ckpt/meta.pt         a copy, for other readers
                               the edition before goes, and who has written
 
-So a checkpoint that is replaced is there until its successor is; a folder without an index is
-none. What a killed writer has left goes with the next save beside it.
+What a killed writer has left goes with the next save beside it.
 """
 
 import ctypes
@@ -112,9 +108,8 @@ def explaining_failures(path: Any) -> Iterator[None]:
 def put_in_place(part: Path, place: Path) -> None:
     """Give what is complete its name, and remove what had it before.
 
-    At each moment one of both has the name, whole. Only on systems that cannot exchange names is
-    there a moment in which a folder that had it is beside its place, as `parts` tells. Where
-    another process gives or takes the same name meanwhile, the last one has it.
+    At each moment one of both has the name, whole; only on systems that cannot exchange names is a
+    folder that had it beside its place for a moment, as `parts` tells.
     """
     for left in reversed(range(_TRIES)):
         try:
@@ -143,13 +138,10 @@ def _put(part: Path, place: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two files or folders in one step.
+    """Exchange the names of two files or folders in one step, by Linux's renameat2(2).
 
     Returns:
         Whether this system can; nothing has changed if not.
-
-    Source:
-        renameat2(2) of Linux, which Python does not wrap.
     """
     function: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
@@ -221,8 +213,8 @@ def new_folder(path: Any, *, own: Sequence[str] = ()) -> Iterator[OpenFolder]:
     """Write a folder that is there when the block ends, whole, and not at all if it raises.
 
     One rank enters this, and tells the others the folder; all have written when it leaves. Its
-    files are flushed to the disk here; on a filesystem of several hosts each rank calls
-    `sync_file` of its own, too.
+    files are flushed to the disk here; on a filesystem of several hosts each rank calls `sync_file`
+    of its own, too.
     """
     with explaining_failures(path):
         place = local_path(path)
@@ -391,11 +383,7 @@ def _is_own(name: str, own: Sequence[str]) -> bool:
 
 
 def remove_remote(path: Any) -> None:
-    """Remove a remote file or folder, a folder's index first: what is left of it is no checkpoint.
-
-    Raises:
-        OSError: The filesystem's reason.
-    """
+    """Remove a remote file or folder, the index first: what is left of it is no checkpoint."""
     with as_system_errors():
         filesystem, inner = fresh_place(path)
         index = posixpath.join(inner, INDEX_FILE)

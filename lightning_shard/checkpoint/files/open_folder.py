@@ -39,18 +39,15 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # of direct writes that are not as 
 
 
 class DiskFile(io.RawIOBase):
-    """A new file, which is written from its beginning to its end.
-
-    A file that goes to the disk while it is written, in memory of a few buffers.
+    """A new file that goes to the disk while it is written, in memory of a few buffers.
 
         write    copies into a buffer; a full one goes to a thread          ┌ buffer ┐ being filled
         threads  have the disk fetch it from there, past the page cache     │ buffer │ on its way
         finish   waits for them, writes the rest, flushes                   └ buffer ┘ on its way
 
-    A save would otherwise fill the page cache with what nobody reads again, at the cost of a copy
-    and of fresh memory for all of it, and wait at its end until the disk has it. Where a filesystem
-    knows no direct writes (`O_DIRECT`: tmpfs, some network filesystems), the same buffers go the
-    ordinary way.
+    A save would otherwise fill the page cache with what nobody reads again, and wait at its end
+    until the disk has it. Where a filesystem knows no direct writes (`O_DIRECT`), the same buffers
+    go the ordinary way.
     """
 
     failure: OSError | None = None
@@ -93,11 +90,7 @@ class DiskFile(io.RawIOBase):
         return done
 
     def finish(self) -> None:
-        """Have all of it on the disk.
-
-        Raises:
-            OSError: The operating system has refused something.
-        """
+        """Have all of it on the disk."""
         while self._on_their_way:
             self._take_back()
         if self.failure is not None:
@@ -196,11 +189,7 @@ class RemoteFile(io.RawIOBase):
         return len(view)
 
     def finish(self) -> None:
-        """Wait until the object is there.
-
-        Raises:
-            OSError: It has not arrived.
-        """
+        """Wait until the object is there."""
         with as_system_errors():
             self._file.close()
         self._file = None
@@ -223,13 +212,6 @@ def put(filesystem: Any, inner: str) -> Iterator[RemoteFile]:
     """Write an object that is there when the block ends, whole, and not at all if it raises.
 
     What had its name is there until then, where the filesystem's transactions are what they say.
-
-    Args:
-        filesystem: One of fsspec's filesystems.
-        inner: Path of the object there.
-
-    Raises:
-        OSError: It has not arrived.
     """
     with as_system_errors():
         transaction = filesystem.transaction

@@ -8,12 +8,9 @@
                │      └ process
                └ host, boot and process namespace
 
-Names begin with a dot and end in `.part`, so that nothing that looks for `*.ckpt` finds them. A
-writer in the same namespace is known to live or not. One elsewhere counts as dead when nothing of
-what it writes has changed for an hour, by the filesystem's own clock.
-
-A file is complete when it was written, a folder when its index was: one without an index is none.
-On an object store nothing else tells a folder that somebody has begun from one that is complete.
+Nothing that looks for `*.ckpt` finds such names. A writer in the same namespace is known to live or
+not. One elsewhere counts as dead when nothing of what it writes has changed for an hour, by the
+filesystem's own clock. A folder is complete when its index was written.
 """
 
 import hashlib
@@ -113,10 +110,8 @@ def _leftovers(folder: Path) -> list[Path]:
 def writer_lives(name: str, has_changed: Callable[[], bool]) -> bool:
     """Whether the writer of a leftover may still be writing it.
 
-    Args:
-        name: Name of the leftover.
-        has_changed: Tells whether something of it has changed within `SILENT_SECONDS`, or may have;
-            called where the writer cannot be asked.
+    `has_changed` tells whether something of it has changed within `SILENT_SECONDS`, or may have; it
+    is called where the writer cannot be asked.
     """
     found = _NAME.fullmatch(name)
     if found is None or found["home"] != home() or not _can_tell():
@@ -174,10 +169,8 @@ def _read(path: Path) -> str:
 def checkpoints_in(folder: Any, suffix: str, prefix: str = "") -> list[str]:
     """Return the paths of what is in a folder and has a checkpoint's name, complete or not.
 
-    Args:
-        folder: Local, or any path of fsspec's; it need not be there.
-        suffix: What the names end in, such as ".ckpt".
-        prefix: What they begin with.
+    The folder is local, or any path of fsspec's, and need not be there; `suffix` is such as
+    ".ckpt".
     """
     names = [name for name in names_in(*fresh_place(folder)) if not is_leftover(name)]
     return [inside(folder, one) for one in names if one.startswith(prefix) and one.endswith(suffix)]
@@ -186,8 +179,7 @@ def checkpoints_in(folder: Any, suffix: str, prefix: str = "") -> list[str]:
 def completed_at(path: Any) -> float | None:
     """Return when a checkpoint was complete, in seconds since 1970 by its filesystem's clock.
 
-    Returns:
-        None where there is none, or none that is complete; 0.0 where nobody tells the time.
+    It is None where none is complete, and 0.0 where nobody tells the time.
     """
     filesystem, inner = fresh_place(path)
     if not filesystem.exists(inner):

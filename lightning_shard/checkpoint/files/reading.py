@@ -54,16 +54,9 @@ def read_mapped(path: Any, weights_only: bool | None = None, *, share: Share = A
     """Load a file with its tensors mapped into memory: what is not looked at is not read.
 
     They are on the CPU, and can be written to, which does not change the file. Who keeps one must
-    copy it, since the file may become shorter later.
-
-    Args:
-        path: As for `read_file`.
-        weights_only: As for `read_file`.
-        share: The tensors whose checksums are compared here; others compare the rest. A remote
-            file, of which each process has a copy, is compared whole.
-
-    Raises:
-        CheckpointError: As for `read_file`.
+    copy it, since the file may become shorter later. Of a local file the checksums of a share of
+    the tensors are compared here, and others compare the rest; of a remote one, which is copied,
+    all are.
     """
     with _local_copy(path) as (source, file):
         is_archive = _check(path, file, share if local_path(path) is not None else ALL)

@@ -8,9 +8,7 @@ must lie one behind the other: then no length and no offset can be wrong without
 torch was told to write without checksums has zeros in their place, and is taken as it is.
 
 No code of a file is run: its pickle is read with something inert in the place of every class that
-it names, so that a file whose classes cannot be imported, or are not trusted, still tells its
-tensors. What torch calls to make a tensor again is private: `tests/checkpoint/conversion` fails
-when it changes.
+it names. What torch calls to make a tensor again is private, and a test fails when it changes.
 """
 
 import io
@@ -63,12 +61,7 @@ class DamagedError(Exception):
 
 
 class Share(NamedTuple):
-    """A share of an archive's tensors, where several processes check one file between them.
-
-    Attributes:
-        number: Which share this is.
-        of: Number of shares.
-    """
+    """The share of an archive's tensors that one of several processes checks."""
 
     number: int
     of: int
@@ -78,12 +71,7 @@ ALL = Share(0, 1)
 
 
 def check_archive(file: BinaryIO, share: Share = ALL) -> None:
-    """Read an archive, and compare its records with their checksums.
-
-    Args:
-        file: Seekable, unbuffered is fastest.
-        share: The tensors whose elements are read; all else is checked always.
-    """
+    """Read an archive, and compare its records with their checksums; of elements, a share."""
     try:
         archive = zipfile.ZipFile(file)
         records = sorted(archive.infolist(), key=lambda one: one.header_offset)
@@ -210,28 +198,14 @@ class Opaque(dict[Any, Any]):
 
 
 class Storage(NamedTuple):
-    """The elements of a tensor.
-
-    Attributes:
-        record: Number of the record that holds them, as text.
-        dtype: Their format, as far as the storage knows it.
-    """
+    """The elements of a tensor: the number of their record as text, and the storage's format."""
 
     record: str
     dtype: torch.dtype
 
 
 class RecordTensor:
-    """A tensor whose elements lie in a record of an archive.
-
-    Args:
-        archive: The archive that holds the record.
-        record: Number of the record that holds the storage, as text.
-        dtype: The tensor's format.
-        start: Where in the storage it begins, in elements.
-        shape: Shape of the tensor.
-        stride: Strides of the tensor, in elements.
-    """
+    """A tensor whose elements lie in a record of an archive, from element `start` on."""
 
     def __init__(
         self,

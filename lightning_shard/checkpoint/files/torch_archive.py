@@ -5,11 +5,9 @@
     data/1      ...
     version     what torch reads
 
-torch makes a checkpoint's pickle and its list of storages, which is private:
-`tests/checkpoint/files/test_torch_archive.py` fails when it changes. Records are written here:
-their elements may come later than the pickle, one storage after the other, and go from memory to
-the file without a copy. They lie as torch's own writer lays them out; `torch.load` reads them, and
-maps them into memory, too.
+torch makes a checkpoint's pickle and its list of storages, which is private: a test fails when it
+changes. Records are written here: their elements may come later than the pickle, one storage after
+the other, and go from memory to the file without a copy. `torch.load` reads and maps them.
 """
 
 import hashlib
@@ -81,10 +79,8 @@ class ArchiveRecord(NamedTuple):
     """One record of an archive that is yet to be written.
 
     Attributes:
-        name: Name in the archive, such as "data/3".
         content: A storage on the CPU, bytes, or an iterator of a record's parts in order, each of
             which is only good until the next.
-        num_bytes: How long it is.
     """
 
     name: str
@@ -257,10 +253,7 @@ def parts_of(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def untouched(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor on the CPU whose elements nobody may look at: they come from elsewhere.
-
-    It is pickled with its shape. Its memory, of any size, takes none as nobody touches it.
-    """
+    """Return a tensor on the CPU whose elements nobody may look at; its memory takes none."""
     num_bytes = shape.numel() * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)

@@ -20,13 +20,9 @@ from lightning_shard.core.layout.boxes import Box, PlacedBox, boxes_of_range, pl
 
 
 class BoxedTensor:
-    """Boxes of a full tensor, each with this rank's memory for it.
+    """Boxes of a full tensor, each with this rank's memory for it, possibly strided.
 
-    Args:
-        shape: Shape of the full tensor.
-        dtype: Format of the full tensor.
-        parts: Each box with a tensor of its sizes, possibly strided. No two boxes begin at the same
-            element, here or on two ranks, unless they are the same.
+    No two boxes begin at the same element, here or on two ranks, unless they are the same.
     """
 
     def __init__(

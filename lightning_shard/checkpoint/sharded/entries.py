@@ -2,7 +2,7 @@
 
 "state_dict", averages of it     boxes under the same name
 "optimizer_states"[i]            `optimizer_<i>`, by the parameters' names
-what each rank keeps             `lightning_shard.rank_<i>`
+what each rank keeps             `lightning_shard.rank_<i>`: its outline, and each tensor of it
 everything else                  meta.pt
 
 Others have other names for these:
@@ -12,14 +12,6 @@ model.…, optimizer.…              a loop around FSDP2
 app.model.…, app.optim.…          the same, saved as one object
 layers.0.…, optimizer.state.…     torchtitan: weights by their own names, states flattened
 layers.0.…                        `dcp.save(model.state_dict(), ...)`
-
-What each rank keeps for itself is written by that rank, and read by who needs it.
-
-    lightning_shard.rank_1._entry                   the entry, with shapes in the place of tensors
-    lightning_shard.rank_1.compression.residual.w   a tensor of it, whole
-
-A rank on the same mesh goes on from its own tensors; on another one, each reads what it averages.
-Who only looks at shapes reads no tensor.
 """
 
 import io
@@ -164,12 +156,7 @@ def lightning_version() -> str:
 
 
 def checkpoint_of(folder: StoredFolder, *, in_full: bool) -> dict[str, Any]:
-    """Return a folder's checkpoint for a run; optimizers' states are not read.
-
-    Args:
-        folder: The folder to read from.
-        in_full: Whether weights are read, full.
-    """
+    """Return a folder's checkpoint for a run; optimizers' states are not read."""
     weights, states, others = parts_of(folder)
     checkpoint = {**nothing_kept(), "lr_schedulers": [], "callbacks": {}, **folder.meta()}
     checkpoint["state_dict"] = read_all(weights) if in_full else weights
@@ -291,12 +278,7 @@ def _flat(nested: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def is_flattened(state: Mapping[str, Any]) -> bool:
-    """Whether a state has torch's flattened form.
-
-    Source:
-        `StateDictOptions(flatten_optimizer_state_dict=True)` of torch, whose keys are
-        "state.<name>.<key>" and "param_groups.<name>.<option>".
-    """
+    """Whether a state is one of torch's `flatten_optimizer_state_dict`."""
     keys = [str(key) for key in state]
     return bool(keys) and all(key.startswith(_OF_FLATTENED) for key in keys)
 

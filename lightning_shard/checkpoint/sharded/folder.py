@@ -49,9 +49,8 @@ class BoxReader(IndexedReader):
                                                  ├──────┤           what this rank needs of it
 
     torch's own reader makes a tensor of the whole box first, which may be much more than a rank
-    needs of it. Where the head is the one that is written of a box of this shape, the elements lie
-    in order behind it. Where it is another (somebody's own format, strides), torch's reader reads
-    the box.
+    needs of it. It still reads boxes with another head than is written of their shape (somebody's
+    own format, strides).
     """
 
     @override
@@ -104,15 +103,9 @@ def read_part(
     offsets: Sequence[int],
     target: Tensor,
 ) -> None:
-    """Read a part of a box that lies contiguous in a file.
+    """Read a part of a box, of the shape of `target`, that lies contiguous in a file.
 
-    Args:
-        file: Binary and seekable.
-        begin: Where in the file the box begins.
-        shape: Shape of the box.
-        dtype: Format of the box.
-        offsets: Where in the box the part begins.
-        target: What the part is read into; it has its shape.
+    The box begins at byte `begin` of the file, and the part at `offsets` in the box.
     """
     if not shape:
         shape, offsets, target = (1,), (0,), target.view(1)
@@ -167,11 +160,7 @@ class StoredTensor:
 
 
 class StoredFolder:
-    """What a folder holds.
-
-    Args:
-        path: A folder with an index, local or any path of fsspec's.
-        weights_only: As for `torch.load`, of what is pickled in it.
+    """What a folder holds, local or any path of fsspec's.
 
     Attributes:
         edition: Stands in the names of its files; "" where it does not.
@@ -231,10 +220,7 @@ class StoredFolder:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether this package has written it, under the name that a folder has until it is whole.
-
-        On an object store it has an edition, which says the same.
-        """
+        """Whether this package has written it, under the name of a folder that is not whole yet."""
         told = getattr(self._index.storage_meta, "checkpoint_id", None)
         return told is not None and is_leftover(told)
 
@@ -268,9 +254,6 @@ class StoredFolder:
         Args:
             targets: By key a tensor or `BoxedTensor` to fill, of the saved shape; None for what is
                 no tensor.
-
-        Raises:
-            CheckpointError: Something cannot be read.
         """
         if not targets:
             return targets

@@ -1,16 +1,13 @@
 """Reading the index of a folder, which is a pickle, without running what it may hold.
 
-An index is made of a few classes of torch.distributed.checkpoint, sizes, formats and builtin
-containers: nothing else is looked up.
-
-An index has texts alone, so that keys of any other kind are written as texts.
+Nothing is looked up but a few classes of torch.distributed.checkpoint, sizes, formats and builtin
+containers. An index has texts alone, so that keys of any other kind are written as texts; torch
+writes `str(key)`, which an optimizer does not find again.
 
     "momentum"     momentum
     (1, "a"), 7    ~(1, 'a')   ~7                 what Python reads as it writes it
     Color.RED      ~torch.save:UEsDBAAACAg...     any other object
     "~7"           ~'~7'
-
-torch writes `str(key)`: what came back was another key, which an optimizer did not find.
 """
 
 import io

@@ -95,10 +95,7 @@ def name_misfits(
 def _groups_for(
     state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
 ) -> list[dict[str, Any]]:
-    """Return a state's groups; where it has one for each parameter, put together as an optimizer's.
-
-    Their options are those of the group's first parameter; see `_ungrouped_misfits`.
-    """
+    """Return a state's groups, or those of an optimizer put together of one for each parameter."""
     if not state.get("ungrouped"):
         return list(state["param_groups"])
     options = {group["params"][0]: group for group in state["param_groups"]}

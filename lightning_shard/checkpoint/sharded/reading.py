@@ -30,13 +30,9 @@ def weight_misfits(
     strict: bool,
     left_out: Container[str] = (),
 ) -> list[str]:
-    """Return as messages what does not fit.
+    """Return as messages what does not fit a module with full parameters.
 
-    Args:
-        module: The module that the weights are for, with full parameters.
-        state: Tensors, stored or here, and other values by name.
-        strict: Whether the names must be the module's.
-        left_out: Names that may be missing all the same.
+    Names in `left_out` may be missing under `strict` all the same.
     """
     own = module.state_dict(keep_vars=True)
     found = list(_tensor_misfits(own, state))
@@ -80,13 +76,7 @@ def load_rest(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def read_weights(module: nn.Module, state: Mapping[str, Any], engine: DataParallelEngine) -> None:
-    """Read weights into the engine's shards; each rank must call.
-
-    Args:
-        module: The module, whose parameters the engine holds.
-        state: Stored tensors by name, which are known to fit; other entries are left out.
-        engine: The engine that holds the module's parameters.
-    """
+    """Read weights, which are known to fit, into the engine's shards; each rank must call."""
     targets: dict[str, Any] = {}
     folder = None
     held = {param for flat in engine.flats for param in flat.params}
@@ -104,13 +94,7 @@ def read_weights(module: nn.Module, state: Mapping[str, Any], engine: DataParall
 def local_optimizer_state(
     state: Mapping[str, Any], optimizer: Optimizer, engine: DataParallelEngine
 ) -> dict[str, Any]:
-    """Return the state of this rank's shards, read from a folder.
-
-    Args:
-        state: The full state by number, with stored tensors.
-        optimizer: The optimizer, whose parameters have these numbers.
-        engine: The engine that holds the parameters.
-    """
+    """Return the state of this rank's shards, read from a folder; `state` is full, by number."""
     params = params_of(optimizer)
     targets: dict[str, Any] = {}
     folders = []

@@ -21,9 +21,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 def module_boxes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
     """Return the module's `state_dict` with this rank's boxes in the place of parameters.
 
-    Returns:
-        Boxes of what this rank has of each parameter, in the optimizer's format. On the rank that
-        gets full states also everything else, as it is.
+    They are in the optimizer's format. The rank that gets full states has everything else, too.
     """
     engine.adopt_assigned()
     take_in_edits(engine)
@@ -72,10 +70,7 @@ def optimizer_boxes(
 ) -> dict[str, Any]:
     """Return an optimizer's state by the parameters' names, with this rank's boxes.
 
-    Args:
-        optimizer: The optimizer, with state in shards.
-        names: Name of each parameter; what a module has lost in mid-run has none, and is left out.
-        engine: The engine that holds the parameters.
+    What a module has lost in mid-run has no name, and is left out.
 
     Returns:
         As torch's `get_optimizer_state_dict`: the entries of the parameters of which this rank has
