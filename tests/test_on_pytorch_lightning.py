@@ -113,11 +113,7 @@ def test_checkpoints_callbacks_and_evaluation_under_pytorch_lightning(tmp_path: 
     callbacks = [saves, EarlyStopping("score", stopping_threshold=1e9), shows]
     options = {"strategy": "zero3_in_process", "devices": 2}
     trainer = trainer_of(
-        pytorch_lightning,
-        **options,
-        callbacks=callbacks,
-        enable_checkpointing=True,
-        max_epochs=3,
+        pytorch_lightning, **options, callbacks=callbacks, enable_checkpointing=True, max_epochs=3
     )
     model = model_of(pytorch_lightning)
     trainer.fit(model)

@@ -1,7 +1,4 @@
-"""Which way an all-reduce goes: directly to every peer, or round Gloo's ring.
-
-Receive buffers are used again.
-"""
+"""Which way an all-reduce goes, to every peer or round the ring; receive buffers are used again."""
 
 import pytest
 import torch

@@ -2,11 +2,7 @@
 
 import pytest
 
-from lightning_shard.backends.traffic import (
-    OperationTraffic,
-    Traffic,
-    ring_share,
-)
+from lightning_shard.backends.traffic import OperationTraffic, Traffic, ring_share
 
 
 @pytest.mark.parametrize(

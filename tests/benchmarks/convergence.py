@@ -97,9 +97,7 @@ METHODS = {
     ),
     "powersgd2": Method(DDPStrategy, 0.03, {"compression": PowerSGD(rank=2, warmup_steps=200)}),
     "topk": Method(
-        DDPStrategy,
-        0.05,
-        {"compression": TopK(ratio=0.01, warmup_steps=250, adam=True)},
+        DDPStrategy, 0.05, {"compression": TopK(ratio=0.01, warmup_steps=250, adam=True)}
     ),
     "onebit": Method(DDPStrategy, 0.05, {"compression": OneBit(warmup_steps=100)}),
     "onebit_paper": Method(

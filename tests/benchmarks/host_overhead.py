@@ -33,13 +33,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_shard.data_parallel.options import EngineOptions
-from tests.benchmarks.contenders import (
-    Contender,
-    Local,
-    Sharded,
-    TorchDDP,
-    TorchFSDP2,
-)
+from tests.benchmarks.contenders import Contender, Local, Sharded, TorchDDP, TorchFSDP2
 from tests.benchmarks.model import Batch
 from tests.benchmarks.ranks import DEVICES, NUM_RANKS, finish, own_device, ranks_on
 from tests.benchmarks.report import make_console

@@ -13,11 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def result(*rounds: float, sustained: float = 1.0, max_staleness: int = 0) -> Result:
     return Result(
-        rounds=list(rounds),
-        sustained=sustained,
-        max_staleness=max_staleness,
-        gradients=40,
-        waits=3,
+        rounds=list(rounds), sustained=sustained, max_staleness=max_staleness, gradients=40, waits=3
     )
 
 

@@ -16,11 +16,7 @@ from lightning_shard.checkpoint.by_rank import (
     stream_entries,
 )
 from lightning_shard.checkpoint.files.torch_archive import write_archive
-from lightning_shard.checkpoint.random_state import (
-    load_random_state,
-    random_misfit,
-    random_state,
-)
+from lightning_shard.checkpoint.random_state import load_random_state, random_misfit, random_state
 from lightning_shard.checkpoint.streamed import StreamedFile
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.testing import run_ranks

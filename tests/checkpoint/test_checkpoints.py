@@ -1,7 +1,4 @@
-"""A checkpoint is the same file whatever wrote it, and any scheme on any size resumes from it.
-
-Only what each rank keeps for itself, the section of this package's strategies, differs.
-"""
+"""A checkpoint is the same file whatever wrote it, and any scheme on any size resumes from it."""
 
 import subprocess
 import sys
@@ -29,10 +26,7 @@ from tests.checkpoint.scheme_files import (
 from tests.patience import patient
 from tests.processes import REPOSITORY
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import (
-    STRATEGIES,
-    quiet_trainer,
-)
+from tests.strategies.parity import STRATEGIES, quiet_trainer
 
 pytestmark = FILTERS
 

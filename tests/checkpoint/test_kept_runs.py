@@ -1,8 +1,4 @@
-"""A checkpoint that an earlier version wrote loads, and training goes on with the same losses.
-
-Files of format 1 have what the ranks have kept as means, those of format 2 by rank, too, and those
-of format 3 by rank alone.
-"""
+"""A checkpoint that an earlier version wrote loads, and training goes on with the same losses."""
 
 import json
 from pathlib import Path

@@ -80,10 +80,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: LocalSGDStrategy(**RANKS, sync_every=3, overlap_steps=2, mixing=0.5),
         Dropping,
     ),
-    "diloco": (
-        lambda: LocalSGDStrategy(**RANKS, sync_every=3, outer_optimizer=DILOCO),
-        Dropping,
-    ),
+    "diloco": (lambda: LocalSGDStrategy(**RANKS, sync_every=3, outer_optimizer=DILOCO), Dropping),
     "diloco_topk": (
         lambda: LocalSGDStrategy(
             **RANKS,

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from lightning_shard import DDPStrategy
-from lightning_shard.checkpoint.section import (
-    CHECKPOINT_KEY,
-    FORMAT,
-    section_of,
-    writable_section,
-)
+from lightning_shard.checkpoint.section import CHECKPOINT_KEY, FORMAT, section_of, writable_section
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.kept_runs import RANKS, SAVED_AFTER, fit
 from tests.examples.commands import ignore_upstream_warnings

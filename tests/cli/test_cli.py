@@ -61,10 +61,7 @@ def test_the_config_of_a_run_is_saved_beside_its_log(command: Command, tmp_path:
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [
-        ("backend=smoke_signals", "smoke_signals"),
-        ("num_ranks=3", "num_ranks=3"),
-    ],
+    [("backend=smoke_signals", "smoke_signals"), ("num_ranks=3", "num_ranks=3")],
 )
 def test_a_strategy_that_refuses_its_options_is_one_line_and_exit_code_1(
     option: str, message: str, command: Command, capsys: pytest.CaptureFixture[str]

@@ -10,12 +10,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_shard.cli import main
-from tests.examples.commands import (
-    REPOSITORY,
-    ignore_upstream_warnings,
-    run_command,
-    set_arguments,
-)
+from tests.examples.commands import REPOSITORY, ignore_upstream_warnings, run_command, set_arguments
 
 pytestmark = ignore_upstream_warnings
 CONFIG = REPOSITORY / "configs" / "gpt_zero3.yaml"
@@ -81,10 +76,7 @@ def step(command: Command, tmp_path: Path) -> str:
 
 
 def test_a_failure_is_reproduced_and_looked_at(
-    command: Command,
-    step: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command: Command, step: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stumbling = f"--trainer.callbacks={json.dumps([STUMBLING])}"
     capsys.readouterr()

@@ -1,7 +1,4 @@
-"""How blocks are called, what goes in and what comes out: stage 3 must see backward coming.
-
-Each against a single device, as in `test_training`.
-"""
+"""How blocks are called, what goes in and what comes out: stage 3 must see backward coming."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

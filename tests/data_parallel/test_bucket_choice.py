@@ -1,7 +1,4 @@
-"""`bucket_mb="auto"`: all ranks of a mesh choose one size, whatever each of them measures.
-
-Which rounds are timed on which links, and what they come to: times are given, not taken.
-"""
+"""`bucket_mb="auto"`: all ranks of a mesh choose one size, whatever each of them measures."""
 
 from collections.abc import Callable
 from typing import Any

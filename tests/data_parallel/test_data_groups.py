@@ -130,9 +130,7 @@ def test_without_sharding_everyone_averages_at_once() -> None:
     assert on_ranks(body, stage=0) == [{"dp": {"all_reduce": full}}] * NUM_RANKS
 
 
-def test_gradients_keep_their_travel_format_between_copies(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_keep_their_travel_format_between_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """They went on in the float32 that shards are kept in: twice the bytes between nodes."""
     averaged: list[torch.dtype] = []
     plain = Collectives.all_reduce

@@ -1,8 +1,4 @@
-"""The state words of the engine's objects: their tables, and what runs do.
-
-All tests check each change (see `conftest.checked_states`), so none does what a table does not
-allow; here plain runs go the ways that the tables' pictures show.
-"""
+"""The state words of the engine's objects: their tables, and plain runs that go their ways."""
 
 from collections import defaultdict
 from collections.abc import Iterator

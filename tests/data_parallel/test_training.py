@@ -1,8 +1,4 @@
-"""Ways of training, each against a single device on the same global batch, without Lightning.
-
-A case is a model, a loss and an update; `train` runs it on one device (no engine) or on ranks. The
-losses, averaged over the ranks, and the final weights must agree.
-"""
+"""Ways of training on ranks, each against one device on the same global batch, no Lightning."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress

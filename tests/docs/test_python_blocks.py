@@ -1,8 +1,4 @@
-"""Every block of Python in the README and docs/ runs, in order, with each page's own names.
-
-All pages but the README begin with the names of the first block of `docs/start.md`. Trainers of the
-pages run here: on threads of this process, quietly; that is all that is changed of them.
-"""
+"""Every block of Python in the README and docs/ runs, in order, with each page's own names."""
 
 import re
 from collections.abc import Callable
@@ -84,10 +80,7 @@ def run_as_test(test: Callable[..., None]) -> None:
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", WITH_PYTHON)
 def test_the_blocks_run(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # for what a page's runs write
     L.seed_everything(0, verbose=False)

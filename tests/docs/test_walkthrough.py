@@ -1,8 +1,4 @@
-"""The walkthrough, followed to the letter: each command in turn, and what it prints.
-
-Numbers vary with the machine and its speed, and with rounding the parameter that deviates most: so
-words and the places of numbers and of parameters are compared.
-"""
+"""The walkthrough, followed to the letter: each command, what it prints, but for the numbers."""
 
 import os
 import re

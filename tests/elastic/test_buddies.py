@@ -146,11 +146,7 @@ def test_what_was_held_before_goes_once_a_new_one_is_everywhere() -> None:
             seen.append([name for name in names(ring.held) if name[1] == 0])
         return seen
 
-    assert run_ranks(fn, 2)[0] == [
-        [(5, 0)],
-        [(6, 0), (5, 0)],
-        [(7, 0), (6, 0)],
-    ]
+    assert run_ranks(fn, 2)[0] == [[(5, 0)], [(6, 0), (5, 0)], [(7, 0), (6, 0)]]
 
 
 class LostInExchange(BuddyRing):

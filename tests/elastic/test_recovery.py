@@ -17,15 +17,7 @@ from lightning_shard.elastic.recovery import agree, restore
 from lightning_shard.errors import CheckpointError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
-from tests.elastic.engines import (
-    Setting,
-    assert_same,
-    attach,
-    load,
-    run_to,
-    start,
-    survivors,
-)
+from tests.elastic.engines import Setting, assert_same, attach, load, run_to, start, survivors
 
 pytestmark = pytest.mark.each_value
 

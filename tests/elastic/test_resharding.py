@@ -28,12 +28,7 @@ def test_three_ranks_become_two() -> None:
 
 def test_two_ranks_become_three() -> None:
     moves = plan_moves({0: [0, 1], 1: [1, 0]}, cut(12, 2), [(0, 4), (4, 8), (8, 12)])
-    assert rows(moves) == [
-        (0, 0, 0, 0, 4),
-        (1, 1, 0, 4, 6),
-        (1, 1, 1, 6, 8),
-        (0, 2, 1, 8, 12),
-    ]
+    assert rows(moves) == [(0, 0, 0, 0, 4), (1, 1, 0, 4, 6), (1, 1, 1, 6, 8), (0, 2, 1, 8, 12)]
 
 
 def test_replicas_share_out_what_a_newcomer_needs() -> None:

@@ -32,10 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
 ]
 
-A_LOSS_AND_A_NEWCOMER = [
-    Fault(2, 1, "drop", at_step=5),
-    Fault(4, 1, "add", at_step=4),
-]
+A_LOSS_AND_A_NEWCOMER = [Fault(2, 1, "drop", at_step=5), Fault(4, 1, "add", at_step=4)]
 
 
 class StopAtStepFive(Callback):
@@ -58,9 +55,7 @@ def test_survivors_still_wanted_to_stop_at_a_step_that_was_taken_back(faults: li
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
-    "faults",
-    [[Fault(2, 2, "drop", at_step=5)], A_LOSS_AND_A_NEWCOMER],
-    ids=["lost", "and joined"],
+    "faults", [[Fault(2, 2, "drop", at_step=5)], A_LOSS_AND_A_NEWCOMER], ids=["lost", "and joined"]
 )
 def test_a_step_that_was_done_again_was_not_saved_by_ranks_that_had_saved_it(
     faults: list[Fault], tmp_path: Path

@@ -115,10 +115,7 @@ def test_a_missing_variable(launcher: str, name: str, monkeypatch: pytest.Monkey
     ],
 )
 def test_a_contradiction(
-    launcher: str,
-    changes: dict[str, str | None],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    launcher: str, changes: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_only(monkeypatch, LAUNCHERS[launcher][1] | changes)
     with pytest.raises(ConfigError, match=message):

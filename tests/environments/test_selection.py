@@ -1,7 +1,4 @@
-"""When Lightning's own choice of a cluster environment stands, and when ours takes its place.
-
-When Lightning asks MPI how many ranks there are.
-"""
+"""When Lightning's own choice of a cluster environment stands, and when ours takes its place."""
 
 import os
 import sys

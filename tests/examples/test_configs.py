@@ -23,11 +23,7 @@ def test_the_demo_prints_the_table_the_losses_and_a_sample_and_can_be_reported(
     monkeypatch.chdir(tmp_path)
     config = f"--config={REPOSITORY / 'configs' / 'gpt_demo.yaml'}"
     run_example(
-        monkeypatch,
-        "train_gpt",
-        config,
-        "--trainer.max_steps=3",
-        "--trainer.limit_val_batches=2",
+        monkeypatch, "train_gpt", config, "--trainer.max_steps=3", "--trainer.limit_val_batches=2"
     )
     output = capsys.readouterr().out
     assert largest_shares(output) == ["25.0%"] * 4

@@ -14,13 +14,7 @@ from lightning_shard import HybridParallelStrategy
 from lightning_shard.errors import ConfigError
 from tests.expert_parallel.models import Listed, ListedMixture, mixtral
 from tests.strategies.models import HuggingFaceLM
-from tests.strategies.parity import (
-    SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
-    Run,
-    assert_parity,
-    train,
-)
+from tests.strategies.parity import SMALL_BUCKET_MB, UPSTREAM_WARNINGS, Run, assert_parity, train
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 NUM_STEPS, WIDTH, NUM_EXPERTS = 3, 16, 4
@@ -141,11 +135,7 @@ def shared(num_ranks: int, options: dict[str, Any], *kind: str) -> Run:
         **options,
     )
     return train(
-        build(*kind),
-        strategy=strategy,
-        devices=num_ranks,
-        precision="64-true",
-        num_steps=NUM_STEPS,
+        build(*kind), strategy=strategy, devices=num_ranks, precision="64-true", num_steps=NUM_STEPS
     )
 
 

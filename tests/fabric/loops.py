@@ -30,11 +30,7 @@ def strategy_of(name: str, backend: str = "in_process", **options: Any) -> Any:
 
 
 def raw_loop(
-    fabric: Fabric,
-    name: str,
-    num_steps: int,
-    clip: float = CLIP,
-    jointly: bool = True,
+    fabric: Fabric, name: str, num_steps: int, clip: float = CLIP, jointly: bool = True
 ) -> Run:
     """Train a model for `num_steps` steps of `ACCUMULATE` micro-batches; each rank must call."""
     module = build(name)

@@ -1,7 +1,4 @@
-"""On two processes over Gloo: the Trainer's losses, and a script that `fabric.launch()` runs.
-
-Launches of ranks that are threads: what they run on, and what they leave.
-"""
+"""Fabric over Gloo processes, by `fabric.launch()`, and on ranks that are threads."""
 
 import copy
 import os

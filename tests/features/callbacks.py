@@ -80,11 +80,7 @@ add(
 add(
     GROUP,
     "WeightAveraging",
-    partial(
-        _with,
-        lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.5)),
-        {},
-    ),
+    partial(_with, lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.5)), {}),
     refused=AVERAGES,
 )
 add(
@@ -168,9 +164,7 @@ def lambda_callback(here: Here) -> Report:
     def note(trainer: L.Trainer, module: L.LightningModule) -> None:
         seen.append(trainer.current_epoch)
 
-    return fitted(here, callbacks=[LambdaCallback(on_train_epoch_end=note)]) | {
-        "first": seen[0],
-    }
+    return fitted(here, callbacks=[LambdaCallback(on_train_epoch_end=note)]) | {"first": seen[0]}
 
 
 class _Stateful(Callback):
@@ -200,11 +194,7 @@ def stateful(here: Here) -> Report:
     return report | {"batches": counter.batches}
 
 
-@feature(
-    GROUP,
-    "LearningRateFinder",
-    refused=by("elastic", "learning-rate finder"),
-)
+@feature(GROUP, "LearningRateFinder", refused=by("elastic", "learning-rate finder"))
 def learning_rate_finder(here: Here) -> Report:
     finder = LearningRateFinder(
         min_lr=1e-3, max_lr=0.1, num_training_steps=6, early_stop_threshold=None, attr_name="lr"

@@ -117,11 +117,7 @@ class _Gathered(Network):
         self.log("largest", full.max(), reduce_fx="max")
 
 
-MODULES = {
-    "log_dict": _EpochLoss,
-    "torchmetrics": _Metric,
-    "all_gather in validation": _Gathered,
-}
+MODULES = {"log_dict": _EpochLoss, "torchmetrics": _Metric, "all_gather in validation": _Gathered}
 
 
 def _module(make: Any, here: Here) -> Report:

@@ -53,11 +53,7 @@ def _(draft: Draft, random: Random) -> None:
 
 
 @feature(
-    "half precision",
-    slot="exact",
-    gives=[EXACT, "true half"],
-    conflicts=["inexact"],
-    order=-1,
+    "half precision", slot="exact", gives=[EXACT, "true half"], conflicts=["inexact"], order=-1
 )
 def _(draft: Draft, random: Random) -> None:
     """One step, whose gradients are exact in so few bits; those of later ones are not."""

@@ -109,10 +109,7 @@ SCHEDULES = {
         "LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))",
         ', "interval": "step"',
     ),
-    "every second step": (
-        "ExponentialLR(optimizer, 0.5)",
-        ', "interval": "step", "frequency": 2',
-    ),
+    "every second step": ("ExponentialLR(optimizer, 0.5)", ', "interval": "step", "frequency": 2'),
     "two schedules": (
         "SequentialLR(optimizer, [ConstantLR(optimizer, 0.5), ExponentialLR(optimizer, 0.9)], [2])",
         ', "interval": "step"',

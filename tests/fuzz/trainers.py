@@ -194,8 +194,7 @@ def _(draft: Draft, random: Random) -> None:
 @feature("validation before the fit", needs=["validates"], order=3)
 def _(draft: Draft, random: Random) -> None:
     draft.fit.insert(
-        0,
-        "logged = trainer_for(made(), devices, folder).validate(net, data, verbose=False)[0]",
+        0, "logged = trainer_for(made(), devices, folder).validate(net, data, verbose=False)[0]"
     )
     draft.fit.insert(1, "more['validated'] = next(iter(logged.values()))")
 

@@ -144,10 +144,7 @@ RACES: dict[str, tuple[str, Plant]] = {
         "zero2",
         after(FlatGradients, "_sent", lambda one, _: one.buffer.free_sent()),
     ),
-    "gradients on their way are changed": (
-        "zero3",
-        after(FlatGradients, "_sent", _zeroes),
-    ),
+    "gradients on their way are changed": ("zero3", after(FlatGradients, "_sent", _zeroes)),
     "a shard that is gathered is changed": (
         "zero3",
         after(FlatParameters, "_gather_own", lambda _, own: own.mul_(2)),

@@ -1,7 +1,4 @@
-"""Races that are planted in fits on the device without elements are found, each by its own names.
-
-That there are none in the real code is checked with every fit: see `test_steps`.
-"""
+"""Races that are planted in fits without elements are found, each by its own names."""
 
 import json
 import subprocess

@@ -1,7 +1,4 @@
-"""Steps on the device without elements: no error, mixture of devices, race, wait without a reason.
-
-`python -m tests.gpu_like` prints what these tests check, for every strategy and precision.
-"""
+"""Steps without elements: no error, mixture of devices, race, wait without a reason."""
 
 import json
 import subprocess

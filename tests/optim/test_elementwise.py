@@ -1,7 +1,4 @@
-"""Which of torch's optimizers may update shards; asking leaves no trace.
-
-An optimizer that does something else from some step on is found at that step.
-"""
+"""Which of torch's optimizers may update shards, up to the step at which one does other things."""
 
 import warnings
 from collections.abc import Callable

@@ -1,8 +1,4 @@
-"""Why the halves of a backward are joined beside activation checkpointing: time against memory.
-
-Apart, the first half would compute a stage's activations again and keep them for the second. A
-forward and each half take 1, computing again 1 more; of 2 stages on each rank.
-"""
+"""Why the halves of a backward are joined beside activation checkpointing: time against memory."""
 
 from dataclasses import dataclass
 

@@ -15,11 +15,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.microbatches import (
-    batch_size_of,
-    merge_outputs,
-    split_batch,
-)
+from lightning_shard.pipeline_parallel.microbatches import batch_size_of, merge_outputs, split_batch
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -78,14 +74,7 @@ def test_parts_are_views() -> None:
 
 def test_what_is_not_of_the_samples_goes_full_into_every_microbatch() -> None:
     weights, scalar, marker = torch.ones(10), torch.tensor(0.5), object()
-    full = {
-        "weights": weights,
-        "scalar": scalar,
-        "text": "abcd",
-        "none": None,
-        "n": 4,
-        "o": marker,
-    }
+    full = {"weights": weights, "scalar": scalar, "text": "abcd", "none": None, "n": 4, "o": marker}
     for part in contents({"x": torch.zeros(4, 2), **full, "pair": (1, 2)}, 2):
         assert all(part[name] is value for name, value in full.items())
         assert part["pair"] == (1, 2)

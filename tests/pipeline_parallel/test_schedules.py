@@ -160,9 +160,7 @@ def test_the_turn_of_a_v_needs_no_message() -> None:
 
 @settings(max_examples=60)
 @given(schedules())
-def test_each_stage_computes_each_microbatch_once_forward_then_backward(
-    schedule: Schedule,
-) -> None:
+def test_each_stage_computes_each_microbatch_once_forward_then_backward(schedule: Schedule) -> None:
     kinds = defaultdict(list)
     for rank, row in enumerate(schedule.actions):
         for action in row:

@@ -16,11 +16,7 @@ from lightning_shard.pipeline_parallel.schedules import (
     forward_schedule,
     make_schedule,
 )
-from lightning_shard.pipeline_parallel.simulation import (
-    Durations,
-    replay,
-    theoretical_idle_share,
-)
+from lightning_shard.pipeline_parallel.simulation import Durations, replay, theoretical_idle_share
 from lightning_shard.pipeline_parallel.timeline import Timeline, draw_text
 from tests.pipeline_parallel.peaks import theoretical_peak_activations
 

@@ -1,8 +1,4 @@
-"""The 512-GPU layout of a 100B-parameter GPT against formulas: 8 stages x 8 tensor x 8 data.
-
-L layers of width h over s positions and V words; t tensor-, p pipeline- and d data-parallel ranks;
-m microbatches of one sample.
-"""
+"""The 512-GPU layout of a 100B-parameter GPT against formulas: 8 stages x 8 tensor x 8 data."""
 
 from functools import cache
 

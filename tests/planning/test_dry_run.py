@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shard import (
-    HybridParallelStrategy,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
-)
+from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.mesh import AXES, Axis, ParallelMesh
 from lightning_shard.data_parallel.held_bytes import HeldBytes
@@ -75,9 +71,7 @@ def totals(mesh: ParallelMesh, rank: int) -> dict[Axis, int]:
 
 
 def both(
-    model: Trained,
-    make: Callable[[], HybridParallelStrategy],
-    precision: str = "32-true",
+    model: Trained, make: Callable[[], HybridParallelStrategy], precision: str = "32-true"
 ) -> tuple[Census, DryRun]:
     """Return what a fit has counted, and what the dry run before it has said."""
     census, strategy = Census(), make()

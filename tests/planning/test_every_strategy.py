@@ -28,12 +28,7 @@ from lightning_shard.pipeline_parallel.schedules import Action
 from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
 from tests.planning.test_dry_run import text
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import (
-    GLOBAL_BATCH,
-    UPSTREAM_WARNINGS,
-    GlobalBatches,
-    quiet_trainer,
-)
+from tests.strategies.parity import GLOBAL_BATCH, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
 pytestmark = [

@@ -67,11 +67,7 @@ class Measured(ExampleGPT):
 def measured(strategy: Any) -> Measured:
     model = Measured()
     quiet_trainer(
-        strategy=strategy,
-        devices=2,
-        max_steps=4,
-        accumulate_grad_batches=1,
-        gradient_clip_val=None,
+        strategy=strategy, devices=2, max_steps=4, accumulate_grad_batches=1, gradient_clip_val=None
     ).fit(model, datamodule=GlobalBatches(model, num_steps=4))
     return model
 

@@ -9,12 +9,7 @@ from lightning_shard import PipelineParallelStrategy, TensorParallelStrategy
 from lightning_shard.pipeline_parallel.costs import SavedBytes
 from tests.planning.test_dry_run import text
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import (
-    GLOBAL_BATCH,
-    UPSTREAM_WARNINGS,
-    GlobalBatches,
-    quiet_trainer,
-)
+from tests.strategies.parity import GLOBAL_BATCH, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
 pytestmark = [
@@ -43,11 +38,7 @@ class Measured(ExampleGPT):
 def measured(strategy: Any) -> SavedBytes:
     model = Measured()
     quiet_trainer(
-        strategy=strategy,
-        devices=2,
-        max_steps=1,
-        accumulate_grad_batches=1,
-        gradient_clip_val=None,
+        strategy=strategy, devices=2, max_steps=1, accumulate_grad_batches=1, gradient_clip_val=None
     ).fit(model, datamodule=GlobalBatches(model, num_steps=1))
     return model.saved
 

@@ -34,13 +34,7 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPS
 
 LOW = ("bf16-true", "bf16-mixed")
 ALL = [
-    Case(
-        model=model,
-        strategy=strategy,
-        num_ranks=2,
-        precision=precision,
-        num_steps=MANY_STEPS,
-    )
+    Case(model=model, strategy=strategy, num_ranks=2, precision=precision, num_steps=MANY_STEPS)
     for model, strategy, precision in product(
         ("gpt", "lstm", "sync_conv", "conv", "mixture", "gpt2", "llama"), STRATEGIES, LOW
     )

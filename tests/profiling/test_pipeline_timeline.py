@@ -17,11 +17,7 @@ from lightning_shard.pipeline_parallel.schedules import Action, make_schedule
 from lightning_shard.pipeline_parallel.simulation import Durations, replay
 from lightning_shard.pipeline_parallel.timeline import Timeline
 from lightning_shard.profiling import PipelineTimeline, pipeline_timeline
-from lightning_shard.profiling.pipeline_timeline import (
-    ActionClock,
-    IdleShares,
-    render_idle_shares,
-)
+from lightning_shard.profiling.pipeline_timeline import ActionClock, IdleShares, render_idle_shares
 from lightning_shard.testing import run_ranks
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, build, quiet_trainer
 

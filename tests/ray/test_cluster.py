@@ -109,12 +109,7 @@ def test_storage_that_no_node_mounts_gets_full_checkpoints(tmp_path: Path) -> No
     filesystem = SubTreeFileSystem(str(tmp_path / "far"), LocalFileSystem())
     config = {"scheme": "zero3", "format": "full", "folder": str(tmp_path)}
     result = run(
-        workers.killed_once,
-        config,
-        tmp_path,
-        num_workers=2,
-        max_failures=1,
-        filesystem=filesystem,
+        workers.killed_once, config, tmp_path, num_workers=2, max_failures=1, filesystem=filesystem
     )
     assert curve(tmp_path) == pytest.approx(losses_in_process("zero3", 2), rel=1e-5)
     assert (tmp_path / "far" / result.checkpoint.path / CHECKPOINT_NAME).is_file()

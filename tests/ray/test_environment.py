@@ -12,11 +12,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.lsf import LSFEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-from lightning_shard.environments import (
-    InProcessEnvironment,
-    RayEnvironment,
-    fitting_environment,
-)
+from lightning_shard.environments import InProcessEnvironment, RayEnvironment, fitting_environment
 from lightning_shard.errors import BackendUnavailableError, ConfigError
 from lightning_shard.ray import (
     RayReportCallback,

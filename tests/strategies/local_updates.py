@@ -6,12 +6,7 @@ from typing import Any
 import lightning as L  # noqa: N812
 
 from lightning_shard import AsyncSGDStrategy, LocalSGDStrategy
-from tests.strategies.local_sgd.local_training import (
-    BATCH,
-    Tiny,
-    TinyData,
-    tiny_data,
-)
+from tests.strategies.local_sgd.local_training import BATCH, Tiny, TinyData, tiny_data
 from tests.strategies.parity import quiet_trainer
 
 STRATEGIES: dict[str, Callable[[], Any]] = {

@@ -64,10 +64,7 @@ class Trained(L.LightningModule):
         ]
         optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=EPS)
         schedule = LambdaLR(optimizer, warm_up)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class ExampleGPT(Trained, GPT):

@@ -19,13 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import DDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from tests.strategies.models import (
-    MODELS,
-    PIPELINE_MODELS,
-    SPLIT_MODELS,
-    ConvNetOfRanks,
-    Trained,
-)
+from tests.strategies.models import MODELS, PIPELINE_MODELS, SPLIT_MODELS, ConvNetOfRanks, Trained
 
 STRATEGIES: dict[str, type[DataParallelStrategy]] = {
     "shard_ddp": DDPStrategy,

@@ -112,10 +112,7 @@ def trainer_of(strategy: Any = "auto", **options: Any) -> L.Trainer:
 
 
 def fit(
-    style: type[Stack],
-    strategy: Any = "auto",
-    callbacks: Sequence[Callback] = (),
-    **options: Any,
+    style: type[Stack], strategy: Any = "auto", callbacks: Sequence[Callback] = (), **options: Any
 ) -> Fitted:
     """Fit a style, from the same values every time."""
     torch.manual_seed(0)

@@ -1,8 +1,4 @@
-"""Parameters that exist once per host behave as if each rank had its own.
-
-Each script edits parameters where user code does; losses and weights are compared, to the bit, with
-those of ranks over Gloo, which have copies.
-"""
+"""Parameters that exist once per host are edited, to the bit, as if each rank had its own."""
 
 import warnings
 from typing import Any

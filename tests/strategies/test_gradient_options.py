@@ -7,11 +7,7 @@ from typing import Any
 import lightning as L  # noqa: N812
 import pytest
 
-from lightning_shard import (
-    HybridParallelStrategy,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
-)
+from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     UPSTREAM_WARNINGS,

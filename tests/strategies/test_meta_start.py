@@ -59,8 +59,7 @@ def start(layout: str, how: str, **options: Any) -> Regression:
 
 @pytest.mark.parametrize("how", ["meta", "later"])
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in LAYOUTS],
+    "layout", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in LAYOUTS]
 )
 def test_a_model_built_on_meta_trains_as_one_built_on_the_cpu(layout: str, how: str) -> None:
     expected, trained = start(layout, "normal"), start(layout, how)

@@ -1,8 +1,4 @@
-"""On ranks inside this process, every stage trains as a single device does.
-
-By default each stage meets the GPT on two and four ranks, and each other model meets two of the
-stages; the whole product is marked `slow`.
-"""
+"""On ranks inside this process, every stage trains as a single device does."""
 
 from functools import cache
 from itertools import product

@@ -1,7 +1,4 @@
-"""On two processes over Gloo, every stage trains as a single device does.
-
-All cases run one after the other in one pair of processes.
-"""
+"""On two processes over Gloo, the same for all cases, every stage trains as one device does."""
 
 from itertools import product
 

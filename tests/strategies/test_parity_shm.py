@@ -1,8 +1,4 @@
-"""On processes that share memory, every stage trains as a single device does.
-
-Flat parameters and gradients lie where the other ranks read them in place, and in bf16 and with
-uneven shards, too, nobody reads what is half written.
-"""
+"""On processes that read shared memory in place, every stage trains as a single device does."""
 
 from typing import Any
 from unittest.mock import patch

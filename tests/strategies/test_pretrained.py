@@ -16,10 +16,7 @@ from tests.checkpoint.sharded.runs import LAYOUTS, quiet_trainer
 from tests.examples.commands import ignore_upstream_warnings
 from tests.strategies.rises import watched_starts
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:.*microbatches are"),
-]
+pytestmark = [*ignore_upstream_warnings, pytest.mark.filterwarnings("ignore:.*microbatches are")]
 
 WORDS = {"vocab_size": 128, "num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 128}
 WORDS |= {"num_attention_heads": 4, "num_key_value_heads": 2}

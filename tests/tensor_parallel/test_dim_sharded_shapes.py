@@ -45,11 +45,7 @@ STAYS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {  # sharded dimens
     "an iteration": (lambda x: list(x.view(B, T, 3, C).permute(2, 0, 1, 3))[1], 2, 1),
     "unbind": (lambda x: x.view(B, T, 3, HEADS, WIDTH).unbind(2)[0], 2, 1),
     "a number": (lambda x: x.view(B, T, 3, HEADS, WIDTH)[:, :, 1], 2, 1),
-    "a number, permuted": (
-        lambda x: x.view(B, T, 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4)[2],
-        1,
-        1,
-    ),
+    "a number, permuted": (lambda x: x.view(B, T, 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4)[2], 1, 1),
     "a range of widths": (lambda x: x.view(B, T, 3, HEADS, WIDTH)[:, None, ..., 1:3], 4, 1),
     "back": (lambda x: x.view(B, T, 3, HEADS, WIDTH).flatten(3), 3, 1),
     "all the way back": (lambda x: x.view(B, T, 3, HEADS, WIDTH).flatten(2), 2, 3),

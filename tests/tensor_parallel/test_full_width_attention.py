@@ -56,10 +56,7 @@ ATTENTIONS: dict[str, tuple[Callable[..., nn.Module], dict[str, str]]] = {
         lambda width, _: Grouped(2 * width, 8),
         dict.fromkeys(("wq", "wk", "wv"), "colwise_parted") | {"wo": ROWS},
     ),
-    "fairseq": (
-        Batched,
-        {f"{one}_proj": "colwise_parted" for one in "qkv"} | {"out_proj": ROWS},
-    ),
+    "fairseq": (Batched, {f"{one}_proj": "colwise_parted" for one in "qkv"} | {"out_proj": ROWS}),
 }
 TWICE = set(ATTENTIONS) - {"nanoGPT", "nanoGPT without biases", "llama2.c"}  # no fused kernel
 

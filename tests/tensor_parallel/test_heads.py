@@ -1,7 +1,4 @@
-"""Counts of heads follow the split of the projections, and a refused plan changes nothing.
-
-Attentions with split heads that are given keys and values of all heads, learned ones say.
-"""
+"""Counts of heads follow the split of the projections, and a refused plan changes nothing."""
 
 import copy
 from collections.abc import Callable, Sequence

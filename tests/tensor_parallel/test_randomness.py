@@ -22,12 +22,7 @@ from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
-PLAN = {
-    "*.qkv": "packed_colwise(3)",
-    "*.out": "rowwise",
-    "*.up": "colwise",
-    "*.down": "rowwise",
-}
+PLAN = {"*.qkv": "packed_colwise(3)", "*.out": "rowwise", "*.up": "colwise", "*.down": "rowwise"}
 RATE = 0.5
 
 

@@ -47,11 +47,7 @@ GPT2_PLAN = {
     "transformer.h.*.mlp.c_proj": "rowwise",
     "lm_head": "colwise_logits",
 }
-ENCODER_PLAN = {
-    "*.self_attn": "attention",
-    "*.linear1": "colwise",
-    "*.linear2": "rowwise",
-}
+ENCODER_PLAN = {"*.self_attn": "attention", "*.linear1": "colwise", "*.linear2": "rowwise"}
 TEXT = torch.arange(24).view(3, 8) * 9 % 64
 
 

@@ -1,7 +1,4 @@
-"""Adapters around linear layers are split as their layer, and what is built otherwise stays full.
-
-The wrappers here have the attributes that peft's have.
-"""
+"""Adapters around linear layers are split as their layer, others stay full."""
 
 import copy
 from collections.abc import Callable

@@ -283,9 +283,7 @@ def test_expected_traffic_passes() -> None:
 
 def send_more_than_expected(collectives: Collectives) -> None:
     with assert_traffic(
-        collectives,
-        all_gather=Expected(calls=2, bytes=8),
-        all_reduce=Expected(calls=1, bytes=4),
+        collectives, all_gather=Expected(calls=2, bytes=8), all_reduce=Expected(calls=1, bytes=4)
     ):
         collectives.all_gather(torch.ones(4), torch.ones(2))
         collectives.all_reduce(torch.ones(1000))

@@ -176,8 +176,7 @@ SMALL: dict[str, Small] = {
     "gptj": Small(name="GPTJ", sizes=_GPT | {"rotary_dim": 4} | _ENDS),
     "gpt_neox": Small(name="GPTNeoX", sizes=_DECODER | _ENDS),
     "opt": Small(
-        name="OPT",
-        sizes=_WIDE | _DEEP | _TEXT | _ENDS | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+        name="OPT", sizes=_WIDE | _DEEP | _TEXT | _ENDS | {"ffn_dim": 48, "word_embed_proj_dim": 32}
     ),
     "bloom": Small(
         name="Bloom",

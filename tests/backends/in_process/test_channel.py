@@ -1,7 +1,4 @@
-"""Tensors that share storage, with themselves or with another rank's.
-
-In-process ranks add up in the order of Gloo's ring, bit for bit.
-"""
+"""Tensors that share storage, with another rank's, too; sums have the order of Gloo's ring."""
 
 import pytest
 import torch

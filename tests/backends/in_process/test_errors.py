@@ -78,11 +78,7 @@ def test_deadlock_lists_where_every_rank_waits() -> None:
             "SUM",
         ),
         (lambda r: dist.broadcast(torch.ones(1), src=r), "root 1", "root 0"),
-        (
-            lambda r: dist.all_gather([torch.ones(1 + r)] * 2, torch.ones(1 + r)),
-            "(2,)",
-            "(1,)",
-        ),
+        (lambda r: dist.all_gather([torch.ones(1 + r)] * 2, torch.ones(1 + r)), "(2,)", "(1,)"),
         (
             lambda r: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3], [2, 2]),
             "all_to_all_single",

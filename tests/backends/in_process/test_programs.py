@@ -1,7 +1,4 @@
-"""Random programs of collectives give what a plain numpy model says, whole or with a fault in them.
-
-A program that hangs fails by its time-out.
-"""
+"""Random programs of collectives give what a numpy model says, whole or with a fault in them."""
 
 from typing import Any
 
@@ -20,11 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 _few = settings(max_examples=60, derandomize=True, suppress_health_check=_CHECKS)
-_many = settings(
-    max_examples=1500,
-    suppress_health_check=_CHECKS,
-    print_blob=True,
-)
+_many = settings(max_examples=1500, suppress_health_check=_CHECKS, print_blob=True)
 
 
 def same(result: Any, model: Any) -> None:

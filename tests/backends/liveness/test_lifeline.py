@@ -1,7 +1,4 @@
-"""One rank's end of the lifeline, with the hub's words put into its ear.
-
-At a time-out each rank's last operations and stacks stand in a file that the error names.
-"""
+"""One rank's end of the lifeline, with the hub's words put into its ear; the file of a time-out."""
 
 import os
 import re

@@ -57,14 +57,7 @@ def meet(store: DictStore, num_ranks: int, timeout: timedelta) -> list[LifelineT
     """Connect the ranks; rank 0's thread is started, since it opens the door."""
 
     def join(rank: int) -> LifelineThread:
-        made = connect(
-            store,
-            "key",
-            HERE,
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timeout,
-        )
+        made = connect(store, "key", HERE, rank=rank, world_size=num_ranks, timeout=timeout)
         if rank == 0:
             made.start()
         return made

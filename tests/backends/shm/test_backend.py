@@ -1,7 +1,4 @@
-"""Ranks have a buffer in common: each sees its own edits, and what all have given.
-
-A mapping keeps this process's writes to itself, and knows which pages it has of its own.
-"""
+"""Ranks have a buffer in common: each sees its own edits, its own pages, and what all gave."""
 
 import errno
 import gc

@@ -1,7 +1,4 @@
-"""The heap gives memory, takes it back, and says when there is none.
-
-A process that sleeps is woken, and one that is awake costs its peers nothing.
-"""
+"""The heap gives memory, takes it back, says when there is none, and wakes who sleeps."""
 
 import errno
 import gc

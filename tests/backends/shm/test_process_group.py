@@ -24,11 +24,7 @@ from lightning_shard.backends.calls import Call
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.shm import heap, room
-from lightning_shard.errors import (
-    CollectiveMismatchError,
-    RankFailedError,
-    ShardError,
-)
+from lightning_shard.errors import CollectiveMismatchError, RankFailedError, ShardError
 from tests.processes import REPOSITORY, rank_and_world_size, run_processes
 
 
@@ -36,10 +32,7 @@ def join(*, timeout: float = 20, debug: bool = False) -> Collectives:
     rank, size = rank_and_world_size()
     backend = get_backend("shm").with_debug(debug)
     backend.init_process_group(
-        rank=rank,
-        world_size=size,
-        device=torch.device("cpu"),
-        timeout=timedelta(seconds=timeout),
+        rank=rank, world_size=size, device=torch.device("cpu"), timeout=timedelta(seconds=timeout)
     )
     assert dist.group.WORLD is not None
     return backend.collectives(dist.group.WORLD)
@@ -341,12 +334,7 @@ def test_a_full_folder_of_shared_memory_is_not_needed_and_nothing_is_left_there(
     command = ["unshare", "--mount", "sh", "-c", shell]
     token = {"LIGHTNING_SHARD_JOB_TOKEN": "the key of this user has no room there"}
     run = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | token,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=REPOSITORY, env=os.environ | token, capture_output=True, text=True, check=False
     )
     assert run.stdout.split("\n")[0] == "[2.0, 2.0] ['filler']", run.stderr
 

@@ -1,7 +1,4 @@
-"""Safetensors into modules: plain ones, on "meta", and of runs whose ranks have shards.
-
-Names of files that differ from a Hugging Face model's: as its `from_pretrained` reads them.
-"""
+"""Safetensors into modules: plain, on "meta", of runs in shards; Hugging Face's own names."""
 
 from collections.abc import Callable
 from pathlib import Path

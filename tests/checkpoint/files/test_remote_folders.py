@@ -12,11 +12,7 @@ import fsspec
 import pytest
 
 from lightning_shard.checkpoint.files import parts
-from lightning_shard.checkpoint.files.checksums import (
-    complete_folder,
-    verify_folder,
-    write_checked,
-)
+from lightning_shard.checkpoint.files.checksums import complete_folder, verify_folder, write_checked
 from lightning_shard.checkpoint.files.new import new_file, new_folder, remove_remote
 from lightning_shard.checkpoint.files.open_folder import edition_in
 from lightning_shard.checkpoint.files.parts import by_age, completed_at, part_of

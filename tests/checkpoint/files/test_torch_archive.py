@@ -1,7 +1,4 @@
-"""The archive that is written here is the one that torch writes, and torch reads it.
-
-The checksum of two strings is that of both one after the other.
-"""
+"""The archive that is written here is the one that torch writes, and torch reads it."""
 
 import io
 import zipfile

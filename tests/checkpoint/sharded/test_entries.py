@@ -1,7 +1,4 @@
-"""Which entry of Lightning's checkpoint goes where in a folder, and back.
-
-What each rank keeps for itself in a folder: to the bit there, a mean elsewhere, in no rank 0.
-"""
+"""Which entry of Lightning's checkpoint goes where in a folder, and back; what each rank keeps."""
 
 from collections.abc import Callable
 from pathlib import Path

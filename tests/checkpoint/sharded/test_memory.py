@@ -13,10 +13,7 @@ from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.core.layout.boxes import Box, whole
 from tests.benchmarks.checkpoints import peak_above
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 COLUMNS = 1 << 12
 MEGABYTES = 256
 SHAPE = (MEGABYTES << 8 >> 2, COLUMNS)

@@ -1,7 +1,4 @@
-"""Flat layouts, as literal tables and as properties.
-
-Buffers that are cut between parameters, as literal tables and as properties.
-"""
+"""Flat layouts, and buffers that are cut between parameters: literal tables, and properties."""
 
 from math import prod
 

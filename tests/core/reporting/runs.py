@@ -56,14 +56,7 @@ def step(rank: int, number: int, **figures: Any) -> dict[str, Any]:
 def traffic(rank: int, number: int, sent: int) -> dict[str, Any]:
     counted = {"calls": 4, "bytes": 2 * sent, "seconds": 0.5, "waited": 0.25}
     axes = {"dp": {"reduce_scatter": counted}, "pp": {"send": counted}}
-    return {
-        "kind": "traffic",
-        "rank": rank,
-        "step": number,
-        "steps": 2,
-        "batches": 2,
-        "axes": axes,
-    }
+    return {"kind": "traffic", "rank": rank, "step": number, "steps": 2, "batches": 2, "axes": axes}
 
 
 def memory(rank: int, number: int) -> dict[str, Any]:

@@ -6,15 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_shard.data_parallel.compression import (
-    BF16,
-    FP16,
-    Codec,
-    Int8,
-    OneBit,
-    TopK,
-    Turn,
-)
+from lightning_shard.data_parallel.compression import BF16, FP16, Codec, Int8, OneBit, TopK, Turn
 from lightning_shard.data_parallel.compression.codec import all_sound, form_of, read_row, write_row
 from lightning_shard.data_parallel.compression.one_bit import pack_bits, unpack_signs
 from lightning_shard.data_parallel.compression.top_k import greatest
@@ -193,8 +185,7 @@ def test_bits_lie_lowest_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least"),
-    [("fp16", 1.99), ("bf16", 1.99), ("int8", 3.9), ("topk", 99), ("onebit", 31)],
+    ("name", "least"), [("fp16", 1.99), ("bf16", 1.99), ("int8", 3.9), ("topk", 99), ("onebit", 31)]
 )
 def test_how_many_times_fewer_bytes(name: str, least: float) -> None:
     numel = 100_000

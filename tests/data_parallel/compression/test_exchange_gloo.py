@@ -29,10 +29,7 @@ def averages(rank: int, backend: str) -> dict[tuple[str, bool], Tensor]:
 def over_gloo() -> dict[tuple[str, bool], Tensor]:
     rank, world_size = rank_and_world_size()
     GlooBackend().init_process_group(
-        rank=rank,
-        world_size=world_size,
-        device=torch.device("cpu"),
-        timeout=timedelta(seconds=60),
+        rank=rank, world_size=world_size, device=torch.device("cpu"), timeout=timedelta(seconds=60)
     )
     found = averages(rank, "gloo")
     dist.destroy_process_group()

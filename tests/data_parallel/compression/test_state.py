@@ -1,7 +1,4 @@
-"""What exchanges save and others take up: nothing of frozen buffers, nothing of unknown ones.
-
-Means of what ranks have kept, tensor by tensor.
-"""
+"""What exchanges save and others take up: means of what ranks kept, nothing of unknown buffers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

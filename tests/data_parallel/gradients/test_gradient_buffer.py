@@ -1,7 +1,4 @@
-"""Buffers that a part of a step needs keep their views, and nothing that user code still reads.
-
-The states of a buffer's gradients, event by event, as the picture of `gradient_state` says.
-"""
+"""The states of a buffer's gradients, event by event, and which views and memory it keeps."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,4 @@
-"""Units as literal tables: name, number of modules, parameters; and matching parts.
-
-A teacher's parameters are cut as its student's are.
-"""
+"""Units as literal tables: name, number of modules, parameters; a teacher's as its student's."""
 
 import copy
 from collections.abc import Callable
@@ -140,12 +137,7 @@ def test_used_outside_its_block_is_in_the_root_unit(tie: Callable[[Net], None]) 
 def test_a_block_listed_twice_is_one_block() -> None:
     twice, other = Pair(), Pair()
     rows = table(Net(nn.ModuleList([twice, other, twice])))
-    assert [row[:2] for row in rows] == [
-        ("root", 0),
-        ("blocks.0", 1),
-        ("blocks.1", 1),
-        ("root", 0),
-    ]
+    assert [row[:2] for row in rows] == [("root", 0), ("blocks.0", 1), ("blocks.1", 1), ("root", 0)]
 
 
 @pytest.mark.parametrize(

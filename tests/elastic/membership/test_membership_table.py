@@ -115,13 +115,7 @@ def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
     a, b, c = job.start()
     d = job.newcomer()
     job.membership_table.lost(a, job.now)
-    assert job.last(b) == {
-        "kind": "lost",
-        "generation": 1,
-        "member": a,
-        "rank": 0,
-        "event": "died",
-    }
+    assert job.last(b) == {"kind": "lost", "generation": 1, "member": a, "rank": 0, "event": "died"}
     job.arrive(c)
     assert job.membership_table.number == 1
     job.arrive(b)

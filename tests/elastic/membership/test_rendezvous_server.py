@@ -105,11 +105,7 @@ def test_strangers_are_shown_out(said: bytes) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [
-        {"kind": "arrive"},
-        {"kind": "join", "name": "m", "initial_rank": "first"},
-        {"kind": "leave"},
-    ],
+    [{"kind": "arrive"}, {"kind": "join", "name": "m", "initial_rank": "first"}, {"kind": "leave"}],
 )
 def test_a_participant_that_talks_nonsense_is_lost_and_the_others_go_on(
     said: dict[str, object],

@@ -1,7 +1,4 @@
-"""What stands in functions, partial functions and methods belongs to the copy of a model.
-
-The private names of torch.compile that the launchers need; a failure says what has changed.
-"""
+"""What stands in functions, partial functions and methods belongs to the copy of a model."""
 
 import copy
 import itertools

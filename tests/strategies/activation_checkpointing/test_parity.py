@@ -76,16 +76,8 @@ STRATEGIES: dict[str, tuple[Make, str, int]] = {
         8,
     ),
     "elastic": (partial(ElasticStrategy, backend="in_process", scheme="zero3"), "gpt", 2),
-    "local_sgd": (
-        partial(LocalSGDStrategy, backend="in_process", warmup_steps=1000),
-        "gpt",
-        2,
-    ),
-    "async_sgd": (
-        partial(AsyncSGDStrategy, backend="in_process", warmup_steps=1000),
-        "gpt",
-        2,
-    ),
+    "local_sgd": (partial(LocalSGDStrategy, backend="in_process", warmup_steps=1000), "gpt", 2),
+    "async_sgd": (partial(AsyncSGDStrategy, backend="in_process", warmup_steps=1000), "gpt", 2),
 }
 QUICK = {("zero3", "full"), ("zbv", "full"), ("sequence", "selective")}
 CHOICES: dict[str, Any] = {"full": "full", "selective": "selective", "classes": GPT_BLOCK}

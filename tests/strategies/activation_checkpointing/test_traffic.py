@@ -8,12 +8,7 @@ from lightning_shard import TensorParallelStrategy, ZeRO3Strategy
 from tests.planning.test_dry_run import text
 from tests.strategies.data_parallel.test_held_bytes_and_traffic import Census, OnlyBlocks
 from tests.strategies.models import CONTEXT, ExampleGPT, Trained
-from tests.strategies.parity import (
-    SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
-    GlobalBatches,
-    quiet_trainer,
-)
+from tests.strategies.parity import SMALL_BUCKET_MB, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
@@ -72,9 +67,7 @@ def test_tensor_parallel_exchanges_activations_of_a_block_again_but_the_last(
 
     def of(choice: Any) -> int:
         strategy = TensorParallelStrategy(
-            plan=PLANS["gpt"],
-            sequence_parallel=sequence_parallel,
-            activation_checkpointing=choice,
+            plan=PLANS["gpt"], sequence_parallel=sequence_parallel, activation_checkpointing=choice
         )
         (rank,) = strategy.dry_run(model, batch, world_size=2).ranks
         return rank.sent["tp"]

@@ -51,9 +51,7 @@ def some_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_device(name: str, choice: str) -> None:
     make, model, num_ranks = STRATEGIES[name]
     strategy = make(
-        activation_offload=True,
-        activation_checkpointing=CHOICES[choice],
-        bucket_mb=SMALL_BUCKET_MB,
+        activation_offload=True, activation_checkpointing=CHOICES[choice], bucket_mb=SMALL_BUCKET_MB
     )
     run = train(build(model), strategy=strategy, devices=num_ranks)
     assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=1)))

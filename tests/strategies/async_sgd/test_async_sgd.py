@@ -24,11 +24,7 @@ from tests.strategies.local_sgd.local_training import (
     weights_of,
 )
 from tests.strategies.models import ConvNet
-from tests.strategies.parity import (
-    UPSTREAM_WARNINGS,
-    GlobalBatches,
-    quiet_trainer,
-)
+from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),

@@ -1,7 +1,4 @@
-"""On two processes over Gloo, compressed training is what it is on ranks inside one process.
-
-All cases run one after the other in one pair of processes.
-"""
+"""On two processes over Gloo, compressed training is what it is on ranks inside one process."""
 
 import pytest
 

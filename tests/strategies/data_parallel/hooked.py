@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_shard import (
-    HybridParallelStrategy,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
-)
+from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from tests.strategies.styles import Net
 
 GLOBAL_BATCH = 12

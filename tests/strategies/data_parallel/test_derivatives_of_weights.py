@@ -1,8 +1,4 @@
-"""Derivatives that user code takes by a weight itself are those of one device, or refused by name.
-
-In hooks weights are in shards under stage 3, and parts under tensor and pipeline parallel; in steps
-they are parts that look full, or stand-ins.
-"""
+"""Derivatives that user code takes by a weight are those of one device, or refused by name."""
 
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,8 +1,4 @@
-"""Gradients that user code keeps, computes with and sets again train as on one device.
-
-Programs are drawn from a seed: keep, zero, compute with what was kept, set it, edit it. Each table
-below has the ways of one of these; each program trains on one device and under a scheme.
-"""
+"""Gradients that user code keeps, computes with and sets again train as on one device."""
 
 from collections.abc import Callable, Sequence
 from functools import cache

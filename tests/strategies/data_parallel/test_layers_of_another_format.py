@@ -177,10 +177,7 @@ def test_a_resumed_fit_has_its_state_in_the_formats_of_its_layers(tmp_path: Any)
     first.fit(saved, datamodule=GlobalBatches(saved, STEPS))
     first.save_checkpoint(tmp_path / "two.ckpt")
     states = torch.load(tmp_path / "two.ckpt", weights_only=True)["optimizer_states"][0]["state"]
-    assert {value["exp_avg"].dtype for value in states.values()} == {
-        torch.bfloat16,
-        torch.float32,
-    }
+    assert {value["exp_avg"].dtype for value in states.values()} == {torch.bfloat16, torch.float32}
     module = Routed("float", "on_fit_start")
     trainer = quiet_trainer(max_steps=STEPS, **ranks)
     trainer.fit(module, datamodule=GlobalBatches(module, STEPS), ckpt_path=tmp_path / "two.ckpt")

@@ -1,7 +1,4 @@
-"""Modules of TorchScript within a model train, are saved and resume as on one device.
-
-They take no hooks, and their parameters and children lie in dictionaries of TorchScript's own.
-"""
+"""Modules of TorchScript within a model train, are saved and resume as on one device."""
 
 from pathlib import Path
 from typing import Any

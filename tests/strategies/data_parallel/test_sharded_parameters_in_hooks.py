@@ -1,7 +1,4 @@
-"""Parameters that are in shards are read and written as a single device's are.
-
-One fit does everything at once in every hook: what it sees and what it ends with are compared.
-"""
+"""Parameters that are in shards are read and written as a single device's are."""
 
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Dimensions are objects that a strategy owns: one of the user's own goes in beside the others.
-
-Steps run within the engine's, and what surrounds them is outermost.
-"""
+"""Dimensions are objects that a strategy owns: one of the user's own goes in beside the others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_shard import (
-    HybridParallelStrategy,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
-)
+from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_shard.core import schemes
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.errors import ConfigError

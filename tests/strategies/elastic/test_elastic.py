@@ -303,10 +303,7 @@ def test_a_logger_sees_one_run_when_rank_0_is_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"scheme": "tensor_parallel"},
-            "scheme must be 'shard_ddp' or .*schemes have parts",
-        ),
+        ({"scheme": "tensor_parallel"}, "scheme must be 'shard_ddp' or .*schemes have parts"),
         ({"backend": "mpi"}, "cannot be elastic"),
         ({"backend": "shm"}, "cannot be elastic"),
         ({"snapshot_every": 0}, "snapshot_every must be .* of at least 1"),

@@ -34,10 +34,7 @@ LAYOUTS: dict[str, tuple[int, Callable[..., Any]]] = {
     "ep4-stage0": (4, sharing(expert_parallel_size=4, zero_stage=0)),
     "zero3": (2, lambda **more: ZeRO3Strategy(backend="in_process", **more)),
     "ep2-dp2-stage3": (4, sharing(expert_parallel_size=2, zero_stage=3)),
-    "ep2-pp2": (
-        4,
-        sharing(expert_parallel_size=2, pipeline_parallel_size=2, num_microbatches=2),
-    ),
+    "ep2-pp2": (4, sharing(expert_parallel_size=2, pipeline_parallel_size=2, num_microbatches=2)),
     "ep2-tp2-stage2": (4, sharing(expert_parallel_size=2, tensor_parallel_size=2, zero_stage=2)),
     "single device": (1, lambda **_: "auto"),
     "ep2-stage1": (2, sharing(expert_parallel_size=2, zero_stage=1)),

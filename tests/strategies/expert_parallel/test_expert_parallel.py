@@ -14,12 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridParallelStrategy
 from lightning_shard.profiling import ExpertBalance
-from tests.expert_parallel.models import (
-    EXPERT_MODELS,
-    Listed,
-    ListedMixture,
-    Seldom,
-)
+from tests.expert_parallel.models import EXPERT_MODELS, Listed, ListedMixture, Seldom
 from tests.strategies.expert_parallel.test_parity import build, single_device
 from tests.strategies.parity import (
     LONG_STEPS,

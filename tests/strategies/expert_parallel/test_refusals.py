@@ -204,11 +204,7 @@ def test_what_cannot_be_right_is_refused_by_name(case: str) -> None:
     make, options, message = REFUSED[case]
     strategy = sharing(**options)
     with pytest.raises(ConfigError, match=message):
-        fit(
-            make(),
-            strategy,
-            4 if case == "a number that does not divide" else 2,
-        )
+        fit(make(), strategy, 4 if case == "a number that does not divide" else 2)
 
 
 def test_several_copies_of_the_state_are_refused() -> None:

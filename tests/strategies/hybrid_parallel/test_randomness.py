@@ -66,21 +66,14 @@ def seen_by_ranks(style: type[Stack], **options: Any) -> tuple[list[Any], Parall
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(
     ("pp", "tp", "axis_order"),
-    [
-        (1, 2, AXES),
-        (2, 1, AXES),
-        pytest.param(2, 2, ("dp", "tp", "pp"), marks=pytest.mark.slow),
-    ],
+    [(1, 2, AXES), (2, 1, AXES), pytest.param(2, 2, ("dp", "tp", "pp"), marks=pytest.mark.slow)],
 )
 def test_data_parallel_ranks_repeated_each_others_dropout(
     pp: int, tp: int, axis_order: tuple[str, ...]
 ) -> None:
     def drawn() -> tuple[list[set[Any]], ParallelMesh]:
         ranks, mesh = seen_by_ranks(
-            SplitDropping,
-            pipeline_parallel_size=pp,
-            tensor_parallel_size=tp,
-            axis_order=axis_order,
+            SplitDropping, pipeline_parallel_size=pp, tensor_parallel_size=tp, axis_order=axis_order
         )
         return [set(rank) for rank in ranks], mesh
 

@@ -213,10 +213,7 @@ def train_layout(layout: Layout, backend: str = "in_process") -> Run:
     )
     strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     return train(
-        build(layout.model),
-        strategy=strategy,
-        devices=layout.num_ranks,
-        precision=layout.precision,
+        build(layout.model), strategy=strategy, devices=layout.num_ranks, precision=layout.precision
     )
 
 

@@ -9,13 +9,7 @@ import torch
 
 from tests.strategies.models import ExampleGPT
 from tests.strategies.offload.places import PLACES, WARNINGS, offloaded
-from tests.strategies.parity import (
-    SMALL_BUCKET_MB,
-    STRATEGIES,
-    GlobalBatches,
-    build,
-    quiet_trainer,
-)
+from tests.strategies.parity import SMALL_BUCKET_MB, STRATEGIES, GlobalBatches, build, quiet_trainer
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in WARNINGS),

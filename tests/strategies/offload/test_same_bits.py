@@ -1,8 +1,4 @@
-"""With the same kernel for the update, a run in host memory is the run without offload, to the bit.
-
-That holds for every precision, for edits of parameters and gradients in hooks, for averages of
-weights, several optimizers and frozen parameters.
-"""
+"""With the same kernel for the update, a run in host memory has the bits of one without offload."""
 
 from collections.abc import Callable
 from functools import partial

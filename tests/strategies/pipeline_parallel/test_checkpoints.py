@@ -23,11 +23,7 @@ from tests.checkpoint.scheme_files import (
     trainer_of,
 )
 from tests.strategies.models import ConvNet, Trained
-from tests.strategies.parity import (
-    Curve,
-    GlobalBatches,
-    build,
-)
+from tests.strategies.parity import Curve, GlobalBatches, build
 
 pytestmark = [
     *FILTERS,

@@ -1,7 +1,4 @@
-"""On two processes over Gloo, pipelines train as a single device does.
-
-All cases run one after the other in one pair of processes.
-"""
+"""On two processes over Gloo, the same for all cases, pipelines train as a single device does."""
 
 from collections.abc import Sequence
 

@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.precision.test_plugins import Scales, _error
-from tests.strategies.parity import (
-    MANY_STEPS,
-    UPSTREAM_WARNINGS,
-    Case,
-    build,
-    single_device,
-    train,
-)
+from tests.strategies.parity import MANY_STEPS, UPSTREAM_WARNINGS, Case, build, single_device, train
 from tests.strategies.stacks import (
     BATCH,
     PIPELINES,

@@ -23,11 +23,7 @@ from tests.checkpoint.scheme_files import (
     trainer_of,
 )
 from tests.strategies.models import Trained
-from tests.strategies.parity import (
-    GlobalBatches,
-    build,
-    quiet_trainer,
-)
+from tests.strategies.parity import GlobalBatches, build, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
 pytestmark = FILTERS

@@ -96,11 +96,7 @@ def test_no_sync_sends_no_gradients() -> None:
     plan = {f"gpt.{pattern}": style for pattern, style in PLANS["gpt"].items()}
     strategy = TensorParallelStrategy(backend="in_process", tensor_parallel_size=2, plan=plan)
     quiet_trainer(
-        strategy=strategy,
-        devices=4,
-        accumulate_grad_batches=1,
-        gradient_clip_val=None,
-        max_steps=2,
+        strategy=strategy, devices=4, accumulate_grad_batches=1, gradient_clip_val=None, max_steps=2
     ).fit(model, datamodule=GlobalBatches(model.gpt, 2))
     steps = [after - before for before, after in zip([0, *model.sent], model.sent, strict=False)]
     assert [elements > MATRICES for elements in steps] == [False, True, False, True]

@@ -108,12 +108,7 @@ def strategies() -> dict[str, Any]:
 @pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the")
 @pytest.mark.parametrize(
-    ("style", "name"),
-    [
-        (Positioned, "tensor"),
-        (Positioned, "hybrid"),
-        (TiedByHand, "tensor"),
-    ],
+    ("style", "name"), [(Positioned, "tensor"), (Positioned, "hybrid"), (TiedByHand, "tensor")]
 )
 def test_code_that_read_the_shape_of_a_split_weight_saw_a_part(
     style: type[Positioned], name: str

@@ -69,10 +69,7 @@ def graphs_of(folder: Any, strategy: Any) -> list[str]:
         lambda: PipelineParallelStrategy(backend="in_process", num_ranks=2),
         pytest.param(
             lambda: HybridParallelStrategy(
-                backend="in_process",
-                num_ranks=4,
-                tensor_parallel_size=2,
-                pipeline_parallel_size=2,
+                backend="in_process", num_ranks=4, tensor_parallel_size=2, pipeline_parallel_size=2
             ),
             marks=pytest.mark.slow,
         ),

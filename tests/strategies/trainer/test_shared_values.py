@@ -1,7 +1,4 @@
-"""Values of one rank come to the others whole, whatever they hold.
-
-What is logged is one value of all ranks, by name, and what acts on it acts alike.
-"""
+"""Values of one rank come to the others whole, and what is logged is one value of all ranks."""
 
 from dataclasses import dataclass
 from pathlib import Path

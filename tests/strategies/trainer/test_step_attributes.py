@@ -1,7 +1,4 @@
-"""Tests of `step_attributes`: what steps keep on their module is there on every rank.
-
-What microbatches make of a value, merged: a table.
-"""
+"""What steps keep on their module is there on every rank, merged of all microbatches."""
 
 from collections import defaultdict
 from typing import Any

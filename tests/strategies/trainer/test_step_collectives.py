@@ -1,7 +1,4 @@
-"""Tensors that `self.all_gather` brings together.
-
-What `torch.distributed` is asked in a step.
-"""
+"""Tensors that `self.all_gather` brings together; what `torch.distributed` is asked in a step."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""Interfaces that are not there and places that are not reached are told.
-
-What the system says of adapters.
-"""
+"""Interfaces that are not there, and places that are not reached, are told."""
 
 import socket
 from pathlib import Path

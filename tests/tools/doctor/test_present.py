@@ -1,7 +1,4 @@
-"""What is looked for without torch agrees with what the backends say.
-
-Versions that do not fit are named with the command that mends them.
-"""
+"""What is looked for without torch agrees with what the backends say; versions that do not fit."""
 
 import importlib.util
 from importlib.metadata import PackageNotFoundError

@@ -362,11 +362,7 @@ PLANTED = {
         module=FunctionalDropping, kind="output", name="body.1", cause="dropout"
     ),
     "unsynchronised log": Planted(
-        module=UnsynchronisedLog,
-        kind="metric",
-        name="error",
-        cause="unsynchronised log",
-        step=LAST,
+        module=UnsynchronisedLog, kind="metric", name="error", cause="unsynchronised log", step=LAST
     ),
     "contrastive": Planted(module=Contrastive, kind="loss", name="loss", cause="batch dependent"),
     "gather without gradients": Planted(

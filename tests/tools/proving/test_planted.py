@@ -21,10 +21,7 @@ ALL = PLANTED | MORE_PLANTED
 
 def _prove(planted: Planted) -> Verdict:
     return prove(
-        planted.module(),
-        planted.data(),
-        strategy=planted.strategy,
-        trainer_options=planted.options,
+        planted.module(), planted.data(), strategy=planted.strategy, trainer_options=planted.options
     )
 
 

@@ -103,10 +103,7 @@ def gat(here: Here) -> Report:
 
 
 @use(
-    "torch-geometric",
-    "GIN in a LightningDataset",
-    "`LightningDataset`; fit and validate",
-    **GRAPHS,
+    "torch-geometric", "GIN in a LightningDataset", "`LightningDataset`; fit and validate", **GRAPHS
 )
 def lightning_dataset(here: Here) -> Report:
     from torch_geometric.data.lightning import LightningDataset

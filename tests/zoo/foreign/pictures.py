@@ -119,10 +119,6 @@ def transformer(here: Here) -> Report:
 
     torch.manual_seed(5)
     network = Transformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=3,
-        num_layers=4,
-        norm_num_groups=3,
+        num_attention_heads=2, attention_head_dim=8, in_channels=3, num_layers=4, norm_num_groups=3
     )
     return _trained(here, network)

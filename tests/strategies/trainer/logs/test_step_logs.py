@@ -1,7 +1,4 @@
-"""What users log in their steps is on every rank of a pipeline as on a single device.
-
-Metrics that only a pipeline's last stage has updated compute the same on every rank.
-"""
+"""What users log in their steps is on every rank of a pipeline as on a single device."""
 
 import copy
 import pickle
