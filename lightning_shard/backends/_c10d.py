@@ -1,11 +1,8 @@
 """Every private name of `torch.distributed` that the backends touch.
 
-Checked with torch 2.11, 2.13 and 2.14; `tests/backends/test_c10d.py` fails when one changes.
-
-c10d keeps one process's groups in the module global `_world`. A cooperative world gives each rank a
-`RankGroups` of its own and swaps that global whenever another rank runs. For as long as a world
-lives, c10d also makes in-process groups whatever backend is asked for, and its rendezvous hands
-out the world's store, so that no socket is opened.
+Checked with torch 2.11, 2.13 and 2.14; `tests/backends/test_c10d.py` fails when one changes. A
+cooperative world gives each rank a `RankGroups` in place of c10d's global `_world`, which it swaps
+whenever another rank runs; c10d makes in-process groups and uses the world's store meanwhile.
 """
 
 import io
@@ -68,10 +65,7 @@ def set_groups(groups: Any) -> None:
 
 
 def init_default_group(*args: Any, **kwargs: Any) -> None:
-    """Make the default group as c10d does, by which uncaught errors begin with the rank's number.
-
-    A process that has made others before, as another rank maybe, says its present number alone.
-    """
+    """Make the default group as c10d does; uncaught errors name the rank's present number alone."""
     hook = getattr(sys.excepthook, "before_groups", sys.excepthook)
     sys.excepthook = hook
     dist.init_process_group(*args, **kwargs)
@@ -93,10 +87,7 @@ def live_backends() -> list[Any]:
 
 
 def backends_of(group: dist.ProcessGroup) -> list[Any]:
-    """Return the backends that carry out a group's operations, one for each device type.
-
-    A group that is written in Python carries them out itself.
-    """
+    """Return a group's backends, one for each device type; a group written in Python is its own."""
     if type(group) is not dist.ProcessGroup:
         return [group]
     return [group._get_backend(device) for device in group._device_types]
@@ -116,10 +107,7 @@ def object_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def exchange_objects_as(pack: Callable[[Any], bytes], unpack: Callable[[bytes], Any]) -> None:
-    """Have c10d's own object collectives pack and unpack with these functions from now on.
-
-    It pickles, and unpickles whatever comes; so do those who call it (torch's checkpoints).
-    """
+    """Have c10d's own object collectives, which pickle, pack and unpack by these from now on."""
     patched = cast(Any, c10d)
 
     def object_to_tensor(

@@ -1,8 +1,7 @@
 """The base class of the communication backends.
 
-A backend is a small description: its name, the device types whose tensors it moves, whether it can
-run here (and if not, what to install), how to start its default process group, and which
-`Collectives` use it best. It never falls back to another backend.
+A backend says which devices' tensors it moves, whether it can run here (and if not, what to
+install), how its default group starts and which `Collectives` suit it. None falls back to another.
 """
 
 from abc import ABC, abstractmethod
@@ -87,12 +86,7 @@ class Backend(ABC):
         return Collectives(group)
 
     def check(self, device: torch.device) -> None:
-        """Raise unless this backend can run here with tensors on `device`.
-
-        Raises:
-            BackendUnavailableError: Something is not installed or not present.
-            ConfigError: The backend cannot move tensors of this device type.
-        """
+        """Raise BackendUnavailableError or ConfigError unless it can run here, on this `device`."""
         if (reason := self.unavailable_reason()) is not None:
             raise BackendUnavailableError(f"The backend {self.name!r} cannot run here: {reason}")
         if device.type not in self.device_types:

@@ -1,8 +1,7 @@
 """The beginning of each operation on c10d, and the work left once its data has arrived.
 
-These are the default algorithms: c10d's own collectives, which suit NCCL and the groups of this
-package. `Collectives` is the facade over them; a subclass of it replaces the ones that its backend
-does badly. Shapes and types have been checked before.
+These default algorithms, c10d's own, suit NCCL and the groups of this package; a subclass of
+`Collectives` replaces those that its backend does badly. Shapes and types have been checked.
 """
 
 from functools import partial
@@ -32,13 +31,7 @@ else:
 
 
 class C10dTransfers:
-    """Begins the operations of one group, by c10d's own algorithms.
-
-    Attributes:
-        group: The process group whose ranks take part.
-        rank: This rank's number in the group.
-        size: Number of ranks in the group.
-    """
+    """Begins the operations of one group, by c10d's own algorithms."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         if not isinstance(group, dist.ProcessGroup):

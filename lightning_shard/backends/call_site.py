@@ -1,8 +1,7 @@
 """Finds the line of the user's code that called an operation.
 
-Between that and the process group lie frames of torch, Lightning and this package, and of what they
-wrap their functions in: `typing_extensions.deprecated`, `functools`, `contextlib` and other modules
-of the standard library, and code that a compiler has made.
+Between that and the process group lie frames of torch, Lightning and this package, of the standard
+library that wraps their functions (`functools`, `contextlib`), and code that a compiler has made.
 """
 
 import os
@@ -112,11 +111,7 @@ def find_call_site(frame: FrameType | None = None) -> CallSite:
 
 
 def is_called_by_user(through: Collection[str] = ()) -> bool:
-    """Whether the caller was called by code that is neither Lightning's nor of this package.
-
-    Args:
-        through: Names of modules whose frames between the two are passed over, as those of torch.
-    """
+    """Whether user code has called the caller; frames of torch and of `through` are passed over."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -15,16 +15,10 @@ from lightning_shard.errors import CollectiveMismatchError
 class Call:
     """One rank's part in one operation.
 
-    Args:
-        op: Name of the operation.
-        rank: The rank's number in the group.
-        inputs: Tensors that are read. They are not copied, so the caller must not write them until
-            it has waited for the work.
+    Attributes:
+        inputs: Tensors that are read, uncopied: the caller writes them after it has waited.
         outputs: Tensors that are written; empty where the inputs are written in place.
         agreed: What every rank of the group must give alike.
-        site: File and line where the user called.
-        results: The tensors that `Work.result` returns.
-        reduce_op: A `ReduceOp` of c10d; None where the operation reduces nothing.
         root: Group rank of the source or destination, for send and receive of the peer; else -1.
         tag: Tag of a send or a receive; None makes it a collective.
         posted: CUDA event, recorded on the caller's stream when it called; None on the CPU.
@@ -74,11 +68,7 @@ def tensor_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
 
 
 def message_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
-    """Return the dtypes and sizes of tensors that are sent or received, to compare.
-
-    Their shapes may differ, as for NCCL and Gloo: torch 2.11's pipelines receive a number of shape
-    () into a tensor of shape (1,).
-    """
+    """Return dtypes and sizes of a message, to compare; shapes may differ, as for NCCL and Gloo."""
     return tuple((tensor.dtype, tensor.numel()) for tensor in tensors)
 
 

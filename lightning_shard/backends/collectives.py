@@ -40,22 +40,14 @@ from lightning_shard.backends.traffic import GroupTraffic, Traffic, ring_share
 
 
 class CommonBuffer(Protocol):
-    """A flat buffer of which each rank of a group on one host owns a part.
+    """A flat buffer that the ranks of a host have in common, of which each owns a part.
 
-    One buffer that the ranks of a host have in common, as the engine uses it.
+                   between updates                  inside an update
+        read       the one copy, with own edits     the same
+        write      an edit of this rank's alone     its own part is written for all
+        gather     edits of the own part are given to all, and other edits are dropped
 
-                   between updates                     inside an update
-        read       the one copy, with own edits        the same
-        write      an edit of this rank's alone        its own part is written for all
-        gather     other edits are dropped, and edits of the own part are given to all; with none,
-                   nothing is copied
-
-    So code that edits a parameter meets what it would where each rank has a copy. An update that
-    writes `part` alone needs no `open`, which has the system map the part's pages anew, twice a
-    step.
-
-    Attributes:
-        group: The group whose ranks have it.
+    An update that writes `part` alone needs no `open`, which maps pages anew, twice a step.
     """
 
     group: dist.ProcessGroup

@@ -1,18 +1,16 @@
 """Collectives made of point-to-point messages, for Gloo and MPI.
 
-Gloo's own reduce-scatter is an all-reduce inside and sums bf16 in bf16; its all-gather copies the
-result once more; its all-to-all sends one way at a time, twice as long on a slow link. Here every
-rank sends each peer just the slice that the peer needs:
+Gloo's own reduce-scatter is an all-reduce inside and sums bf16 in bf16; its all-to-all sends one
+way at a time. Here every rank sends each peer just the slice that the peer needs:
 
     reduce-scatter                          all-gather
     rank 0  [a0|a1] ──a1──> rank 1          rank 0  [x0|..] ──x0──> rank 1
     rank 1  [b0|b1] ──b0──> rank 0          rank 1  [..|x1] ──x1──> rank 0
     then  rank 0: a0+b0   rank 1: a1+b1     each slice lands where it belongs
 
-The messages move while the caller computes; the local sum, in rank order and in float32 for narrow
-types, is done by `Pending.wait`. Every operation is a single phase: a second round of messages that
-begins in `wait` would deadlock two ranks that wait for two operations in different order. So an
-all-reduce is either direct, the full tensor to every peer, or the backend's own (Gloo's ring).
+`Pending.wait` sums, in rank order. Every operation is a single phase: a second round of messages
+that begins in `wait` would deadlock two ranks that wait for two operations in different order. So
+an all-reduce is either direct, the full tensor to every peer, or the backend's own (Gloo's ring).
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,13 +45,7 @@ class ScratchPool:
 
     A fresh buffer costs its page faults: a 64 MB reduce-scatter between two Gloo ranks took 49 ms
     with a new buffer for each call and 20 ms with a kept one (torch 2.13). What the C library keeps
-    when it is freed (`freed_memory.py`) goes back to it, so that gradients and activations use it
-    as well, and nothing is held between steps. Idle buffers above that are kept here, up to a
-    limit.
-
-    Args:
-        smallest_bytes: Buffers of no more are freed at once.
-        idle_limit_bytes: Idle buffers beyond this sum are freed, the smallest first.
+    when it is freed (`free_memory.py`) goes back to it; larger ones are kept here, up to a limit.
     """
 
     def __init__(
@@ -90,8 +82,7 @@ class ScratchPool:
 class ExchangeCollectives(Collectives):
     """Collectives over Gloo or MPI: exchange of slices in place of the backend's own algorithms.
 
-    Each operation in flight has a tag of its own, so that messages of two operations are never
-    confused; tags are counted per group and lie above those of callers' messages.
+    Each operation in flight has a tag of its own, above those of callers' messages.
     """
 
     _numbers_of_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Iterator[int]]] = (
@@ -194,10 +185,7 @@ class ExchangeCollectives(Collectives):
         return StartedTransfer(works=self._exchange(outgoing, addends), finish=finish)
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[dist.Work]:
-        """Start sending outgoing[i] to rank i and receiving incoming[i] from it; skip this rank.
-
-        A tensor without elements is not sent.
-        """
+        """Start to send outgoing[i] to each other rank i and to receive incoming[i]."""
         tag = FIRST_RESERVED_TAG + next(self._numbers) % FIRST_RESERVED_TAG
         # Each rank starts with another peer, so that no rank is everyone's first.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]

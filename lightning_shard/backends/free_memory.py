@@ -1,24 +1,13 @@
 """How many bytes a device could still take, and what a rank that frees some keeps of them.
 
-cpu     what Linux says is available, and what is left of the limits of the control group (v2)
-cuda    what the device has free, and what torch's allocator holds without using it
+What a CPU rank frees stays with its process: glibc by itself gives back the end of its heap, and
+the next step faults it in again, 29 MB of a step of 3.4 million parameters, since here gradients
+move into flat buffers and the end of a backward frees everything. Whoever sets glibc's variables
+keeps their values.
 
-What a CPU rank frees stays with its process, for the next step.
-
-    glibc by itself    gives back what is freed at the end of its heap, and blocks of their own
-    the next step      faults it in again, 4 KB at a time: 29 MB of a step of 3.4 million parameters
-
-Under torch DDP gradients lie at the end of the heap from step to step, and hold all of it. Here
-they move into flat buffers, so that the end of a backward frees everything. Between steps a rank
-then holds what a step needs: under stages 1 to 3 the benchmark's GPT 400 to 440 MB, at peaks of as
-many, and with glibc by itself 370 to 450, at peaks of 400 to 480. Of 3.4 million parameters in
-small layers it is 165 to 194 MB beside 139 to 158, at peaks of 158 to 179. Whoever sets glibc's
-variables keeps their values.
-
-Threads other than the main one, on which Ray trains, say, have heaps of 64 MB each, and glibc
-unmaps one that is empty, whatever its threshold, unless the one before has less room than the
-padding: a fit of the benchmark's GPT on such a thread faulted in 35 to 50 MB a step, and took 1.03
-times as long. So the padding is a whole heap: addresses, which take no memory until written.
+Threads other than the main one (Ray trains on one) have heaps of 64 MB each, and glibc unmaps one
+that is empty unless the one before has less room than the padding. So the padding is a whole heap:
+addresses, which take no memory until written.
 """
 
 import ctypes
@@ -39,11 +28,7 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that a device could still take; None where the system does not say.
-
-    Args:
-        device: A CPU, whose memory is the host's, or a CUDA device.
-    """
+    """Return the bytes that a CPU (the host) or a CUDA device could still take; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -56,13 +41,7 @@ def free_bytes(device: torch.device) -> int | None:
 def free_host_bytes(
     meminfo: Path = _MEMINFO, group: Path = _GROUP, groups: Path = _GROUPS
 ) -> int | None:
-    """Return the bytes that this host could still give to this process.
-
-    Args:
-        meminfo: Linux's file of that name.
-        group: Linux's file that names the control group of this process.
-        groups: The root of the control groups.
-    """
+    """Return the bytes that this host and the limits of its control groups could still give."""
     known = [_available(meminfo), *_left_of_limits(group, groups)]
     return min((one for one in known if one is not None), default=None)
 

@@ -43,8 +43,7 @@ class GlooBackend(Backend):
 def _prefer_interface_towards(host: str) -> None:
     """Let Gloo bind to the interface that leads to a host, unless the user has chosen one.
 
-    Gloo looks up this host's own name, which may stand for a loopback address or for one that the
-    other hosts do not reach.
+    It looks up this host's own name, which may stand for an address that others do not reach.
     """
     with contextlib.suppress(OSError):  # a name that is not known yet: Gloo decides
         own = address_towards(host, 0)

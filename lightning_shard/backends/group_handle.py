@@ -3,8 +3,7 @@
     torch.distributed ─► PythonGroup.allreduce(...) ─► GroupHandle._post ─► _start(Call) ─► Work
                          one method per c10d form       one Call per op       one per subclass
 
-A subclass says how a `Call` is carried out: between threads, over MPI, or by another group once the
-ranks have agreed on it.
+A subclass says how a `Call` is carried out.
 """
 
 from abc import ABC, abstractmethod
@@ -25,14 +24,7 @@ from lightning_shard.errors import ConfigError, RankFailedError
 
 
 class GroupHandle(_c10d.ProcessGroupBase):
-    """One rank's handle of one group.
-
-    Args:
-        name: Name of the group in c10d, the same on each of its ranks.
-        global_ranks: Global ranks of the group's members, in order of their group rank.
-        rank: This rank's number in the group.
-        timeout: Time after which a peer that has not come is an error, if it waits by the clock.
-    """
+    """One rank's handle of one group; `global_ranks` are in order of their group rank."""
 
     backend_name: ClassVar[str]
     shares_host: bool = False

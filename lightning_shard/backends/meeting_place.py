@@ -1,21 +1,16 @@
-"""Where the ranks of a job meet: rank 0's server, behind a door.
+"""Where the ranks of a job meet: the server that a thread of rank 0 keeps, behind a door.
 
 our launcher, srun, by hand    the server listens at MASTER_ADDR:MASTER_PORT
 torchrun                       its agent's store is there, open to all: rank 0 says in it where
                                its server listens, which each rank has prove that it is
 elastic                        a rendezvous server beside the ranks; see `lightning_shard.elastic`
 
-The server is a thread of rank 0 that keeps the store.
-
-Ranks may meet at a store that still holds keys of an earlier meeting.
+torchrun's agents keep one store over all restarts (torch 2.11 to 2.13 at least), where a rank might
+take an old round's addresses for this one's:
 
     rank r    set hello/r = a word of its own             until "meeting" holds that word: ack, wait
     rank 0    get every hello, set "meeting" to them and a name; when a hello is another: again
               all have acked this name: go
-
-torchrun's agents keep one store over all restarts of a job (torch 2.11 to 2.13 at least), and after
-a change of its nodes nothing in a worker's environment tells the new round from the last one. A
-rank that took an old round's addresses would wait for a peer that is long gone.
 """
 
 import json
@@ -230,8 +225,7 @@ def store_without_python(
 ) -> Store:
     """Return a store of torch's own, of which rank 0 says in the job's where it is.
 
-    NCCL asks its store from threads of its own, even as the process ends, when no Python runs any
-    more. It listens where the job's server does, and is open to all who reach that.
+    NCCL asks its store from threads of its own, even when no Python runs any more.
     """
     if rank == 0:
         listener, *others = listen(host, 0)

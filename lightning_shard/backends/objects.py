@@ -4,11 +4,8 @@
     our own frozen records and enumerations      JSON: the class's name and its fields
     anything else (what a user broadcasts)       a pickle
 
-A group's connections are Gloo's, NCCL's or MPI's, which ask nobody who they are. So all of it bears
-a code that takes the job's token to make, and that is checked before anything is read.
-
-They are sent in tensors: first how many bytes, then those. c10d's own object collectives unpickle
-whatever comes.
+A group's connections ask nobody who they are, and c10d's own collectives unpickle whatever comes.
+So all of it bears a code that takes the job's token, which is checked before anything is read.
 """
 
 import enum
@@ -51,15 +48,7 @@ def pack(obj: Any) -> bytes:
 
 
 def unpack(data: bytes, whose: str) -> Any:
-    """Return the object that `pack` has made these bytes of.
-
-    Args:
-        data: Code and content, as `pack` returns them.
-        whose: Names the operation and the rank, for the error message.
-
-    Raises:
-        RankFailedError: No rank of this job has made them.
-    """
+    """Return what `pack` has made these bytes of; `whose` names the sender for the error."""
     content = unseal(data, whose)
     if content[:1] == _PICKLE:
         return pickle.loads(content[1:])
@@ -175,11 +164,7 @@ def guard_torch() -> None:
 
 
 def gather_objects(group: dist.ProcessGroup, obj: Any) -> list[Any]:
-    """Return the objects of all ranks of a group, each of which must call, in their order.
-
-    Raises:
-        RankFailedError: What came in a rank's place bears no code of this job.
-    """
+    """Return the objects of all ranks of a group, each of which must call, in their order."""
     device, num_ranks = object_device(group), group.size()
     own = _bytes(pack(obj), device)
     own_size = torch.tensor([own.numel()], dtype=torch.long, device=device)
@@ -197,11 +182,7 @@ def gather_objects(group: dist.ProcessGroup, obj: Any) -> list[Any]:
 
 
 def broadcast_object(group: dist.ProcessGroup, obj: Any, src: int) -> Any:
-    """Return the object of the group's rank `src`; every rank of the group must call.
-
-    Raises:
-        RankFailedError: What came in the rank's place bears no code of this job.
-    """
+    """Return the object of the group's rank `src`; every rank of the group must call."""
     device = object_device(group)
     data = _bytes(pack(obj) if group.rank() == src else b"", device)
     size = torch.tensor([data.numel()], dtype=torch.long, device=device)

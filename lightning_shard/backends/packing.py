@@ -28,14 +28,7 @@ def unaliased(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> list[Tens
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors' elements one after the other: their own memory, or a copy.
-
-    Args:
-        tensors: At least one tensor; all of one dtype.
-
-    Returns:
-        Shape (sum of the tensors' elements,), contiguous.
-    """
+    """Return the elements of tensors of one dtype one after the other: their memory, or a copy."""
     own = _as_one(tensors)
     return torch.cat([raw(tensor).reshape(-1) for tensor in tensors]) if own is None else own
 

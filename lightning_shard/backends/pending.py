@@ -22,14 +22,7 @@ _NO_PEER = ("DataLoader ", "CUDA error")  # these time out by themselves
 
 
 class OperationContext(NamedTuple):
-    """The operation in flight and its rank, for error messages and counters.
-
-    Attributes:
-        operation: Name of the operation, such as "all_reduce".
-        rank: This rank's number in the group.
-        size: Number of ranks in the group.
-        traffic: Counters that the operation's seconds are added to.
-    """
+    """The operation in flight and its rank, for error messages and counters."""
 
     operation: str
     rank: int
@@ -38,13 +31,7 @@ class OperationContext(NamedTuple):
 
 
 class StartedTransfer(NamedTuple):
-    """A transfer that has begun, and what is left to do once its data has arrived.
-
-    Attributes:
-        works: Handles of c10d's operations, which are waited for in this order.
-        finish: Function that runs once, on the waiting thread, after all of `works`: local sums,
-            copies.
-    """
+    """A transfer that has begun; `finish` runs once, after its works, on the waiting thread."""
 
     works: Sequence[dist.Work] = ()
     finish: Callable[[], None] | None = None
@@ -67,10 +54,7 @@ class Pending:
         return self._transfer is None
 
     def is_ready(self) -> bool:
-        """Whether `wait` would return, or raise, at once; in process, peers may run before.
-
-        Gloo's receives do not know before their `wait`.
-        """
+        """Whether `wait` would return, or raise, at once; Gloo's receives do not know before."""
         return self._transfer is None or all(work.is_completed() for work in self._transfer.works)
 
     def wait(self) -> None:
@@ -91,11 +75,7 @@ class Pending:
 
 
 class Span:
-    """Times one span of an operation, and turns the transport's error about a lost peer into ours.
-
-    Such an error becomes a RankFailedError; others pass. With a lifeline the error says which peer
-    was lost, and is raised before the operation when that peer is known to have failed already.
-    """
+    """Times one span of an operation; the transport's error about a lost peer becomes ours."""
 
     __slots__ = ("_begin", "_lifeline", "_place", "_waited")
 

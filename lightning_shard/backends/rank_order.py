@@ -1,10 +1,7 @@
 """Reductions by name, and the local half of an exchange: combining the ranks' slices in rank order.
 
-Combining in rank order makes the result independent of which slice arrived first, and the same on
-every rank, bit for bit. Types narrower than float32 are summed in float32 and rounded once; a chain
-of bf16 additions loses about a bit per doubling of the group.
-
-`reduce_tensors` does so for every `ReduceOp` of c10d.
+So the result does not depend on which slice arrived first, and is the same on every rank. Types
+narrower than float32 are summed in it: a chain of bf16 additions loses about a bit per doubling.
 """
 
 from collections.abc import Callable, Sequence
@@ -130,16 +127,10 @@ def fold_of(op: Any) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def reduce_tensors(tensors: Sequence[Tensor], op: Any = ReduceOp.SUM) -> Tensor:
-    """Reduce one tensor of each rank, in rank order.
+    """Reduce one tensor of each rank, alike in shape and dtype and not written, in rank order.
 
-    Args:
-        tensors: One tensor of each rank, all of one shape and dtype, which are not written. Types
-            of 16 and 8 bits are summed in fp32, bool by "or" and "and", unsigned integers modulo
-            their range.
-        op: The reduction, a `ReduceOp` of c10d.
-
-    Returns:
-        A new tensor of that shape, perhaps of a wider dtype.
+    Types of 16 and 8 bits are summed in fp32, bool by "or" and "and", unsigned integers modulo
+    their range; the new tensor may have a wider dtype.
     """
     name, dtype = op_name(op), tensors[0].dtype
     if dtype is torch.bool:

@@ -51,11 +51,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def get_backend(name: str) -> Backend:
-    """Return the backend of this name.
-
-    Raises:
-        ConfigError: No backend is called that.
-    """
+    """Return the backend of this name, or raise ConfigError."""
     if name in _BACKENDS:
         return _BACKENDS[name]
     near = get_close_matches(name, _BACKENDS, n=1)
@@ -66,16 +62,11 @@ def get_backend(name: str) -> Backend:
 
 
 def auto_backend(device: torch.device, *, are_neighbours: bool = False) -> Backend:
-    """Return the usual backend for real processes with tensors on `device`.
-
-    A process group that stands is gone on with: its backend is the answer.
+    """Return the usual backend for real processes with tensors on `device`, or that of their group.
 
     Args:
         device: A rank's device.
         are_neighbours: Whether the ranks are several, on one host, and may share its memory.
-
-    Raises:
-        ConfigError: No backend of this package moves tensors of such a device.
     """
     if device.type not in _DEFAULT_OF_DEVICE_TYPE:
         raise ConfigError(

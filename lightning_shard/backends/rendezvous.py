@@ -3,8 +3,7 @@
     start of a job    rank 0's store (`meeting_place`): the group, then the lifeline
     later             a given store, which no rank's end takes along: the lifeline, then the group
 
-Ranks that meet anew have just lost a peer, and may lose another: the lifeline comes first there, so
-that it is heard of.
+Ranks that meet anew have just lost a peer, and may lose another, which the lifeline tells.
 """
 
 from collections.abc import Callable
@@ -45,10 +44,7 @@ def join_world(
     timeout: timedelta,
     store: Store | None = None,
 ) -> None:
-    """Start the default process group, and the lifeline with it; every rank must call.
-
-    By the lifeline the ranks know of each other's end.
-    """
+    """Start the default process group, and the lifeline with it; every rank must call."""
 
     def make_group(at: Store, host: str) -> None:
         if "nccl" in backend and world_size > 1:
@@ -174,14 +170,6 @@ def unless_a_rank_fails(connect: Callable[[], None], operation: str) -> None:
 
     A transport that waits for a connection heeds nothing but its time-out. So it waits on a thread
     of its own, which is left to that when it is given up.
-
-    Args:
-        connect: Function that connects, and may wait for other ranks.
-        operation: Name of the connecting in error messages.
-
-    Raises:
-        RankFailedError: A rank has failed meanwhile.
-        BaseException: What `connect` raises.
     """
     lifeline = liveness.current()
     if lifeline is None:

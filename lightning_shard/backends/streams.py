@@ -4,9 +4,7 @@
     stream    ▓▓▓▓▓▓  ▓▓▓▓▓▓  ▓▓▓▓▓▓          does things in their order
     side      ░░░░░░░░  ▓▓▓▓                  another stream: ordered by marks alone
 
-Everything asynchronous that this package does itself goes through here: copies beside what computes
-(offload), results that one rank computes on its stream and others read on theirs (ranks of one
-process), and what a transport without streams reads and writes. A CPU has no streams.
+Everything asynchronous that this package does itself goes through here. A CPU has no streams.
 """
 
 from collections.abc import Iterable, Sequence
@@ -88,12 +86,8 @@ def streams_of(device: torch.device) -> Streams | None:
 def sent_up(message: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a small tensor of the host's on a device, without waiting for the device.
 
-    A copy from pageable memory would wait for all that is queued before it. Pinned memory is given
-    back when `message` and its copy in it are no more used, by torch's allocator, which knows that.
-
-    Args:
-        message: Any shape, on the CPU; where there are no streams the result may be itself.
-        device: The rank's device.
+    A copy from pageable memory would wait for all that is queued before it. Without streams the
+    result may be the message itself.
     """
     if streams_of(device) is None:
         return message.to(device)

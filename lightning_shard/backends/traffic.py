@@ -1,8 +1,7 @@
 """Counters of what a rank has sent, per operation, under the ring model.
 
-The counts say what a bandwidth-optimal ring would send, whatever algorithm moved the bytes, so that
-they compare between backends and with the figures of arXiv:1910.02054. Of n elements on N ranks,
-each rank sends:
+The counts say what a bandwidth-optimal ring would send, so that they compare between backends and
+with the figures of arXiv:1910.02054. Of n elements on N ranks, each rank sends:
 
     all_reduce                          2n(N-1)/N
     reduce_scatter (n input elements)    n(N-1)/N
@@ -10,8 +9,6 @@ each rank sends:
     broadcast                            n          (0 on a single rank)
     all_to_all                           everything but its own split
     send                                 n
-
-Each `Collectives` has one `Traffic`.
 """
 
 import operator
@@ -142,13 +139,5 @@ class Traffic(Mapping[str, OperationTraffic]):
 
 
 def ring_share(numel: int, size: int) -> int:
-    """Return the elements that a rank of a ring sends in one pass over `numel` elements.
-
-    Args:
-        numel: Number of elements of the full tensor.
-        size: Number of ranks in the group.
-
-    Returns:
-        numel * (size - 1) / size, rounded up.
-    """
+    """Return what a rank of a ring sends in one pass: numel * (size - 1) / size, rounded up."""
     return -(-numel * (size - 1) // size)

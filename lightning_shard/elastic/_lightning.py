@@ -2,10 +2,8 @@
 
 Checked with lightning 2.6; `tests/elastic/test_lightning.py` fails when one changes.
 
-A rank's logged values of this epoch are taken out of Lightning's collection and put back. Sums over
-an epoch go back with the steps that are done again, and a newcomer must know what is
-logged, since every rank takes part when the sums come together. Metric objects that a module logs
-keep their own state and are left alone.
+Values that were logged in this epoch go back with the steps that are done again, and newcomers know
+what is logged, since every rank takes part where sums come together. Metric objects are left alone.
 """
 
 import os
@@ -64,8 +62,7 @@ _SAVED = tuple(_NOTHING_SAVED)
 def trainer_state(trainer: "pl.Trainer") -> dict[str, Any]:
     """Return the entries of a fitting trainer's checkpoint beside the model and the optimizers.
 
-    Hooks that save see the dictionary that Lightning gives them. The tensors of model and
-    optimizers are without elements in it, which snapshots have already.
+    Hooks that save see the dictionary that Lightning gives them, where these have no elements.
     """
     connector = trainer._checkpoint_connector
     with _giving_shapes(trainer):
@@ -219,12 +216,7 @@ def training_dataset(trainer: "pl.Trainer") -> Any:
 
 
 def share_places(trainer: "pl.Trainer", broadcast: Callable[[Any], Any]) -> None:
-    """Have every rank log and save where rank 0 does, should it come to be rank 0 itself.
-
-    Args:
-        trainer: In its fit; each rank must call.
-        broadcast: Sends rank 0's value to all ranks.
-    """
+    """Have every rank log and save where rank 0 does, should it come to be rank 0 itself."""
     savers = _model_savers(trainer)
     mine: tuple[list[Any], list[Any]] = ([], [])
     if trainer.is_global_zero:
@@ -238,10 +230,7 @@ def share_places(trainer: "pl.Trainer", broadcast: Callable[[Any], Any]) -> None
 
 
 def continue_logs(trainer: "pl.Trainer") -> None:
-    """Log behind what an earlier rank 0 has logged, on the rank that has taken its place.
-
-    A CSV logger's writer would begin by deleting the file.
-    """
+    """Log behind what an earlier rank 0 has logged, where a CSV logger's writer would delete it."""
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger) and logger._experiment is None:
             filesystem, path = fresh_place(inside(logger.log_dir, "metrics.csv"))
@@ -255,10 +244,7 @@ def continue_logs(trainer: "pl.Trainer") -> None:
 
 
 def emergency_place(trainer: "pl.Trainer") -> str:
-    """Return where to save a fit that ends early: where `ckpt_path="last"` finds it, if possible.
-
-    That is beside what the first `ModelCheckpoint` saves, and otherwise in `default_root_dir`.
-    """
+    """Return where to save a fit that ends early: where `ckpt_path="last"` finds it, if it can."""
     name = f"elastic-step={trainer.global_step}"
     for saver in _model_savers(trainer):
         if saver.dirpath and (saver.save_top_k != 0 or saver.save_last):
@@ -324,10 +310,7 @@ def is_within_step(trainer: "pl.Trainer") -> bool:
 
 
 def measure_epoch(trainer: "pl.Trainer") -> None:
-    """Have the loop take as many batches as the loader has in the epoch that begins.
-
-    Lightning asks once; here an epoch in which ranks came or went has a length of its own.
-    """
+    """Have the loop, which asks once, take as many batches as the loader has in this epoch."""
     loop = trainer.fit_loop
     loader = loop._combined_loader
     assert loader is not None
@@ -357,10 +340,6 @@ class LoggedSum:
     Attributes:
         how: The arguments of `log`, but for what belongs to one process.
         is_shared: Whether ranks reduce the value together.
-        rank_zero_only: Whether rank 0 alone logs it.
-        operation: The operation by which ranks reduce it.
-        sums: The tensors in which the value is summed up.
-        count: How often the value was logged.
         is_idle: Whether nothing has been logged since the last reset.
     """
 

@@ -3,25 +3,17 @@
     global batch held      24 samples a step:  4 ranks x 6        3 ranks x 8 = 2 x 4 accumulated
     batch per rank held    24 samples a step on 4 ranks, 18 on 3, with a smaller learning rate
 
-How a step's samples are shared out: see `shares`.
-
 Where a step has another number of batches than for the first ranks, what goes by Lightning's counts
 of batches is due behind the same steps, here a validation after every third one:
 
     4 ranks    0 1 2 v 3 4 5 v 6                      1 batch a step
     3 ranks    0 0 1 1 2 2 v 3 3 4 4 5 5 v 6          2 batches a step
 
-Learning rates for another number of ranks, where each rank's batch stays as it is.
-
-The step then has more or fewer samples. Everything that is a learning rate is multiplied by the
-same factor, so that a schedule goes on as that factor times what it would have been:
+Where each rank's batch is held, everything that is a learning rate is multiplied by one factor:
 
     rule      factor               source
     linear    new / old            Goyal et al., arXiv:1706.02677
     sqrt      sqrt(new / old)      Krizhevsky, arXiv:1404.5997; Hoffer et al., arXiv:1705.08741
-
-Momentum needs no correction: torch's SGD multiplies by the learning rate outside its momentum
-buffer (the remark in section 3 of arXiv:1706.02677 is about the other form).
 
 Private names of torch's schedulers, checked with torch 2.13: `_last_lr`, and the `_schedulers` that
 one is made of; `tests/elastic/test_data_assignment.py` fails when one changes.
@@ -61,18 +53,11 @@ def rescale(
     new_ranks: int,
     rule: Rule = "linear",
 ) -> None:
-    """Multiply learning rates as the rule says.
+    """Multiply learning rates as the rule says, lower bounds of schedules included.
 
-    Each rank must call, newcomers after they have got the others' state. Lower bounds of a schedule
-    are learning rates, too. `Optimizer.defaults` stay: newcomers have those of the user's code.
-
-    Args:
-        optimizers: The optimizers; a rate of a group that is a tensor is changed in place.
-        schedulers: The schedulers of torch, those within SequentialLR and ChainedScheduler
-            included. Of others the rates change that have names as torch's; one without any warns.
-        old_ranks: The number of ranks that the rates are for.
-        new_ranks: The number of ranks that they shall be for.
-        rule: "linear" or "sqrt".
+    Each rank must call, newcomers after they have got the others' state. A rate that is a tensor is
+    changed in place. Schedulers that are not torch's change where names are as torch's. Momentum
+    needs no correction: torch's SGD multiplies by the rate outside its momentum buffer.
     """
     scale = _scaling(old_ranks, new_ranks, rule)
     done: set[int] = set()  # a tensor may be the rate of several groups
@@ -141,8 +126,6 @@ def _with_nested(schedulers: Iterable[Any]) -> list[Any]:
 class BatchAssignment:
     """The samples and batches of an optimizer step, as the Trainer's options have settled them.
 
-    Newcomers take them over.
-
     Attributes:
         global_batch: Samples of an optimizer step; None where each rank's batch is held.
         accumulation: The batches that all ranks the Trainer asks for would accumulate for a step.
@@ -210,16 +193,7 @@ class DataAssignment:
         )
 
     def assign(self, loader: Any, rank: int, num_ranks: int) -> None:
-        """Have a loader yield this rank's batches from the position on; the trainer accumulates.
-
-        Args:
-            loader: The training loader, as Lightning has prepared it.
-            rank: Number of this rank in the generation.
-            num_ranks: The number of ranks between which samples are assigned.
-
-        Raises:
-            ConfigError: The loader's samples cannot be assigned.
-        """
+        """Have a loader yield this rank's batches from the position on; the trainer accumulates."""
         if self._installed is not None:
             self._installed.remove()  # the loader may be the same one
         order = find_order(loader, settings.global_seed())
@@ -249,10 +223,7 @@ class DataAssignment:
         self._trainer.accumulate_grad_batches = self._sampler.accumulation
 
     def _max_samples(self, num_samples: int, limit: float | None, drop_last: bool) -> int | None:
-        """Return the number of samples of an epoch, or None where it has all.
-
-        Both limits count batches of the first ranks, so that steps hold what they held.
-        """
+        """Return the samples of an epoch, by batches of the first ranks; None where it has all."""
         batch = self._first_batch
         full = num_samples // batch if drop_last else num_parts(num_samples, batch)
         counted = min(limit, full) if isinstance(limit, int) else int(full * (limit or 0.0))
@@ -299,12 +270,7 @@ class DataAssignment:
         self._sampler.resume(position.epoch, position.samples, position.steps)
 
     def take_over(self, batch_assignment: BatchAssignment, num_ranks: int) -> None:
-        """Go on from where others, or this rank, were; before the loader is asked for anew.
-
-        Args:
-            batch_assignment: That of the boundary from which training goes on.
-            num_ranks: The number of ranks from now on.
-        """
+        """Go on from where others, or this rank, were; before the loader is asked for anew."""
         self._global_batch = batch_assignment.global_batch
         self._position = batch_assignment.position
         self._first_accumulation = batch_assignment.accumulation
@@ -326,10 +292,7 @@ class DataAssignment:
 
     @contextmanager
     def assigning_batches(self) -> Iterator[None]:
-        """Let the loader be made, whose batches Lightning is not to count itself.
-
-        Limits are those of the first ranks' batches, and so is what lies between two validations.
-        """
+        """Let the loader be made, whose limits and intervals count batches of the first ranks."""
         interval, limit = val_check_interval(self._trainer), self._trainer.limit_train_batches
         counts_anew = isinstance(interval, int) and self._first_accumulation is not None
         if self._scaling is None and limit:
@@ -393,12 +356,7 @@ class DataAssignment:
         }
 
     def load_state(self, state: Mapping[str, Any], global_step: int) -> None:
-        """Go on from a checkpoint, at whatever number of ranks; `recount_loaded` comes later.
-
-        Args:
-            state: What `state` has returned.
-            global_step: The optimizer steps that the checkpoint counts.
-        """
+        """Go on from a checkpoint, at whatever number of ranks; `recount_loaded` comes later."""
         wanted = self._global_batch_size
         self._global_batch = wanted or state["global_batch"]
         is_same = self._global_batch == state["global_batch"]
@@ -425,11 +383,8 @@ class DataAssignment:
     def begin(self, started_by: str | None) -> None:
         """Say at a job's beginning on what ranks its steps are based; each rank must call.
 
-        Learning rates that follow the number of ranks are for all that were asked for.
-
-        Args:
-            started_by: Who has started all ranks that there are, and may start more later; None
-                where the Trainer's options say how many are to come.
+        Learning rates that follow the number of ranks are for all that were asked for. `started_by`
+        says who has started all ranks that there are, and may start more later, if anybody.
         """
         if self._is_resumed:
             return

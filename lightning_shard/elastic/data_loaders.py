@@ -4,8 +4,7 @@
                           ^                                                   │
                           └──────install── ElasticBatchSampler <──────────────┘
 
-torch forbids setting a loader's samplers after construction because running workers would not
-notice. Here none run: an iterator of before is dropped, and later ones ask the new sampler.
+torch forbids it because running workers would not notice. Here none run.
 
 Private names, checked with torch 2.13 and lightning 2.6; `tests/elastic/test_data_loaders.py` fails
 when one changes: the `_iterator` of a DataLoader, the `_sampler` within DistributedSamplerWrapper.
@@ -39,8 +38,7 @@ class Installed:
 def find_order(loader: object, seed: int = 0) -> EpochOrder:
     """Return the order in which a training loader's samples would be seen on a single device.
 
-    A DistributedSampler counts with its whole order. Where Lightning has wrapped a user's sampler,
-    which it would have shuffled, the user's order counts.
+    Where Lightning has wrapped a user's sampler, which it would have shuffled, the user's counts.
     """
     checked = _assignable(loader)
     if isinstance(checked.batch_sampler, ElasticBatchSampler):
@@ -54,11 +52,7 @@ def find_order(loader: object, seed: int = 0) -> EpochOrder:
 
 
 def install(loader: DataLoader[Any], batch_sampler: ElasticBatchSampler) -> Installed:
-    """Let a loader ask `batch_sampler`; its order becomes the loader's `sampler`.
-
-    Iterators of the loader that are under way go on as they were. The loader's `batch_size` and
-    `drop_last` keep saying what the user has asked for.
-    """
+    """Let a loader ask `batch_sampler`; its `batch_size` and `drop_last` stay the user's."""
     had = Installed(loader=loader, sampler=loader.sampler, batch_sampler=loader.batch_sampler)
     replace_samplers(loader, batch_sampler.sampler, batch_sampler)
     return had

@@ -1,10 +1,5 @@
 """The batch sampler of elastic training: an epoch's samples, each once, whatever ranks there are.
 
-It stands in a DataLoader for as long as this lives. When ranks come or go, its content changes:
-
-    resume(position) ─┐
-    rescale(rank, W) ─┴──> what `iter` assigns from now on, `len`, `accumulation` and `weight`
-
 A position is counted in samples of the epoch's order, by steps that the optimizer has made. What
 workers have merely fetched ahead counts for nothing: they are asked anew from the position.
 """
@@ -133,11 +128,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         return self.weight(step, microbatch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield this rank's batches from the position on.
-
-        Position, rank and size count as they are when the first batch is asked for; an iterator
-        that is under way stays as it is.
-        """
+        """Yield this rank's batches from the position on, of when the first is asked for."""
         order, shares, rank = self.sampler.indices(), self.shares, self.rank
         for step in shares.steps:
             begin, assigned = shares.begin(step), shares.step(step)

@@ -1,8 +1,7 @@
 """The order of an epoch's samples, the same on every rank that asks, whenever it joined.
 
-A sampler draws its order from random numbers that its process has used before, and so one that
-joins late would draw another. Here it draws from numbers that depend on the job's seed and the
-epoch alone, and a copy of it draws, so that no state is carried from one epoch to the next:
+Here a copy of the sampler draws, from random numbers that depend on the job's seed and the epoch
+alone, so that no state is carried from one epoch to the next:
 
     user's sampler ──shallow copy, its generators seeded anew──> list of samples of epoch e
     global random numbers ──set aside, seeded, put back──────────┘
@@ -131,10 +130,7 @@ def _compact(drawn: list[Any]) -> Sequence[Any]:
 
 
 def _seeded_copy(source: Any, seed: int, epoch: int) -> Iterable[Any]:
-    """Copy a sampler, and those inside it, with generators that know seed and epoch only.
-
-    A generator's own seed counts, not what was drawn from it since.
-    """
+    """Copy a sampler, and those inside it, with generators that know their seeds and epoch only."""
     if not hasattr(source, "__dict__"):
         return source  # type: ignore[no-any-return]  # a list: an order as it is
     copied = copy.copy(source)

@@ -6,9 +6,8 @@
     a loss               every rank has its own values of the boundary again
     a join               newcomers get the settings, where all others have the same
 
-They are looked for in the module and its parts, the user's callbacks, the data module and the
-training loader's dataset: numbers, texts, tensors, arrays, and lists, tuples, dicts and sets of
-them. Other objects, and large ones, stay as they are.
+They are looked for in the user's module, callbacks, data module and dataset. Other objects than
+numbers, texts, tensors, arrays and containers of them, and large ones, stay as they are.
 """
 
 import io
@@ -48,9 +47,6 @@ class HeldValues(NamedTuple):
 class HookValues:
     """The attributes of one rank's objects.
 
-    Args:
-        trainer: The Trainer, in its fit.
-
     Attributes:
         keeps_flags: Whether what is True or False is not taken back, on a rank that has raised an
             error of its own: it may have noted so, to do otherwise now.
@@ -77,13 +73,7 @@ class HookValues:
         return HeldValues(now, {key for key in now if key in before and before[key] == now[key]})
 
     def load(self, first: HeldValues, own: HeldValues | None, collectives: Collectives) -> None:
-        """Set what this rank had at a boundary, or on a newcomer what hooks have set.
-
-        Args:
-            first: Rank 0's values of then.
-            own: This rank's; None on a newcomer.
-            collectives: All ranks, each of which must call.
-        """
+        """Set what this rank had at a boundary, or on a newcomer (without `own`) what hooks set."""
         told = {key: first.changed[key] for key in first.settled}
         mine = None
         if own is not None:
@@ -123,12 +113,7 @@ class _PlainBytes(bytes):
 
 
 class _Packer(pickle.Pickler):
-    """Pickles plain data, alike wherever it is alike.
-
-    Args:
-        file: Takes the bytes.
-        most: The most entries of a container, or elements of a tensor.
-    """
+    """Pickles plain data of at most so many entries, alike wherever it is alike."""
 
     def __init__(self, file: io.BytesIO, most: int) -> None:
         super().__init__(file)

@@ -8,21 +8,6 @@
          step: remember)          data assigned anew; the loop goes on behind that boundary
     on_train_end
 
-Callbacks and loggers see one run: `on_train_start` comes once, and other hooks are called again for
-nothing but what is done again.
-
-The loops derive from Lightning's own, with their private names; checked with lightning 2.6 by
-`tests/elastic/test_lightning.py`.
-
-`ElasticRun` says what they ask at each boundary, and what happens when a rank is lost.
-
-    the loops ask            ElasticRun
-    begin, reach_boundary ──────> │ ──> SnapshotMemory    a snapshot, a copy at the buddy
-                                  │ ──> EarlyEnd          who is asked to leave leaves; save and end
-    survives? reconfigure ──────> │ ──> NextGeneration    after a loss, a join, a departure
-                                  v
-         the strategy, as `Reconfigurable` says: engine and groups are dropped and made anew
-
 What happens after a rank is lost:
 
     step ✗   a peer dies, or raises an error of its own; whoever waits for it gets RankFailedError
@@ -32,8 +17,9 @@ What happens after a rank is lost:
     restore  the newest boundary of which somebody has every shard; else the newest checkpoint
     go on    data is assigned to the ranks there are, and the loop goes on behind that boundary
 
-Who says which ranks there are: `ranks`. Heartbeats: `served_membership`. Who holds the elastic
-sampler: `DataAssignment`, which puts it into the training loader.
+Callbacks and loggers see one run: `on_train_start` comes once, and other hooks are called again for
+nothing but what is done again. The loops derive from Lightning's own, with their private names;
+checked with lightning 2.6 by `tests/elastic/test_lightning.py`.
 """
 
 import gc
@@ -72,13 +58,7 @@ class Reconfiguration(BaseException):
 class ElasticRun:
     """One fit of one rank, over the generations that it takes part in.
 
-    Args:
-        fit: What it is made over, in the strategy's setup; each rank must call.
-
     Attributes:
-        data_assignment: Assigns the samples of the training loader to the ranks.
-        hook_values: What hooks have set in the user's objects.
-        early_end: How this rank's part in the fit ends early.
         random: This rank's random streams in the checkpoint that was just loaded, until the fit
             goes on with them; None where it has none, or its ranks were others.
         has_begun: Whether the state before the first step has been remembered, here or by others.
@@ -292,8 +272,7 @@ class ElasticEpochLoop(TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Begin or take up an epoch; a resumed fit goes on with the checkpoint's random numbers.
 
-        An epoch draws from them as it makes its iterator, which `FitLoop.setup_data` has done too
-        early where a fit is resumed at an epoch's beginning.
+        An epoch draws as it makes its iterator, as `setup_data` has done too early for such a fit.
         """
         if self.batch_progress.current.ready:
             super().on_run_start(data_fetcher)

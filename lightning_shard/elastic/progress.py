@@ -5,14 +5,8 @@
     own      random streams, what was logged in this epoch, what hooks and steps have set in
              attributes: each rank's
 
-Both are one string of bytes, which a snapshot carries and does not look into.
-
-Which parameters train, and in which groups of the optimizers, hooks may change in mid-run:
-
-engine built    a and b train       its flat buffers part frozen parameters from others
-a hook          b is frozen         the buffers stay as they are
-b is lost       as built, rebuild   newcomers and survivors lay out the buffers of before
-                frozen again        and then know what trains at the boundary
+Which parameters train, hooks may change in mid-run: flat buffers are laid out as the engine was
+built, where they part frozen parameters from others, and what trains at the boundary is set then.
 """
 
 import pickle
@@ -42,13 +36,7 @@ class Progress:
         behind_step: Whether it is the boundary behind an optimizer step, not that before the first.
         restarting: At the boundary before the first step, whether the epoch was taken up from a
             checkpoint.
-        accumulation: The batches that a rank accumulates for a step.
-        batch_assignment: What a step's batches are, and where in the data training is.
-        buffers: The module's buffers, on the CPU.
-        what_trains: Which parameters train.
         hook_values: What has changed in this rank's attributes since training began.
-        random: This rank's random streams.
-        logs: Values that this rank has logged in this epoch.
     """
 
     trainer: bytes
@@ -88,11 +76,7 @@ class Progress:
         )
 
     def pack(self) -> bytes:
-        """Return it as bytes.
-
-        Raises:
-            ConfigError: A callback's state, or the module's, cannot be pickled.
-        """
+        """Return it as bytes, or raise ConfigError where something cannot be pickled."""
         return _pickled(vars(self))
 
     @classmethod
@@ -115,13 +99,9 @@ class Progress:
             trainer.fit_loop.epoch_loop.restarting = self.restarting
 
     def load_own(self, trainer: "pl.Trainer", own: "Progress | None", rank: int) -> None:
-        """Set random streams and what was logged.
+        """Set random streams and what was logged, as `own` remembers them of the same boundary.
 
-        Args:
-            trainer: The Trainer, in its fit.
-            own: What this rank itself remembers of the same boundary; None for a newcomer, which
-                gets random streams of its own and a share of nothing.
-            rank: This rank in the new generation.
+        A newcomer gets random streams of its own and a share of nothing.
         """
         if own is not None:
             _lightning.set_random_states(own.random)

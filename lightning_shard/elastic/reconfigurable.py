@@ -67,11 +67,6 @@ class ElasticFit:
     """What the parts of an elastic run share.
 
     Attributes:
-        strategy: The strategy that trains.
-        trainer: The Trainer whose fit it is.
-        ranks: Know which rank this is, and who takes part next.
-        data_assignment: Assigns the samples of the training loader to the ranks.
-        hook_values: What hooks have set in the user's objects.
         snapshot_every: Optimizer steps between two snapshots.
         max_failures: How often the same ranks may reconfigure at the same step.
         timeout: How long a rank waits for its buddy.

@@ -4,37 +4,16 @@
       somebody has every shard ─> the engine anew ─> shards moved into it ─> loops, callbacks and
       schedulers as they were there ─> data assigned to the ranks there are
 
-Where nobody has some shard, ranks go back to the newest checkpoint.
-
-The snapshots that are left become the state of a new number of ranks:
-
-    before    rank 0    rank 1    rank 2    rank 3        each holds its shard and its buddy's
-    shards     0 3       1 0       2 1       3 2
-                           rank 1 is lost, a new rank comes
-    after     rank 0    rank 1    rank 2    rank 3
-    shards     0 3       2 1       3 2       none
-
-    agree     on the newest step of which somebody holds every shard
-    restore   tensor entry by tensor entry the ranges move into the new shards; then counters and
-              options; then the shards become full parameters
-
-One tensor entry is on its way at a time, so that no rank holds more than its share and that entry.
-
-It moves from the ranks that hold it into the new shards:
+Where nobody has some shard, ranks go back to the newest checkpoint. Else the snapshots that are
+left become the state of a new number of ranks, one tensor entry at a time in one exchange, so that
+no rank holds more than its share and that entry:
 
     rank 0   holds [0 .. 6)   new shard [0 .. 4)      copies 0..4, sends 4..6 to rank 1
     rank 1   holds nothing    new shard [4 .. 8)      gets 4..6 from rank 0, 6..8 from rank 2
     rank 2   holds [6 .. 12)  new shard [8 .. 12)     copies 8..12, sends 6..8 to rank 1
 
-All that the ranks send each other of it goes in one exchange.
-
-The elements move between ranks when a flat range is cut anew.
-
-    old   |--- shard 0 ---|--- shard 1 ---|--- shard 2 ---|      each held by one rank or several
-    new   |-- rank 0 --|-- rank 1 --|-- rank 2 --|-- rank 3 --|
-
 Every new rank gets each element of its range once: from its own memory where it holds the shard,
-else from a holder that has little to send so far. Pure arithmetic: no tensors, no ranks.
+else from a holder that has little to send so far.
 """
 
 import time
@@ -80,9 +59,7 @@ _POLL_SECONDS = 0.01
 
 
 class EarlyEnd:
-    """Ends a fit on this rank.
-
-    How a rank's part in a fit ends early: it leaves, all leave, or too few ranks are left.
+    """Ends a fit on this rank: it leaves, all leave, or too few ranks are left.
 
         this rank is asked to leave    peers that stay take over its snapshot; it leaves the job
         all ranks are asked to leave   they save a checkpoint together, and end
@@ -150,15 +127,7 @@ _MIN_PART_NUMEL = 1 << 14
 
 
 class Move(NamedTuple):
-    """A range of elements on its way.
-
-    Attributes:
-        source: The rank that holds the elements.
-        target: The rank that gets them; may be the same.
-        shard: The old shard in which the source has them.
-        start: The first element, counted over the full buffer.
-        stop: One past the last element.
-    """
+    """A range of the full buffer's elements on its way; `shard` is the source's old one."""
 
     source: int
     target: int
@@ -183,8 +152,7 @@ def plan_moves(
 
     Args:
         holders: By old shard, the ranks that have it.
-        old_bounds: By old shard, its first and one-past-last element; disjoint. Elements in none
-            of them go nowhere.
+        old_bounds: By old shard, its first and one-past-last element; disjoint.
         new_bounds: By rank, the bounds of its new range; ranges may overlap or be the same.
         min_part_numel: A range is divided between holders down to this many elements.
     """
@@ -244,13 +212,7 @@ class Restored(NamedTuple):
 def agree(collectives: Collectives, held: Sequence[Snapshot]) -> RecoveryPlan | None:
     """Find the newest snapshot whose shards are all there among the ranks; each must call.
 
-    Args:
-        collectives: Collectives over all ranks, each of which must call.
-        held: The snapshots that this rank has; a newcomer has none.
-
-    Returns:
-        The same plan on all ranks; None where too much is lost. A later generation counts more than
-        a greater step: the steps of an earlier generation may have been taken back.
+    A later generation counts more than a greater step: its steps may have been taken back.
     """
     mine = [(c.generation, c.step, c.num_shards, c.shard) for c in (one.metadata for one in held)]
     holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
@@ -346,16 +308,7 @@ def move_entry(
     target: Tensor,
     flat: FlatParameters,
 ) -> None:
-    """Fill this rank's new shard of one tensor entry; each rank must call.
-
-    Args:
-        collectives: Collectives over all ranks, each of which must call.
-        key: Names the tensor entry.
-        held: By shard, the snapshots that this rank has.
-        moves: The moves of all ranks, in the same order on each.
-        target: The new shard, of shape (S,).
-        flat: Says where in the buffer the new shard lies.
-    """
+    """Fill this rank's new shard, shape (S,), of one tensor entry by moves that all ranks know."""
     rank = collectives.rank
     first = flat.layout.shard_bounds(flat.shard_index)[0]
     width = key.dtype.itemsize
@@ -548,12 +501,7 @@ class NextGeneration:
 def refuse_strangers(
     model: nn.Module, collectives: Collectives, settings: Mapping[str, Any]
 ) -> None:
-    """Go on without newcomers that have another model or other settings; each rank must call.
-
-    Raises:
-        ConfigError: This rank has another model than rank 0, or other settings.
-        RankFailedError: Other ranks have.
-    """
+    """Go on without newcomers that have another model or other settings; each rank must call."""
     others = strangers(model, collectives, settings)
     if others and collectives.rank not in others:
         raise RankFailedError(

@@ -9,13 +9,9 @@
                         rank 1: 1 3 5       rank 1: 7 9
       4 ranks           rank 0: 0 4 8    rank 1: 1 5 9    rank 2: 2 6    rank 3: 3 7
 
-Which samples a step holds depends on the step alone, how they are assigned on the number of ranks.
-So ranks may come and go between two steps, and the mean over the step stays what it was. Where all
-shares are equal, they are those of torch's DistributedSampler with batches of this size.
-
-An epoch's last step may have fewer of the user's batches than are accumulated, and its last batch
-fewer samples. Lightning divides it by as many batches as a whole step has, and each batch is a mean
-of its own. So the last one has shares of its own:
+Which samples a step holds depends on the step alone, so ranks may come and go between two steps.
+Equal shares are those of torch's DistributedSampler. Lightning divides an epoch's last step by as
+many batches as a whole step has, and each batch is a mean: the last one has shares of its own.
 
     8 + 4 samples, at most 4 at once    microbatch 0          microbatch 1
       2 ranks                           0 1 2 3 4 5 6 7       8 9 10 11
@@ -184,11 +180,7 @@ class EpochShares:
         return min(place, self.num_samples)
 
     def step(self, step: int) -> StepShares:
-        """Return how one of the steps that are left is assigned.
-
-        Raises:
-            LayoutError: It is not left in this epoch.
-        """
+        """Return how one of the steps that are left is assigned, or raise LayoutError."""
         num_samples = self.begin(step + 1) - self.begin(step)
         batch, odd = divmod(self.step_samples, self.step_batches)
         return StepShares(

@@ -2,20 +2,17 @@
 
 sharded      every `snapshot_every` steps a snapshot, which its buddy gets as well
 replicated   the same without a buddy; and between a boundary and the next update the parameters
-             and the optimizer state themselves *are* that boundary's, so that nothing is lost:
-             of each step only the progress is noted, and the rest is taken when peers are lost
+             and the optimizer state themselves *are* that boundary's: of each step only the
+             progress is noted, and the rest is taken when peers are lost
 
 Each rank keeps a copy of another rank's snapshot.
 
     stride 1    0 ──> 1 ──> 2 ──> 3 ──> 0       on one host: any ranks may be lost but neighbours
     stride 2    0 ──> 2 ──> 0   1 ──> 3 ──> 1   two ranks a host: a whole host may be lost
 
-    boundary k       begin(k): sizes and flags  |  k travels while the ranks compute
-    next boundary    finish(): k is here        |
-    boundary k + 1   begin(k + 1): all have come this far, so k is everywhere and k - 1 may go
-
-A loss while k + 1 travels leaves k complete everywhere. Source for neighbours' copies in host
-memory: Gemini, SOSP 2023, doi:10.1145/3600006.3613145.
+Snapshot k travels while the ranks compute; k - 1 goes when all have come to k + 1, so that a loss
+while k + 1 travels leaves k complete everywhere. Source: Gemini, SOSP 2023,
+doi:10.1145/3600006.3613145.
 """
 
 import time
@@ -102,10 +99,7 @@ class BuddyRing:
         return sorted(self._complete, key=_moment, reverse=True)
 
     def begin(self, snapshot: Snapshot, flags: int = 0) -> int:
-        """Keep this rank's snapshot and start to exchange it; each rank must call.
-
-        Finishes the last exchange first if that has not been done.
-        """
+        """Keep this rank's snapshot, finish the last exchange, start the next; each must call."""
         self._complete.append(snapshot)
         self.finish()
         sizes, heard = self._meet(snapshot, flags)
@@ -117,11 +111,7 @@ class BuddyRing:
         return heard
 
     def finish(self) -> None:
-        """Wait until the exchange is over; each rank must call. Does nothing where none is on.
-
-        Raises:
-            RankFailedError: A peer has died. What has come of its snapshot: see `salvage`.
-        """
+        """Wait until the exchange, if one is on, is over; each rank must call."""
         pending = self._pending
         if pending is None:
             return
@@ -137,12 +127,7 @@ class BuddyRing:
         self._take_in(pending.buffer)
 
     def hand_over(self, leaving: Sequence[bool]) -> None:
-        """Give the last snapshots of ranks that leave in order to ranks that stay.
-
-        Args:
-            leaving: By rank, whether it leaves; some rank stays. The last exchange is finished;
-                each rank must call.
-        """
+        """Give the last snapshots of ranks that leave to ranks that stay; each rank must call."""
         one = self._collectives
         newest = self.held[0]
         if newest.metadata.num_shards == 1:
@@ -156,12 +141,10 @@ class BuddyRing:
                 self._take_in(buffer)
 
     def salvage(self, seconds: float = 1.0) -> None:
-        """After a loss, keep a snapshot that has arrived although the exchange cannot be finished.
+        """After a loss, keep a snapshot that has arrived though the exchange cannot be finished.
 
-        Not collective. Afterwards only what the ring holds may be asked for.
-
-        Args:
-            seconds: How long to wait for what is still on its way from a living peer.
+        It waits a while for what is on its way from a living peer. Not collective. Afterwards only
+        what the ring holds may be asked for.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -289,10 +272,7 @@ class SnapshotMemory:
         return heard
 
     def note_progress(self) -> None:
-        """Note how far training is behind a step of which no snapshot is taken.
-
-        It counts under a replicated scheme only, whose live state is that of the boundary.
-        """
+        """Note how far training is under a replicated scheme, whose live state is the newest."""
         if self._is_replicated:
             self._note_live(*self._moment(behind_step=True))
 

@@ -1,6 +1,4 @@
-"""Lightning `ClusterEnvironment`s: who am I, and how many are we.
-
-The choice of a strategy's cluster environment, where Lightning's own choice does not fit.
+"""Lightning `ClusterEnvironment`s: who am I, and how many are we; and which of them is used.
 
 Lightning found           the ranks were started by     used
 MPIEnvironment            mpirun                        ours
@@ -10,11 +8,6 @@ any                       backend "mpi"                 ours: its ranks are MPI'
 LightningEnvironment,     Ray Train                     ours: what Ray inherits from srun, and
   Ray's, SLURMEnvironment                               torch's variables, are not the ranks'
 any other                                               what was found
-
-Lightning asks MPI how many ranks there are: here only where MPI has started them.
-
-To ask starts MPI, and Open MPI then listens on all addresses of the host, in every rank of a run
-that has nothing to do with it.
 """
 
 import sys
@@ -99,7 +92,10 @@ def _check_srun_told_mpi(world_size: int) -> None:
 
 
 def ask_mpi_under_mpi_alone(fabric: str) -> None:
-    """Have this root of Fabric look at the variables of MPI's launchers before it asks MPI."""
+    """Have this root of Fabric look at the variables of MPI's launchers before it asks MPI.
+
+    To ask starts MPI, and Open MPI then listens on all addresses of the host.
+    """
     environment: Any = sys.modules[f"{fabric}.plugins.environments.mpi"].MPIEnvironment
     asks = environment.detect
 

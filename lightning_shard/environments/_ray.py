@@ -57,8 +57,7 @@ def from_rank_zero(told: Any) -> Any:
 def fetched(checkpoint: Any) -> str:
     """Fetch a checkpoint of Ray's to this node and return its folder; each worker must call.
 
-    Workers of a node share the folder, and one that comes later writes its files anew: none may
-    read them before all have come.
+    Workers of a node share the folder, into which one that comes later writes anew.
     """
     folder = str(checkpoint.to_directory())
     import_module("ray.train.collective").barrier()

@@ -1,7 +1,7 @@
 """Whether what a launcher has set agrees with itself and with the Trainer, before anything starts.
 
-Lightning's environments convert and compare only some variables, late, and name few of them. These
-checks run when the Trainer is made, on every rank. An environment that a user brings checks itself.
+Lightning's environments check only some variables, late. An environment that a user brings checks
+itself.
 """
 
 import re
@@ -20,16 +20,7 @@ from lightning_shard.errors import ConfigError
 
 
 def check_environment(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
-    """Check the variables that `environment` reads.
-
-    Args:
-        environment: The cluster environment that the Trainer uses.
-        num_devices: Number of ranks on each host, as the Trainer has it.
-        num_nodes: Number of hosts, as the Trainer has it.
-
-    Raises:
-        ConfigError: A variable is missing or wrong; says which, what it is and what was expected.
-    """
+    """Check the variables that `environment` reads against the Trainer's devices and nodes."""
     if isinstance(environment, ElasticEnvironment):
         if environment.is_newcomer:
             return  # how many ranks there are is for the job to say

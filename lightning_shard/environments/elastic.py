@@ -18,14 +18,7 @@ _OF_NEWCOMER = (1, 2)
 
 
 class ElasticEnvironment(ClusterEnvironment):
-    """Answers for a process whose rank may change.
-
-    Args:
-        found: The environment of the process itself, which knows its host.
-
-    Raises:
-        ConfigError: The variables that tell of a running job are wrong.
-    """
+    """Answers for a process whose rank may change; `found` is its own, which knows its host."""
 
     def __init__(self, found: ClusterEnvironment) -> None:
         super().__init__()
@@ -110,8 +103,7 @@ class ElasticEnvironment(ClusterEnvironment):
 def elastic_environment(found: ClusterEnvironment) -> ClusterEnvironment:
     """Return the environment of an elastic job, wrapped around the one that Lightning found.
 
-    Ranks of torchrun and of Ray Train keep `found` as it is: these say who takes part, and start
-    all ranks anew at each change.
+    Ranks of torchrun and of Ray Train keep it: these say who takes part, and start all anew.
     """
     if isinstance(found, ElasticEnvironment | TorchElasticEnvironment | RayEnvironment):
         return found

@@ -37,13 +37,9 @@ COMM_WORLD = LauncherVariables(
 
 
 class MPIEnvironment(StartedElsewhere):
-    """Answers from the launcher's variables and from MPI.
+    """Answers from the launcher's variables and, where they do not tell enough, from MPI.
 
-    Every rank must construct it: where the variables do not tell enough it asks MPI, collectively.
-
-    Raises:
-        ConfigError: A variable is missing or wrong, MPI contradicts it, or mpi4py is needed and
-            not installed.
+    Every rank must construct it, since asking MPI is collective.
     """
 
     def __init__(self) -> None:

@@ -103,11 +103,7 @@ class RayEnvironment(StartedElsewhere):
 
 
 def check_num_devices(environment: RayEnvironment, num_devices: int) -> None:
-    """Compare the CPU ranks of `Trainer(devices=...)` with the workers on this node.
-
-    Raises:
-        ConfigError: There are others than were asked for.
-    """
+    """Compare the CPU ranks of `Trainer(devices=...)` with the workers on this node."""
     if num_devices not in (1, environment.local_size):
         raise ConfigError(
             f"Rank {environment.global_rank()}: Ray Train started {environment.local_size} "
@@ -124,9 +120,6 @@ def _free_port(host: str) -> int:
 
 @cache
 def _end_group_of_ray() -> None:
-    """End what torch's backend of Ray Train has made, once in a process: a later one is ours.
-
-    It is a plain group, where nobody hears of a rank that is gone, and its store asks for nothing.
-    """
+    """End, once in a process, the plain group of Ray Train, where nobody hears of a lost rank."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -50,14 +50,7 @@ class StartedElsewhere(ClusterEnvironment):
 
 
 class InProcessEnvironment(StartedElsewhere):
-    """Answers for the rank that runs now; outside a world, for rank 0.
-
-    Args:
-        num_ranks: Number of ranks that the launcher will run.
-
-    Raises:
-        ConfigError: `num_ranks` is not positive.
-    """
+    """Answers for the rank that runs now; outside a world, for rank 0."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()

@@ -44,8 +44,7 @@ def is_mounted(filesystem: Any) -> bool:
         checkpoint_step=20-3f9a.../          what one report names; Ray removes it when others count
             checkpoint.ckpt                  a file, or a folder of `checkpoint_format="sharded"`
 
-    On filesystems that every node mounts the ranks write into the run's folder themselves. Into
-    others (S3, GCS) Ray copies what rank 0 has written.
+    There the ranks write themselves; into others (S3, GCS) Ray copies what rank 0 has written.
     """
     return bool(filesystem.type_name == _MOUNTED)
 

@@ -37,14 +37,8 @@ class RankCall:
     any other of the tests, of function scope              made once; ranks 1 .. N-1 get deep copies
     of wider scope, or of pytest and its plugins           made once and shared
 
-    So a model that a fixture builds is each rank's own, as with processes, and begins with the same
-    weights on all; and `monkeypatch`, `tmp_path` or a database of the session's stay what they are.
-
+    So a model that a fixture builds is each rank's own, and begins with the same weights on all.
     `_fixtureinfo` is private to pytest; the plugin's tests fail when it changes.
-
-    Attributes:
-        function: The test's function.
-        values: Values of the fixtures that pytest made, by name.
     """
 
     function: Callable[..., Any]
@@ -52,14 +46,7 @@ class RankCall:
 
 
 class RankFixtures:
-    """The fixtures of a test: those that each rank makes, and the values of the others.
-
-    Args:
-        item: A test that carries the marker.
-
-    Raises:
-        UsageError: A fixture that needs `rank` is not one that a rank can make.
-    """
+    """The fixtures of a test: those that each rank makes, and the values of the others."""
 
     def __init__(self, item: pytest.Function) -> None:
         self._item = item
@@ -73,11 +60,7 @@ class RankFixtures:
         self._item.funcargs.update(dict.fromkeys(self._per_rank, _MADE_PER_RANK))
 
     def calls(self, num_ranks: int) -> list[RankCall]:
-        """Return each rank's call: rank 0 gets the original values, the others deep copies.
-
-        Raises:
-            ConfigError: A value cannot be copied.
-        """
+        """Return each rank's call: rank 0 gets the original values, the others deep copies."""
         values = {k: v for k, v in self._item.funcargs.items() if k not in self._per_rank}
         first = RankCall(self._item.obj, values)
         return [first, *(self._copy(first) for _ in range(1, num_ranks))]
@@ -177,14 +160,7 @@ def _is_rank(definition: "pytest.FixtureDef[Any]") -> bool:
 
 
 class RankTest:
-    """A test that carries the marker `ranks`.
-
-    Args:
-        item: The test as pytest has collected it.
-
-    Raises:
-        UsageError: The marker's arguments are wrong, or the test cannot run on ranks.
-    """
+    """A test, as pytest has collected it, that carries the marker `ranks`."""
 
     def __init__(self, item: pytest.Item) -> None:
         marker = item.get_closest_marker("ranks")
@@ -204,11 +180,7 @@ class RankTest:
         self._fixtures.hide()
 
     def run(self) -> None:
-        """Run the test on every rank.
-
-        Raises:
-            BaseException: The error of a rank; a failure rather than a skip.
-        """
+        """Run the test on every rank, and raise a rank's error: a failure rather than a skip."""
         calls, raised = self._fixtures.calls(self._num_ranks), dict[int, BaseException]()
         failure: BaseException | None = None
         with self._captured() as streams:

@@ -63,11 +63,7 @@ def run_ranks(
 
 
 def make_world(num_ranks: int, seed: int, faults: Iterable[Fault]) -> World:
-    """Make the world that `run_ranks` runs in.
-
-    Raises:
-        ConfigError: An argument is wrong.
-    """
+    """Make the world that `run_ranks` runs in."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConfigError(f"run_ranks: got seed={seed!r}, expected an integer.")
     world = World(num_ranks, faults)

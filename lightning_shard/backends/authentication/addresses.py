@@ -25,18 +25,7 @@ def loopback_of(host: str) -> str:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Open sockets where peers connect that were told to meet at `host`.
-
-    Args:
-        host: Name or address; a loopback one for ranks of one host.
-        port: The port of each; 0 for any that is free.
-
-    Returns:
-        One socket at least, all with one port.
-
-    Raises:
-        OSError: The port is taken.
-    """
+    """Open sockets at one port (0: any free one) where peers connect that are to meet at `host`."""
     if settings.is_loopback(host):
         host = loopback_of(host)
     opened: list[socket.socket] = []
@@ -53,11 +42,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this host from which it reaches another one; nothing is sent.
-
-    Raises:
-        OSError: No interface leads there.
-    """
+    """Return the address of this host from which it reaches another one; nothing is sent."""
     last: OSError | None = None
     found = socket.getaddrinfo(host, port or _PROBE_PORT, type=socket.SOCK_DGRAM)
     for family, _, _, _, address in found:

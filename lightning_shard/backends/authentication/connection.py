@@ -1,33 +1,17 @@
 """Authenticated connections: messages over sockets, between ends that know the job's token.
 
-A message is one JSON object to a line, over a socket that never blocks:
-
-    open      {"kind": "beat"}              until the ends have proved that they know the token
-    sealed    3f9c...e1 {"kind": "beat"}    a code of the session, the line's number and the line
-
-The ends prove it to each other:
+A message is one JSON object to a line, over a socket that never blocks. Once both ends have proved
+that they know the token, which is never sent, each line begins with a code of the session:
 
     who connects                          who listens
-                  <── nonce ────────────
+                      <── nonce ────────────
     nonce, service, HMAC(token, ...) ──>        checked first: no other end is answered
-                  <── HMAC(token, ...) ─        checked: a stranger's door is not trusted
+                      <── HMAC(token, ...) ─    checked: a stranger's door is not trusted
     both: keys of this session = HMAC(token, ...), one for each direction
 
-The token itself is never sent. A proof holds both nonces, so that what was overheard is of no use
-later, and the names of the end and the service, so that none serves as another's.
-
-Who connects to a service's `Door` is a stranger until it has proved that it knows the token:
-
-    accept ──> stranger ──proof──> admitted: another's from now on
-                   └── nothing for ten seconds, a long line, a wrong proof, one stranger too many:
-                       closed
-
-A stranger costs a socket and a kilobyte, for ten seconds at most. When there are too many, the one
-that has waited longest goes: a rank proves itself in a moment, and comes again if it was closed.
-
-Who comes through a door with `connect` may have a name that stands for several addresses, of which
-some may answer nobody (a filtered port): each is tried in turn, for a few seconds, until one
-answers or the time is over.
+A proof holds both nonces and the names of end and service, so that none serves as another's. Who
+has not proved itself is closed after ten seconds, a long line, or when there are too many: the one
+that has waited longest, which comes again if it is a rank.
 
 Source: mutual challenge-response with HMAC-SHA-256, RFC 2104; ISO/IEC 9798-4, mechanism 4.
 """
@@ -55,11 +39,7 @@ _CODE_BYTES = 64  # of hexadecimal digits
 
 
 class Connection:
-    """One end of a stream of messages.
-
-    Args:
-        stream: The socket, which belongs to the connection from now on.
-        longest_line_bytes: A longer line is no message; it is refused before it is kept.
+    """One end of a stream of messages, whose socket belongs to it.
 
     Attributes:
         is_open: False once the other end has closed, or said something that is no message.
@@ -255,13 +235,7 @@ _MOST_AT_ONCE = 64
 class Door:
     """Accepts connections for whoever owns the selector, and hands on the admitted ones.
 
-    Args:
-        listeners: The sockets that listen.
-        token: The job's token.
-        selector: Selector of the thread; each socket is registered with the function to call when
-            it is ready.
-        admit: Maps each service that connections may come for to the function that takes a sealed
-            connection, which is in no selector then.
+    By service, `admit` has the function that takes a sealed connection, then in no selector.
     """
 
     def __init__(
@@ -341,12 +315,7 @@ class Door:
 
 
 class Served(ABC):
-    """The connections that one thread serves, each of which may have told whose it is.
-
-    Args:
-        selector: Selector of the thread; each connection is registered with the function to call
-            when it is ready.
-    """
+    """The connections that one thread's selector serves, whose owners tell who they are."""
 
     def __init__(self, selector: BaseSelector) -> None:
         self._selector = selector
@@ -412,16 +381,9 @@ def connect(
     patience_seconds: float,
     between_tries: Callable[[], object] = lambda: None,
 ) -> Connection:
-    """Connect with a door, and wait for it if it is still to come.
+    """Connect with a door, and wait for it if it is still to come; return a sealed connection.
 
-    Args:
-        address: Where the door is, and the job's token.
-        service: The service that is asked for.
-        patience_seconds: How long to try.
-        between_tries: Called before each further try; raises if none has a chance.
-
-    Returns:
-        A sealed connection.
+    `between_tries` is called before each further try, and raises if none has a chance.
 
     Raises:
         WrongTokenError: Somebody listens there who does not know this token.

@@ -1,8 +1,4 @@
-"""The job's keys and values, and the connections through which ranks ask for them.
-
-A request is answered at once, but one for keys that are not set yet: that waits. Who gives up
-closes the connection, and is forgotten.
-"""
+"""The job's keys and values, and the connections through which ranks ask for them."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -72,11 +68,7 @@ class KeyValues:
 
 
 class RequestStore(StoreBase):
-    """A store of c10d whose calls are requests that `KeyValues` answers.
-
-    c10d's C++ (`PrefixStore`, groups, its own barriers) calls these methods too, some by camel-case
-    names, from any thread.
-    """
+    """A store of c10d, whose C++ calls it too; its calls are requests that `KeyValues` answers."""
 
     @abstractmethod
     def _ask(self, kind: str, **told: Any) -> Any:
@@ -114,11 +106,7 @@ class RequestStore(StoreBase):
         return bool(self._ask("check", keys=list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set.
-
-        Raises:
-            torch.distributed.DistStoreError: They are not in time.
-        """
+        """Wait until all keys are set, or raise `DistStoreError` if they are not in time."""
         self._get(keys, timeout)
 
     def delete_key(self, key: str) -> bool:

@@ -1,8 +1,6 @@
 """The job's store, as each rank sees it: c10d's `Store` behind the job's door.
 
-Torch's own store answers whoever connects. This one is for the ranks alone; groups, c10d's barriers
-and the lifeline meet at it. Each call takes a connection that no other thread uses, so that one
-which waits keeps nobody.
+Each call takes a connection that no other thread uses, so that one which waits keeps nobody.
 """
 
 import os
@@ -34,12 +32,7 @@ _stores: "dict[JobAddress, JobStore]" = {}
 
 
 def store_at(address: JobAddress, timeout: timedelta) -> Store:
-    """Return this process's store of a job, whose server may still be to come; raises as it does.
-
-    Args:
-        address: Where the job's server listens, and the token.
-        timeout: How long `get` and `wait` wait, and how long to connect.
-    """
+    """Return this process's store of a job; the time-out is for connecting, `get` and `wait`."""
     made = _stores.get(address)
     if made is None:
         made = _stores[address] = JobStore(address, timeout)
@@ -49,11 +42,7 @@ def store_at(address: JobAddress, timeout: timedelta) -> Store:
 
 
 class JobStore(RequestStore):
-    """The store of one job.
-
-    c10d's C++ (`PrefixStore`, groups, its own barriers) calls these methods too, some by camel-case
-    names, from any thread.
-    """
+    """The store of one job."""
 
     def __init__(self, address: JobAddress, timeout: timedelta) -> None:
         super().__init__()

@@ -2,10 +2,8 @@
 
 what the user or our launcher has set    LIGHTNING_SHARD_JOB_TOKEN, or the file that
                                          LIGHTNING_SHARD_JOB_TOKEN_FILE names
-all ranks on one host, nothing set       made from a key that this user has on this host, in a
-                                         folder that nobody else may enter, and the job's port
-several hosts, nothing set               none: anybody who reaches the port can take part, which
-                                         rank 0 warns of
+all ranks on one host, nothing set       made from a key of this user on this host, and the port
+several hosts, nothing set               none: anybody who reaches the port can take part
 """
 
 import contextlib
@@ -29,13 +27,7 @@ _current: str | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class JobAddress:
-    """Where a job's server is, and the token that it asks for.
-
-    Attributes:
-        host: Name or address of its host.
-        port: The port where it listens.
-        token: The job's token, which is left out when this is printed.
-    """
+    """Where a job's server is, and the token that it asks for, which is left out in print."""
 
     host: str
     port: int
@@ -43,16 +35,7 @@ class JobAddress:
 
 
 def find_token(port: int, *, on_one_host: bool, rank: int) -> str:
-    """Return the job's token; the same on every rank, or they do not meet.
-
-    Args:
-        port: The port at which the job's ranks meet, which all know.
-        on_one_host: Whether all ranks are on this host.
-        rank: Global rank of this process; rank 0 warns of a job that nothing guards.
-
-    Raises:
-        ConfigError: The token that was given is too short, or others may read its file.
-    """
+    """Return the job's token, the same on every rank; rank 0 warns of a job that nothing guards."""
     if given := settings.job_token():
         return given
     if on_one_host:
@@ -103,16 +86,7 @@ def host_key(root: Path | None = None) -> bytes:
 
 
 def make_private_folder(folder: Path, holds: str, instead: str) -> None:
-    """Make a folder that nobody else may enter, if it is not there.
-
-    Args:
-        folder: The path to make it at.
-        holds: What it is to hold, for the error.
-        instead: What to do instead of removing one that is somebody else's.
-
-    Raises:
-        ConfigError: It is there, and somebody else's or open to others.
-    """
+    """Make a folder that nobody else may enter; the error says what it holds, and what to do."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()

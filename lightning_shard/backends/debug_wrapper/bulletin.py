@@ -36,10 +36,7 @@ class Fingerprint:
 
     Attributes:
         agreed: The properties of the call that must be equal on every rank.
-        operation: The call in words.
-        site: File and line where the user called.
-        gives: By group rank, the tensor that this rank gives to that one, where `agreed` does not
-            tell.
+        gives: By group rank, the tensor given to it, where `agreed` does not tell.
         takes: By group rank, the tensor that this rank has room for from that one.
     """
 
@@ -136,15 +133,7 @@ def growing_pauses() -> Iterator[float]:
 
 
 class Bulletin:
-    """The board of one group, as one rank reads and writes it.
-
-    Args:
-        store: The group's own store; every rank must make its board once for each group.
-        global_ranks: Global ranks of the group's members, in order of their group rank.
-        rank: This rank's number in the group.
-        timeout: How long to wait for a peer.
-        described_group: The group's name and ranks in words, for error messages.
-    """
+    """The board of one group, as one rank reads and writes it; made once for each group."""
 
     def __init__(
         self,
@@ -195,11 +184,7 @@ class Bulletin:
     def wait_until(
         self, ready: Callable[[], bool], operation: str, late: Callable[[], str]
     ) -> None:
-        """Return once `ready()`; ask again and again, ever more slowly.
-
-        The store's own `wait` would keep other threads from its connection, and prints a warning
-        whenever it ends without a result.
-        """
+        """Return once `ready()`; the store's own `wait` would keep its connection from threads."""
         deadline, pauses = time.monotonic() + self.timeout.total_seconds(), growing_pauses()
         try:
             while not ready():

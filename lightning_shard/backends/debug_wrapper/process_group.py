@@ -6,9 +6,7 @@ A send is compared with its receive without making either wait for the other to 
     receiver    irecv ─ ─ ─ ─ ─ ─ ─ ─► finds it, compares ─► takes it down ─► starts to receive
 
 A receive starts only when its send has been compared, since Gloo ends the process when more arrives
-than was expected. Until then a thread looks for the fingerprint: the caller may do anything, even
-wait for its own send. A receive from any source takes the first rank that it finds, and so is
-compared as well.
+than was expected. Until then a thread looks for the fingerprint.
 
 Torch's own Gloo and NCCL groups, which debug groups hand calls over to, are made as c10d does;
 `tests/backends/debug_wrapper/test_conformance.py` fails when a private name of it changes.
@@ -84,10 +82,7 @@ def make_nccl(options: Any, backend_options: Any) -> dist.ProcessGroup:
 
 
 def _own_corner(options: Any) -> Any:
-    """Return a prefix of the group's store that no earlier group of its name has used.
-
-    The store still holds the addresses of a destroyed group, and an early rank would call them.
-    """
+    """Return a part of the group's store that holds no addresses of a destroyed group."""
     generation = options.store.add(f"inner/generation/{options.group_rank}", 1)
     return _c10d.PrefixStore(f"inner/{generation}", options.store)
 
@@ -256,12 +251,7 @@ class MessageWork(CallWork):
         )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the tensors may be used again.
-
-        Raises:
-            CollectiveMismatchError: The send does not fit its receive.
-            RankFailedError: The peer has failed, or has not come in time.
-        """
+        """Wait until the tensors may be used again; raise if the two sides do not fit."""
         if not self._is_over:  # Gloo would wait for another message
             self._compared().wait(*(() if timeout is None else (timeout,)))
             self._is_over = True
@@ -450,17 +440,7 @@ def _compared(name: str) -> Callable[..., Work]:
 
 
 class DebugGroup(GroupHandle):
-    """One rank's handle of a group whose ranks compare their calls before they are carried out.
-
-    Args:
-        options: c10d's `_DistributedBackendOptions` of the group.
-        inner: The group that carries the calls out.
-        name: Name of the debug wrapper in c10d, `checked_<backend>`.
-        devices: Device types whose tensors the group takes.
-
-    Attributes:
-        comparer: Compares a call without carrying it out.
-    """
+    """One rank's handle of a group, which compares calls before `inner` carries them out."""
 
     backend_name: ClassVar[str] = "checked"
 
@@ -560,10 +540,7 @@ if dist.is_available():
 
 
 def exchange_collectives(group: dist.ProcessGroup) -> ExchangeCollectives:
-    """Wrap a group in exchange collectives, for a `DebugGroup` in those that compare.
-
-    Collectives.reduce_scatter ─► compared ─► messages with reserved tags, which pass unchecked
-    """
+    """Wrap a group in exchange collectives, for a `DebugGroup` in those that compare first."""
     return (DebugExchange if isinstance(group, DebugGroup) else ExchangeCollectives)(group)
 
 

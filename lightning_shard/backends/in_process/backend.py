@@ -31,24 +31,14 @@ _HOW_TO_USE = (
 
 
 class InProcessWork(CallWork):
-    """One rank's handle of one operation in an in-process world.
-
-    Its future is done: torch's DDP blocks its thread on futures.
-    """
+    """One rank's handle of one operation; its future is done, since torch's DDP blocks on it."""
 
     def __init__(self, world: "World", meeting: Meeting, call: Call):
         super().__init__(call)
         self._world, self._meeting = world, meeting
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the other ranks run until the results are there.
-
-        Args:
-            timeout: Ignored, since a wait that can never end is found at once.
-
-        Raises:
-            DeadlockError, CollectiveMismatchError, RankFailedError: The results can never be there.
-        """
+        """Let the other ranks run until the results are there, or raise when they can never be."""
         del timeout
         if not self._meeting.done:
             self._world.wait_for(self._meeting, self._call)
@@ -120,11 +110,7 @@ class InProcessBackend(Backend):
         timeout: timedelta,
         store: Store | None = None,
     ) -> None:
-        """Start the running rank's default group, over the world's own store if none is given.
-
-        Raises:
-            ConfigError: No in-process world runs, or it has another rank or size.
-        """
+        """Start the running rank's default group, over the world's own store if none is given."""
         del device
         world = _require_world()
         own_rank, size = world.group_rank

@@ -1,17 +1,10 @@
 """The meeting place of one group's ranks, and the arithmetic of what they call there.
 
 Each rank's k-th collective meets its peers' k-th. The first to call says what is expected; the last
-computes for all. Sends and receives are matched by peer and tag, first come first served; a send
-is over when its receive has come, as with Gloo and NCCL.
+runs `SEMANTICS` on everybody's tensors, in rank order. Sends and receives are matched by peer and
+tag, first come first served; a send is over when its receive has come, as with Gloo and NCCL.
 
-    rank 0  all_reduce ─┐
-    rank 1  all_reduce ─┼─ number 7 ── complete: every rank's work is done
-    rank 2  all_reduce ─┘
-
-The last rank to call runs `SEMANTICS` on everybody's tensors, in rank order. Sources that lie in
-the storage of a target are copied first, so that an all-gather from a slice of its own output, and
-every other way to alias, is right. Each reads everything that must agree between pairs of ranks
-before it writes.
+Sources that lie in the storage of a target are copied first, so that every way to alias is right.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,22 +42,15 @@ def is_like_gloo() -> bool:
 
 
 def all_reduce_in_ring(calls: Sequence[Call]) -> None:
-    """Reduce the tensors of all ranks' calls in place, in the order of Gloo's ring.
+    """Reduce the tensors of all ranks' calls in place, in the order of Gloo's ring, to its bits.
 
-    In-process ranks that add up in Gloo's order, so that a replay has the bits of real processes.
-
-    Gloo's all-reduce is a ring. A tensor is cut into as many parts as there are ranks, and the sum
-    of each part grows as it travels downwards:
+    A tensor is cut into as many parts as there are ranks, whose sums grow as they travel downwards:
 
         rank        0    1    2    3
         part 0    4th  3rd  2nd  1st      begins at the rank before it, and ends at its own
         part 1    1st  4th  3rd  2nd
-        part 2    2nd  1st  4th  3rd
-        part 3    3rd  2nd  1st  4th
 
-    Sums of more than two floating-point numbers depend on that. Halves are added up in their own
-    format. Reduce-scatter and small all-reduces are exchanges of this package's own, which add up
-    in rank order; they run over in-process ranks as they do over Gloo.
+    Halves are added up in their own format.
 
     Source: `ring` in gloo/allreduce.cc; checked with torch 2.13,
     `tests/backends/in_process/test_channel.py` fails when it changes.
@@ -76,12 +62,7 @@ def all_reduce_in_ring(calls: Sequence[Call]) -> None:
 
 
 def reduce_in_ring(tensors: Sequence[Tensor], op: object) -> Tensor:
-    """Reduce one tensor of each rank in the order of Gloo's ring.
-
-    Args:
-        tensors: One flat tensor of each rank, in rank order, all of one size and dtype.
-        op: The reduction, a `ReduceOp` of c10d.
-    """
+    """Reduce one flat tensor of each rank, alike in size and dtype, in the order of Gloo's ring."""
     size, fold, total = len(tensors), fold_of(op), torch.empty_like(tensors[0])
     step = _part_numel(total, size)
     for part in range(size):
@@ -287,11 +268,7 @@ class Channel:
         return self._counts[rank]
 
     def join(self, call: Call) -> Meeting:
-        """Add one rank's collective; if it is the last, compute.
-
-        Raises:
-            Disagreement: The call differs from a peer's.
-        """
+        """Add one rank's collective; if it is the last, compute. Another call is a Disagreement."""
         size = len(self.global_ranks)
         self._counts[call.rank] += 1
         number = self._counts[call.rank]
@@ -336,19 +313,12 @@ class Channel:
         return mine
 
     def settle(self) -> bool:
-        """Return whether all ranks have called as many collectives, and none is under way.
-
-        Sends and receives whose counterpart has not come are taken back.
-        """
+        """Whether all ranks have called as many collectives; open messages are taken back."""
         self._sends, self._recvs = [], []
         return not self._open and len(set(self._counts)) <= 1
 
     def withdraw(self, rank: int) -> None:
-        """Take back this rank's calls that no peer has met yet.
-
-        Their tensors may be used again from then on. Peers that come later wait for a call
-        that never comes.
-        """
+        """Take back this rank's calls that no peer has met yet, whose tensors may be used again."""
         for meeting in self._open.values():
             meeting.calls[rank] = None
         self._sends = [send for send in self._sends if _only_call(send).rank != rank]

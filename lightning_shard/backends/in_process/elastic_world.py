@@ -3,10 +3,9 @@
     generation 1: threads 0 1 2 3 ──2 is dropped──> generation 2: threads 0 1 3 ──4 is added──> ...
                   rank    0 1 2 3                                 rank    0 1 2
 
-A rank that raises or is dropped ends alone: what its peers share with it raises `RankFailedError`
-on them. So does what they share with a rank that has gone on to the next generation, and thereby
-the loss reaches ranks that had nothing to do with the one that was lost. Who belongs to the next
-generation the world does not decide: see `lightning_shard.elastic`.
+What peers share with a rank that ended, or that has gone on to the next generation, raises
+`RankFailedError` on them: so all ranks hear of a loss. `lightning_shard.elastic` decides who is in
+the next generation.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,14 +30,6 @@ class ElasticWorld(World):
 
     A spare rank begins when a fault adds it, alone: with a default group of its own, as rank 0 of
     1, while its number is its thread's, so that it does nothing that is rank 0's to do.
-
-    Args:
-        num_ranks: Number of ranks that begin.
-        faults: The faults to inject; there is a spare rank for each "add".
-        struck: List to which each fault is appended as it strikes.
-
-    Raises:
-        ConfigError: `num_ranks` is not a positive integer, or a fault names no rank of these.
     """
 
     is_elastic: ClassVar[bool] = True
@@ -98,29 +89,18 @@ class ElasticWorld(World):
     ) -> None:
         """Let the other ranks run until `ready()`, which no single rank's loss makes impossible.
 
-        Args:
-            ready: Returns whether the wait is over.
-            describe: Returns in words what is waited for.
-            at_standstill: Called when no rank can run: lets time pass until something happens by
-                itself, and returns whether anything has.
+        Where no rank can run, `at_standstill` lets time pass, and says whether anything happened.
         """
         self.scheduler.wait(Wait(ready, describe, at_standstill=at_standstill))
 
     def all_raise(self, error: BaseException) -> bool:
-        """Whether all ranks of the running rank's generation raise at the same place as it has.
-
-        If not, the running rank may go on as if it had not asked.
-        """
+        """Whether all ranks of the generation raise where this one does; if not, it may go on."""
         return self._failures.is_common(self.scheduler.check_thread(), error)
 
     # --- generations ----------------------------------------------------------------------------
 
     def leave_generation(self, number: int) -> None:
-        """Leave, as the running rank, the groups of all generations up to `number`.
-
-        Peers that wait for this rank in them get a `RankFailedError`, and this rank's own calls
-        that no peer has met are taken back.
-        """
+        """Leave, as the running rank, the groups of all generations up to `number`."""
         rank = self.scheduler.running
         rank.left = max(rank.left, number)
         for channel in rank.place.channels if rank.place.generation <= number else ():
@@ -136,13 +116,7 @@ class ElasticWorld(World):
     def reconfigure(self, number: int, threads: Sequence[int]) -> None:
         """Give the running rank its place in another generation, before it makes its groups.
 
-        Args:
-            number: Number of the new generation, higher than that of any before.
-            threads: Rank r of the default group is thread `threads[r]`; the same on each rank.
-
-        Raises:
-            ConfigError: The rank has groups still, is not among the threads, or has left that
-                generation.
+        Rank r of its default group is thread `threads[r]`, the same on each rank.
         """
         rank = self.scheduler.check_thread()
         if rank.index not in threads or number <= rank.left or dist.is_initialized():

@@ -1,7 +1,4 @@
-"""Faults to inject: fail a rank at its k-th operation, delay it, drop it, bring a spare one in.
-
-A `FaultPlan` counts operations and steps; the world asks the plan and carries the faults out.
-"""
+"""Faults to inject: fail a rank at its k-th operation, delay it, drop it, bring a spare one in."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -1,12 +1,10 @@
 """One rank of a cooperative world: its thread, what it waits for, and its number in the world.
 
 A thread keeps its index for good. The rank's number is that of its `RankPosition`, which in an
-elastic world changes from one generation of groups to the next.
+elastic world changes from one generation of groups to the next. Each rank makes its own errors.
 
     thread 0  1  2  3          generation 1: rank 0, 1, 2, 3
     thread 0     2  3  4       generation 2: rank 0,    1, 2, 3
-
-The errors that a world raises on its ranks are made for each rank when they are raised there.
 """
 
 import threading
@@ -85,15 +83,13 @@ def _nothing() -> None:
 class Wait:
     """Why a rank does not run.
 
-    Args:
+    Attributes:
         ready: Returns whether the wait is over.
         describe: Returns in words what is waited for, with the caller's file and line.
-        lost: Returns the maker of the error of a wait that can never end, because a rank that has
-            yet to do its part never will; else None.
-        forsaken: Returns the maker of the error when any rank that might have ended the wait is
-            lost; asked only when no rank can run.
-        at_standstill: Called when no rank can run and no time-out runs either; may make `ready`
-            true, as a clock does whose hour comes. Returns whether it has changed anything.
+        lost: Returns what makes the error of a wait that can never end, else None.
+        forsaken: Returns the same when any rank that might have ended the wait is lost; asked when
+            no rank can run.
+        at_standstill: Called when no rank can run; returns whether it has changed anything.
         deadline: Time (of `time.monotonic`) at which `ready` turns true by itself.
     """
 

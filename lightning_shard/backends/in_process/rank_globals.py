@@ -2,11 +2,8 @@
 
     rank 0 runs │ save rank 0 │ load rank 1 │ rank 1 runs
 
-At each switch between ranks these are swapped: c10d's groups, the random streams, torch's default
-dtype, `rank_zero_only.rank`, the environment variables that name a rank, warning filters and where
-warnings go, the standard streams, torch.compile's stance, DTensor's random-state tracker, and how
-deep a rank is in forward derivatives. So `redirect_stdout`, `pytest.warns`, `forward_ad.dual_level`
-and the like may stay open over a collective.
+So `redirect_stdout`, `pytest.warns`, `forward_ad.dual_level` and the like may stay open over a
+collective, at which ranks are switched.
 """
 
 import ctypes
@@ -59,10 +56,7 @@ _np_random: Any = np.random  # its stubs leave out `get_bit_generator`
 
 
 class ForwardLevel:
-    """The level at which a process has forward derivatives, its only one: ranks share it.
-
-    It ends with the last rank that leaves it, since torch forgets the derivatives of all then.
-    """
+    """The one level of forward derivatives, which ranks share until the last has left it."""
 
     def __init__(self) -> None:
         self._enter, self._leave = predispatch._enter_dual_level, predispatch._exit_dual_level
@@ -98,9 +92,8 @@ def _raw_state(generator: Any) -> bytes | None:
 class NumpyRng:
     """A copy of numpy's global random stream, one rank's or the caller's.
 
-    Reading or writing its full state takes 25 µs; putting another bit generator in its place takes
-    0.2 µs. But that drops the spare normal number which numpy keeps beside the bit generator, so
-    the full state is read whenever a number was drawn since the rank was let run.
+    Putting another bit generator in its place takes 0.2 µs, where its full state takes 25 µs. But
+    that drops numpy's spare normal number, so the full state is read whenever a number was drawn.
     """
 
     def __init__(self) -> None:
@@ -135,10 +128,9 @@ class NumpyRng:
 
 
 def for_all_ranks() -> AbstractContextManager[Any]:
-    """Hide from the dispatch modes of one rank what is computed inside, on its thread, for all.
+    """Hide from one rank's dispatch modes what is computed inside, on its thread, for all.
 
-    Which rank comes last may differ from call to call; a selective checkpoint of activations
-    expects the same operations in forward and in its recomputation.
+    A selective checkpoint expects the same operations again, and another rank may come last then.
     """
     if not torch._C._len_torch_dispatch_stack():
         return nullcontext()

@@ -22,13 +22,9 @@ _JOIN_SECONDS = 1.0
 def leave_nothing_to_forks() -> None:
     """Let ranks fork from now on; call on the thread that starts them, before each run.
 
-    A forked process has the forking thread alone. Were it to collect the garbage that its parent
-    has left, objects would end there whose threads it does not have, a store's or a process
-    group's: they join those threads, and the process dies of a segmentation fault, or waits for
-    ever.
-
-    The same becomes of what Python keeps for each thread, since a child lets go of all threads but
-    one: there torch remembers DTensors' operations, with the groups of their meshes.
+    A forked process has the forking thread alone. Were it to collect its parent's garbage, stores
+    and groups would join threads there that it has not: it would crash, or wait for ever. So it is
+    with what torch remembers for each thread of DTensors' operations.
     """
     _c10d.forget_dtensor_operations()
     _leave_garbage_to_parents()

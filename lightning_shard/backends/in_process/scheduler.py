@@ -1,8 +1,7 @@
 """The token of a cooperative world: which rank runs, and what happens when none can.
 
-Ranks are threads, and one runs at a time. It runs until it must wait, then hands the token to the
-next rank, round-robin, whose wait is over; so the order is the same on every run. Rank 0 is the
-caller's own thread.
+Ranks are threads, and one runs until it must wait; then the next rank, round-robin, whose wait is
+over. So the order is the same on every run. Rank 0 is the caller's own thread.
 
     rank 0   run ──wait┐                 ┌──run
     rank 1             └─run ──wait┐     │
@@ -11,13 +10,8 @@ caller's own thread.
 When no rank can run and some rank has not finished, that is a deadlock: every waiting rank gets an
 error. So do the peers of a rank that raises; in an elastic world only those that wait for it.
 
-A rank that has raised learns here whether the others have, before it tells them of its error.
-
-    rank 0   step 7 ── raises ┐                   rank 0   step 7 ── waits for rank 1 ✗
-    rank 1   step 7 ── raises ┴─> in common       rank 1   step 7 ── raises ──────────┴─> alone
-
-Where all ranks have raised after the same collective calls, they can still do together what
-callbacks do on an exception: save. Else the ranks that have not raised wait for what never comes.
+A rank that has raised learns here whether the others have, before it tells them of its error: where
+all have, after the same collective calls, they can still save together.
 """
 
 import ctypes
@@ -62,11 +56,7 @@ class Scheduler:
     # --- waiting -------------------------------------------------------------------------------
 
     def wait(self, wait: Wait) -> None:
-        """Let the other ranks run until `wait` is over; called by the running rank's thread.
-
-        Raises:
-            DeadlockError, CollectiveMismatchError, RankFailedError: The wait can never be over.
-        """
+        """Let the other ranks run until `wait` is over, or raise when it can never be."""
         rank = self.check_thread()
         if wait.ready():
             return
@@ -137,9 +127,7 @@ class Scheduler:
     def fail(self, rank: Rank, error: BaseException) -> None:
         """Record that `rank` raised; its peers will raise `RankFailedError`.
 
-        In an elastic world only the peers that wait for `rank` raise, if `error` is an `Exception`
-        or the end of a process; a `KeyboardInterrupt` or a test's failure ends all ranks there,
-        too.
+        In an elastic world only those that wait for it do; Ctrl-C or a test's failure ends all.
         """
         self.failures.setdefault(rank.index, error)
         rank.status = Status.FAILED
@@ -152,8 +140,8 @@ class Scheduler:
     def await_failures(self, rank: Rank, error: BaseException) -> None:
         """Let the other ranks run until each has raised, too, or has ended; called by `rank`.
 
-        Those that then wait in vain never raise by themselves: they get the error that follows from
-        this one. In an elastic world they go on once this rank has ended, so that this returns.
+        Those that wait in vain get the error that follows from this one; elastic ones go on once
+        this rank has ended.
         """
         rank.failing = error
         self.failures.setdefault(rank.index, error)
@@ -228,11 +216,7 @@ class Scheduler:
         following.wake()
 
     def sleep_until_running(self, rank: Rank) -> None:
-        """Sleep until this rank has the token.
-
-        Rank 0 looks up now and then: a signal that came just before its thread fell asleep, or to
-        another thread, does not wake it, and Python handles signals on this thread only.
-        """
+        """Sleep until this rank has the token; rank 0 looks up, as a signal may not wake it."""
         seconds = _LOOK_UP_SECONDS if rank.index == 0 else -1
         while self.running is not rank:
             rank.sleep(seconds)
@@ -357,11 +341,7 @@ class Failures:
         return [self._scheduler.ranks[thread] for thread in place.threads]
 
     def _have_failed_alike(self, place: RankPosition) -> bool:
-        """Whether all ranks have raised, and have met in whatever collectives they have called.
-
-        A rank that only waited for a message, as stages of a pipeline do, can still talk to the
-        rest.
-        """
+        """Whether all ranks have raised, and have met in whatever collectives they have called."""
         settled = [c.settle() for c in self._channels if c.generation == place.generation]
         members = self._members(place)
         failing = all(r.failing is not None and r.status is Status.ALIVE for r in members)

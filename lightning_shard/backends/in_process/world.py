@@ -41,16 +41,13 @@ from lightning_shard.errors import ConfigError, RankFailedError
 
 
 class Termination:
-    """Counts the steps of all ranks of a world, and says where they stop.
-
-    SIGTERM to a process whose ranks are threads: all of them stop before the same step.
+    """Counts the steps of all ranks of a world, and says where SIGTERM stops them.
 
         rank 0   step 7 ── step 8 ──────────────── stops before step 9
         rank 1   step 7 ──────── SIGTERM, step 8 ── stops before step 9
 
-    Python calls the handler on the main thread, rank 0's, whichever rank runs. So it only takes
-    note, and the first rank that begins a step afterwards says where all stop: before the first
-    step that nobody has begun.
+    The handler runs on the main thread, rank 0's, and only takes note. The first rank that begins a
+    step afterwards says where all stop: before the first that nobody has begun.
 
     Attributes:
         was_terminated: Whether this process has been sent SIGTERM.
@@ -96,12 +93,7 @@ class Termination:
 
 
 class RanksTermination:
-    """One rank's view of the `Termination`: what a `Lifeline` is to ranks that are processes.
-
-    Args:
-        shared: The world's one `Termination`, which all ranks share.
-        thread: Number of this rank's thread.
-    """
+    """One rank's view of the `Termination`, as a `Lifeline` is to ranks that are processes."""
 
     terminated_rank: int | None = None  # all ranks at once
 
@@ -243,17 +235,7 @@ def current_rank() -> int | None:
 
 
 class World:
-    """N ranks as threads of this process, one running at a time.
-
-    Args:
-        num_ranks: Number of ranks.
-        faults: The faults to inject, for tests.
-        num_spares: Number of further threads, for ranks that a fault adds.
-        struck: List to which each fault is appended as it strikes.
-
-    Raises:
-        ConfigError: `num_ranks` is not a positive integer, or a fault names no rank of these.
-    """
+    """N ranks as threads of this process, one running at a time, and spares that a fault adds."""
 
     is_elastic: ClassVar[bool] = False
 
@@ -373,8 +355,7 @@ class World:
     def channel(self, name: str, global_ranks: tuple[int, ...]) -> Channel:
         """Return the channel where a group's ranks meet; each calls as it makes the group.
 
-        A rank's n-th group of one name and these ranks is its peers' n-th, so that a group may
-        be destroyed and made again.
+        A rank's n-th group of one name is its peers' n-th: a group may be destroyed and made again.
         """
         place = self.scheduler.running.place
         place.num_made[name, global_ranks] += 1
@@ -443,8 +424,7 @@ class World:
     def _loss(self, meeting: Meeting, call: Call, rank: Rank) -> ErrorMaker | None:
         """Return the maker of the error of waiting for `meeting`, if a rank never does its part.
 
-        The waiting rank itself counts as one if it has left the group meanwhile, and its call with
-        it.
+        The waiting rank itself counts as one if it has left the group meanwhile.
         """
         if meeting.done:
             return None

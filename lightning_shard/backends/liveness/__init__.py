@@ -4,11 +4,9 @@
     rank 1 ─── lifeline ──> hub <── lifeline ─── rank 2        one thread in each process
        └──────── data ───────┴──────── data ───────┘           Gloo, NCCL, MPI
 
-Transports notice a dead peer late, or not at all, and never say which rank it was. Here each rank
-tells the hub every few seconds what it does. A connection that ends without a goodbye is a death,
-one that is silent for most of the time-out a process that is stopped or a host that is gone; a rank
-that raises says so itself. The first of these is the verdict, which the hub tells all ranks; each
-then interrupts what its main thread waits for, and the operation raises `RankFailedError`.
+Transports notice a dead peer late, or not at all, and never say which rank it was. A connection
+that ends without a goodbye is a death, one that is silent for long a stopped process; a rank that
+raises says so. The first of these is the verdict, which interrupts what every rank waits for.
 """
 
 from lightning_shard.backends.liveness.lifeline import Lifeline

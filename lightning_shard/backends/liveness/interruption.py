@@ -1,10 +1,7 @@
 """Ending what a process waits for in its process groups, from another thread.
 
-When a rank is lost, the others may wait for each other in C++, where no exception reaches them: not
-every group notices, and one that does may take its whole time-out.
-
-A thread that waits there must have come back before Python ends: after that, it is unwound through
-frames of C++ that allow no such thing, and the process aborts.
+When a rank is lost, the others may wait in C++, where no exception reaches them. A thread that
+waits there must have come back before Python ends, else the process aborts as it is unwound.
 """
 
 import atexit
@@ -38,8 +35,7 @@ class Interruptible(Protocol):
 def interrupt_groups() -> None:
     """Have every operation that waits in any group of this process raise; they are unusable then.
 
-    Works for Gloo, NCCL and the groups of this package with a method `interrupt`; the rest wait for
-    their own time-out.
+    A group that is not Gloo's or NCCL's and has no `interrupt` waits for its own time-out.
     """
     _interrupt_each(live_backends())
 
@@ -69,20 +65,14 @@ def interrupt_backend(backend: Any) -> None:
 def _interrupt_gloo(backend: Any) -> None:
     """Close Gloo's connections: it does so whenever anybody's wait runs out.
 
-    Neither `abort` nor `shutdown` of torch's Gloo wakes a waiting thread. A wait for any rank runs
-    out whoever is dead; one for a dead neighbour is refused before it begins, and closes nothing.
+    Neither `abort` nor `shutdown` wakes a waiting thread; a wait for a dead neighbour is refused.
     """
     if backend.size() > 1:
         backend.recv_anysource([torch.zeros(1)], _TAG).wait(timedelta(milliseconds=1))
 
 
 def end_at_exit(thread: Thread, ask: Callable[[], object] = lambda: None) -> None:
-    """Have a thread that may be inside of torch end before Python does.
-
-    Args:
-        thread: Thread that calls torch, such as one that connects or receives.
-        ask: Asks it to end, where it would not by itself.
-    """
+    """Have a thread that may be inside of torch end before Python does; `ask` asks it to end."""
     _threads[thread] = ask
 
 

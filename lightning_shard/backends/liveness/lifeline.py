@@ -47,15 +47,7 @@ def write_stacks(
 ) -> str:
     """Write this rank's last operations and all its threads' stacks into a new file of its own.
 
-    A time-out says which rank was missed. Why it did not come stands in that rank's own stacks: it
-    computes for long, waits for a file, or is in another operation than the rest.
-
-    Args:
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        reason: Why it is written, in words.
-        recent: Beginnings and ends of operations, the oldest first.
-        now: Seconds on the clock of `recent`.
+    A time-out says which rank was missed; why it did not come stands in that rank's own stacks.
     """
     lines = [
         f"rank {rank} of {world_size}, process {os.getpid()} on {platform.node()}: {reason}",
@@ -90,15 +82,7 @@ def _stacks() -> Iterable[str]:
 class Lifeline:
     """One rank's end of the lifeline: what it knows of the others and tells the hub.
 
-    Args:
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        silence_seconds: A hub that says nothing for so long is given up.
-        send: Sends a message to the hub, from any thread.
-        interrupt: Ends what this process waits for in its groups; called once, on a verdict.
-        now: Seconds on a clock that only goes forward.
-        signal_fd: Where `signal.set_wakeup_fd` may write what signals come; -1 for nowhere.
-        met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
+    `interrupt` ends what this process waits for in its groups; it is called once, on a verdict.
     """
 
     def __init__(
@@ -178,9 +162,7 @@ class Lifeline:
     def explain(self, operation: str, wait_seconds: float = 1.0) -> RankFailedError:
         """Return the error for an operation that the transport says has failed.
 
-        Args:
-            operation: Name of the operation that failed, for the message.
-            wait_seconds: How long to wait for the verdict, which may be under way.
+        It waits for the verdict, which may be under way.
         """
         if self._verdict is None and not self._hub_has_left:
             self._send({"kind": "ask"})
@@ -293,14 +275,7 @@ class Lifeline:
         return self._terminated
 
     def step(self) -> bool:
-        """Begin a step of the run, as every rank does, unless all ranks stop before it.
-
-        Returns:
-            Whether to stop here; every rank is told so at the same step.
-
-        Raises:
-            RankFailedError: A rank has failed.
-        """
+        """Begin a step of the run, as every rank does; return whether all stop before it."""
         with self._news:
             self._steps += 1
             if self._terminated is not None:
@@ -329,8 +304,7 @@ class Lifeline:
     def tick(self, now: float) -> None:
         """Beat, and give the hub up when it has said nothing for too long.
 
-        A process whose main thread does not hear of a verdict, since it computes or sleeps for
-        long, is ended here: it would outlive the job.
+        A process whose main thread does not hear of a verdict, since it computes, is ended here.
         """
         self.beat()
         if now > self._ends_at:

@@ -106,18 +106,7 @@ def connect(
     timeout: timedelta,
     met_anew: bool = False,
 ) -> LifelineThread:
-    """Return a rank's thread, not yet started, with its connection to the hub.
-
-    Args:
-        store: The job's store, which every rank reaches.
-        key: Key in the store under which rank 0 says how it is to be reached; a new one for
-            each lifeline.
-        address: Rank 0's host, and the job's token.
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        timeout: Time-out of the process groups; a rank that is silent for most of it is given up.
-        met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
-    """
+    """Return a rank's thread, not yet started, with its connection to the hub."""
     seconds = timeout.total_seconds()
     try:
         hub: Connection | list[socket.socket]
@@ -144,10 +133,7 @@ def connect(
 
 
 def watch_signals() -> None:
-    """Have the thread told of signals when the main thread is where no handler of Python's runs.
-
-    See `watch_signals_by`, which does nothing in some places.
-    """
+    """Have the thread told of signals when the main thread is where no handler of Python's runs."""
     if _lifeline is not None:
         watch_signals_by(_lifeline.signal_fd)
 

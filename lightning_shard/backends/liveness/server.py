@@ -32,14 +32,7 @@ FIRST = "before its first operation"
 
 
 class Activity(NamedTuple):
-    """The activity of a rank; a tuple because one is made for each operation.
-
-    Attributes:
-        operation: The operation that it is in, or was in last; "" before the first.
-        number: How many operations it has entered.
-        inside: Whether it is in the operation still; else it computes.
-        since: When it entered or left that operation, in seconds on the rank's own clock.
-    """
+    """The activity of a rank, by its own clock; a tuple because one is made for each operation."""
 
     operation: str = ""
     number: int = 0
@@ -141,28 +134,17 @@ class Hub:
         rank 1 ──beat, raised, past, failed, terminating, hold, bye──> hub
         rank 1 <──welcome, beat, table, raised, common, hold, stop, verdict, bye── hub
 
-    The hub knows no sockets and no clock: it is told what comes in and what time it is, and it says
-    what to send. The first rank to die, to fall silent or to raise makes the verdict, which every
-    rank is told; later events change nothing.
+    The hub knows no sockets and no clock: it is told what comes in and what time it is. The first
+    rank to die, to fall silent or to raise makes the verdict; later events change nothing.
 
     A rank that has raised is given a moment: where all have, at the same place, they are told that
     it is *common*, and their groups still work. Told of the first, a rank that waits *past* that
     place says so, and the verdict comes at once.
 
-    A SIGTERM is no failure yet: the ranks agree on where to stop. Told to *hold*, each answers how
-    many steps it has begun and waits before it begins the step after the next; the hub then has all
-    of them *stop* where the foremost will be. So does SLURM's signal before it requeues the job;
-    ranks that stop are told whether one of them was sent it. Where one does not come to its next
-    step in time, no saving is possible: that is a verdict on it.
-
-    Ranks that wait for long are told of while they do, at a time that doubles.
-
-    Args:
-        world_size: Number of ranks.
-        silence_seconds: A rank that says nothing for so long is given up.
-        tell: Sends a message to a rank; it is lost without an error when the rank has gone.
-        now: Seconds on a clock that only goes forward; the same clock in every method.
-        grace_seconds: How long a SIGTERM waits for the ranks' next step.
+    A SIGTERM is no failure yet. Told to *hold*, each rank answers how many steps it has begun and
+    waits before the step after the next; the hub then has all of them *stop* where the foremost
+    will be. So does SLURM's signal before it requeues the job. A rank that does not come to its
+    next step within the grace gets the verdict.
     """
 
     def __init__(
@@ -219,11 +201,7 @@ class Hub:
                 self._judge_first(now)
 
     def _compare_failures(self, now: float) -> None:
-        """Say that all ranks have raised at the same place, or which rank has done so alone.
-
-        While others may still come to where the first has raised they are told of it: one that
-        waits in an operation that this one has not come to says so.
-        """
+        """Say that all ranks have raised at the same place, or which rank has done so alone."""
         raised = [one.raised for one in self._members.values() if not one.has_left]
         places = [one["place"] for one in raised if one is not None]
         if any(place != places[0] for place in places) or len(raised) < len(self._members):
@@ -328,15 +306,7 @@ class Hub:
 
 
 class HubServer(Served):
-    """Serves a `Hub` behind a door; driven by the thread that owns the selector.
-
-    Args:
-        listeners: Where ranks connect; each says its rank first.
-        token: The job's token, which a rank must know.
-        world_size: Number of ranks.
-        silence_seconds: A rank that says nothing for so long is given up by the hub.
-        selector: Selector of the thread.
-    """
+    """Serves a `Hub` behind a door, through which each rank says its number first."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """The threads that each keep a connection with a server: beats, messages, and signals.
 
 One thread of a process keeps its lifeline, and on rank 0 serves the hub; that of an elastic job's
-member is a subclass in `lightning_shard.elastic`. SIGTERM comes here, too: its effects on a rank,
-those of repeated ones, and of SLURM's signal to requeue.
+member is a subclass in `lightning_shard.elastic`. SIGTERM comes here, too.
 """
 
 import contextlib
@@ -53,11 +52,7 @@ class Requeueable(Protocol):
 
 
 class RepeatedSignal:
-    """Counts the SIGTERMs that come in one way; the first tells the others, a later one ends all.
-
-    A signal may come in two ways, long after each other when the main thread is busy: each way
-    has one of these.
-    """
+    """Counts the SIGTERMs that come in one of two ways; one that insists ends the process."""
 
     def __init__(self) -> None:
         self._first = float("inf")
@@ -75,10 +70,9 @@ class RepeatedSignal:
 
 
 def watch_signals_by(signal_fd: int) -> None:
-    """Have Python write signals there, where the main thread may run no handler; or do nothing.
+    """Have Python write signals there, where the main thread may run no handler.
 
-    It does nothing outside the main thread, or where an event loop watches already: then a handler
-    has to tell, as soon as it runs.
+    It does nothing outside the main thread, or where an event loop watches already.
     """
     if threading.current_thread() is threading.main_thread():
         before = signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
@@ -97,11 +91,7 @@ def unwatch_signals_by(signal_fd: int) -> None:
 class ConnectionThread(threading.Thread):
     """Keeps one connection with a server: sends what other threads ask it to, beats and listens.
 
-    Args:
-        name: Name of the thread.
-        timeout_seconds: Time-out of the process groups; most of it is the longest silence.
-        longest_beat_seconds: The most seconds between two beats.
-        goodbye: Kind of the message that is the last one: the thread ends with it.
+    It ends with the message of kind `goodbye`.
     """
 
     def __init__(
@@ -212,16 +202,7 @@ class ConnectionThread(threading.Thread):
 
 
 class LifelineThread(ConnectionThread):
-    """Drives one rank's `Lifeline`, and on rank 0 the hub.
-
-    Args:
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        timeout_seconds: Time-out of the process groups; a silent rank is given up before that.
-        token: The job's token, which each rank must know.
-        hub: The connection to the hub; on rank 0 the sockets where it listens.
-        met_anew: Whether this is a reconfiguration: the ranks have trained in another group before.
-    """
+    """Drives one rank's `Lifeline`, and on rank 0, where `hub` is what listens, the hub."""
 
     def __init__(
         self,

@@ -1,10 +1,7 @@
 """MPI: ranks started by mpirun or a cluster's own launcher.
 
-Each rank has a process group over MPI, with communicators, message lanes and time-outs.
-
 MPI makes progress when it is called. A waiting rank calls it all the time; otherwise a thread does
-so every half a millisecond, as long as something is in flight, so that transfers go on beside the
-computation and a peer never waits for a rank that is busy elsewhere.
+so every half a millisecond, so that no peer waits for a rank that is busy elsewhere.
 """
 
 import os
@@ -214,15 +211,7 @@ class MPIWork(FlightWork):
     _flight: MPIFlight
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are there.
-
-        Args:
-            timeout: A time-out shorter than the group's; None, or c10d's zero, for the group's.
-
-        Raises:
-            RankFailedError: A peer has died, or has not come within the group's time-out.
-            TimeoutError: The shorter `timeout` is over; the operation goes on.
-        """
+        """Wait until the results are there; after a `timeout` of its own the operation goes on."""
         end = time.monotonic() + timeout.total_seconds() if timeout else None
         polls = 0
         while not self._flight.poll():
@@ -275,8 +264,7 @@ class MPIGroup(PythonGroup):
     def _await_members(self, store: Store) -> None:
         """Wait until every rank of the group has come to make it.
 
-        Making a communicator waits inside MPI, where this rank's operations in flight stand still,
-        and for which a peer may be waiting before it comes.
+        Making a communicator waits inside MPI, where this rank's operations in flight stand still.
         """
         self._tally[MADE] += 1
         need = Need(

@@ -6,11 +6,9 @@ An all-reduce of a large tensor, in two steps, neither of which sends more than 
     rank 1  [b0|b1] ──b0──> rank 0         rank 1  [..|s1] ──s1──> rank 0
     then  s0 = a0 + b0,  s1 = a1 + b1      each slice lands where it belongs
 
-The second step starts whenever a rank gets to it. Collectives of a communicator must start in the
-same order on every rank, so the first step starts all that an operation needs, and second steps are
-messages, told apart by the operation's number.
-
-MPI knows addresses only: what an operation moves stays in the generator's variables until then.
+Collectives of a communicator must start in the same order on every rank, so the first step starts
+all that an operation needs, and second steps are messages, told apart by the operation's number.
+What MPI moves stays in the generator's variables until then: MPI knows addresses only.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -32,11 +30,7 @@ _MOST_ELEMENTS = 2**31 - 1
 
 
 def full(tensor: Tensor) -> list[Any]:
-    """Describe a contiguous tensor to MPI.
-
-    Nothing is computed by MPI, so that a type says only how many bytes an element has. Counts are
-    elements, not bytes, since MPI's counts end at 2**31 - 1.
-    """
+    """Describe a contiguous tensor to MPI, in elements, since its counts end at 2**31 - 1."""
     return [_memory(tensor), _checked(tensor.numel()), _type_of_size(tensor.itemsize)]
 
 

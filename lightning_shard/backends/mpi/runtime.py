@@ -1,15 +1,11 @@
 """MPI itself: imported on first use, called by one thread at a time, and ended in order.
 
-MPI_Finalize waits for every rank. A rank that ends because of an error must not call it: its peers
-never come, and what was an error message becomes a hang. So at exit each rank says goodbye to all
-others, and finalizes only when all have done so, however long another one still has to work.
-
-It is known which ranks have left, and how far each had come: none waits for one that has ended.
+MPI_Finalize waits for every rank, so a rank that ends because of an error must not call it. At exit
+each rank says goodbye to all others, and how far it had come, and finalizes only when all have:
 
     rank 1 ends ──"of group '0' I have begun 12 collectives"──> rank 0, in the 13th: it never comes
 
-Having left is no reason to give a rank up: the root of a broadcast may well be gone while others
-still get what it sent. Only an operation that it never began can never end.
+Having left is no reason to give a rank up: others may still get what it sent.
 """
 
 import atexit
@@ -46,7 +42,6 @@ class Need:
     """The part of other ranks without which one operation can never end.
 
     Attributes:
-        group: Name of the group in c10d.
         ranks: Global ranks that the operation needs.
         parts: Keys in their tallies whose counts, added up, count their part in it.
         number: The sum that these counts must have reached.
@@ -132,10 +127,7 @@ def mpi() -> Any:
 
 
 def host_of_rank_zero() -> str:
-    """Return an address of rank 0 for the other ranks; loopback when all share its host.
-
-    Collective over COMM_WORLD.
-    """
+    """Return rank 0's address, loopback when all share its host; collective over COMM_WORLD."""
     module = mpi()
     with lock:
         world = module.COMM_WORLD
@@ -146,10 +138,7 @@ def host_of_rank_zero() -> str:
 
 
 def job_token() -> str:
-    """Return the job's token: the given one, or one that rank 0 draws; MPI tells the others.
-
-    Collective over COMM_WORLD.
-    """
+    """Return the given job token, or one that rank 0 draws; collective over COMM_WORLD."""
     given = settings.job_token()
     return from_rank_zero(given or secrets.token_hex(16))
 

@@ -4,17 +4,13 @@
                        ▲             │                 │
     rank 1             └── rings     └── reads         └── reads in place
 
-Each process has one heap: memory without a name, which the other ranks map, too. A tensor that
-lies there is read by its peers where it is; any other is copied there first. What a rank offers,
-and what it has read, stands on its board. Nobody writes another's heap but its doorbell, which
-wakes a rank that sleeps.
+Each process has one heap, memory without a name, which the other ranks map. A tensor that lies
+there is read where it is; any other is copied there first. What a rank offers, and what it has
+read, stands on its board. Nobody writes another's heap but its doorbell.
 
     torch.distributed ─► ShmGroup ─► OPERATIONS: one generator per operation, which yields what it
                                      waits for on the boards
                           ShmWork ─► ShmFlight ◄─ ProgressThread (when nobody waits)
-
-The memory vanishes with the last process that maps it, however that ends: there is nothing to
-clean up, and `/dev/shm` is not used, whose size containers limit.
 """
 
 from lightning_shard.backends.shm.backend import ShmBackend

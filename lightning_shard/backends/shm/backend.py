@@ -45,11 +45,7 @@ _OF_FILE, _SWAPPED = 1 << 61, 1 << 62  # bits of an entry; that a page is presen
 
 
 class CopyOnWrite:
-    """A file in memory as this process sees it: its writes are its own.
-
-    Args:
-        file: Number of an open file; it is closed with the mapping.
-        num_bytes: Size of the file.
+    """A file in memory as this process sees it: its writes are its own; it ends with the mapping.
 
     Attributes:
         own: The memory with this process's edits, shape (num_bytes,), uint8.
@@ -179,28 +175,17 @@ def _is_own(first: int, count: int) -> Tensor:
 
 
 class SharedFile(CommonBuffer):
-    """The common buffer of a group on shared memory.
+    """The common buffer of a group on shared memory, in a file in memory that each rank maps.
 
-    A buffer that the ranks of one group have in common, in a file in memory that each maps.
-
-    Its first rank makes the file, the others open it below `/proc/<process>/fd`; it has no name,
-    and goes with the last process that maps it.
-
-    Each rank may edit it for itself, by Linux's copy-on-write:
+    Its first rank makes the file, the others open it below `/proc/<process>/fd`. Each rank may edit
+    it for itself, by Linux's copy-on-write:
 
         file       [ p0 | p1 | p2 | p3 ]       one copy on the host
         process A  [  .  | p1'|  .  |  . ]     reads it until it writes: then the page is its own
         process B  [  .  |  . |  .  |  . ]     does not see p1'
 
-    A range may be opened for a while: what is written there is then in the file, for all to see.
-    Which pages a process has of its own is read from `/proc/self/pagemap`, some 10 ns for each.
-
-    Args:
-        ranks: The group whose ranks have it.
-        memory: The mapped file.
-        dtype: Format of the elements.
-        start: First element of this rank's part.
-        stop: End of this rank's part.
+    What is written in a range that is opened is in the file, for all to see. Which pages are a
+    process's own is read from `/proc/self/pagemap`, some 10 ns for each.
     """
 
     def __init__(
@@ -289,14 +274,7 @@ class SharedFile(CommonBuffer):
 
 
 def share(ranks: Collectives, values: Tensor, start: int, stop: int) -> SharedFile | None:
-    """Return a common buffer with the values of a tensor; each rank of the group must call.
-
-    Args:
-        ranks: The group, whose ranks are on one host.
-        values: Shape (F,); this rank's part of it is taken.
-        start: First element of this rank's part.
-        stop: End of this rank's part.
-    """
+    """Return a common buffer with this rank's part of `values`; each rank must call."""
     size = pages(values.nbytes) * PAGE_BYTES
     file, problem = -1, ""
     able = works_here()

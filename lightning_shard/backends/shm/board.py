@@ -24,26 +24,14 @@ _ROUNDS = 8
 
 
 class HeapPlace(NamedTuple):
-    """Where a tensor lies in its rank's heap.
-
-    Attributes:
-        offset: Distance of its first element from the heap's begin, in bytes.
-        numel: Number of elements.
-    """
+    """Where a tensor lies in its rank's heap: bytes from the heap's begin, and elements."""
 
     offset: int
     numel: int
 
 
 class Offer(NamedTuple):
-    """What a rank gives in one round of a collective.
-
-    Attributes:
-        code: Number that stands for all that must be alike on every rank.
-        operation: Number of the operation.
-        dtype: Number of the tensors' dtype.
-        places: Where each tensor lies.
-    """
+    """What a rank gives in one round of a collective; `code` stands for all that must be alike."""
 
     code: int
     operation: int
@@ -52,14 +40,7 @@ class Offer(NamedTuple):
 
 
 class Letter(NamedTuple):
-    """A message that a rank has sent.
-
-    Attributes:
-        tag: c10d's tag of the message.
-        dtype: Number that stands for its dtype.
-        numel: Its number of elements.
-        place: Where it lies in the sender's heap.
-    """
+    """A message that a rank has sent; `place` is where it lies in the sender's heap."""
 
     tag: int
     dtype: int

@@ -6,13 +6,11 @@
 
 Before a range is used its pages are taken (`posix_fallocate`), so that a host without memory is an
 error here, and no signal in the middle of a step. What is given back stays idle up to a limit,
-since fresh pages cost as much as copying them; beyond that its pages go back to the system. What an
-owner sets aside is idle, too, but stays a tensor until somebody needs the memory.
+since fresh pages cost as much as copying them. What an owner sets aside stays a tensor until
+somebody needs the memory.
 
-Waking a process that sleeps: a word of shared memory on which it waits, by Linux's futex.
-
-A rank that waits spins a little, yields its core, and then sleeps here until a peer has news. Who
-has news writes its board first and rings then; ringing costs nothing while nobody sleeps.
+A rank that waits spins a little, yields its core, and then sleeps here, by Linux's futex, until a
+peer has news. Who has news writes its board first and rings then.
 """
 
 import ctypes
@@ -55,10 +53,7 @@ class Doorbell:
         self._sleepers = 0
 
     def listen(self) -> int:
-        """Say that this process may sleep soon; return the word for `sleep`.
-
-        Look once more for news between the two, and call `end_sleep` in the end.
-        """
+        """Say that this process may sleep; return the word for `sleep`; look for news between."""
         with self._lock:
             self._sleepers += 1
             self._words[1] = self._sleepers
@@ -115,11 +110,7 @@ class _Aside(NamedTuple):
 
 
 class Heap:
-    """Memory that peers map.
-
-    Args:
-        addresses: Bytes of addresses; memory is taken for what is used alone.
-    """
+    """Memory that peers map: so many bytes of addresses, of which only those in use take any."""
 
     def __init__(self, addresses: int) -> None:
         self._owner = os.getpid()
@@ -151,18 +142,7 @@ class Heap:
         return aside + sum(block.size for block in self._idle)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in the heap, with any content; its memory is given back when it goes.
-
-        Args:
-            numel: Number of elements.
-            dtype: Type of the elements.
-
-        Returns:
-            Shape (numel,).
-
-        Raises:
-            BackendUnavailableError: The host has no memory for it.
-        """
+        """Return a tensor, shape (numel,), in the heap, whose memory is given back when it goes."""
         if not numel:
             return torch.empty(0, dtype=dtype)
         block = self._take(_rounded(numel * dtype.itemsize))

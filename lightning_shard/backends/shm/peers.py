@@ -1,8 +1,7 @@
 """The other ranks' heaps, mapped; and how the ranks of a group find them.
 
-A heap has no name. Linux shows a process's open files to others of its user, below
-`/proc/<process>/fd`; there a peer opens it, as told in the job's store, and makes sure that it is
-the file that was meant.
+Linux shows a process's open files to others of its user, below `/proc/<process>/fd`; there a peer
+opens a heap, as told in the job's store, and makes sure that it is the file that was meant.
 """
 
 import json
@@ -21,14 +20,7 @@ from lightning_shard.errors import ConfigError, RankFailedError
 
 
 class PeerHeap:
-    """A peer's heap, or this process's own as its peers see it.
-
-    Args:
-        process: The process's id.
-        fd: Number of the open file in that process.
-        inode: Number of the file itself.
-        size: Its size in bytes.
-    """
+    """A peer's heap, or this process's own as its peers see it."""
 
     def __init__(self, process: int, fd: int, inode: int, size: int) -> None:
         self.process = process

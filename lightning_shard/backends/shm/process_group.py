@@ -1,13 +1,8 @@
 """The process group of one rank over shared memory: its room, its mail, and when to give up.
 
-Operations in flight go on when a rank of this process waits, calls, or has nothing to do. All of
-a process's flights move together, in the order in which they began, so that two ranks may wait for
-two operations in different order. A rank that waits spins, yields its core, and sleeps until a peer
-rings. While it computes, a thread does so in its place.
-
-Each operation as a generator: it yields what it waits for on the boards, and then goes on.
-
-An all-reduce of a large tensor, in two rounds, in each of which a rank reads what it needs:
+All of a process's flights move together, in the order in which they began, so that two ranks may
+wait for two operations in different order; a thread moves them while nobody waits. Each operation
+is a generator, which yields what it waits for on the boards, here a large all-reduce:
 
     rank 0  [a0|a1] <──b0── rank 1         rank 0  [s0|..] <──s1── rank 1
     rank 1  [b0|b1] <──a1── rank 0         rank 1  [..|s1] <──s0── rank 0
@@ -524,16 +519,7 @@ class ShmWork(FlightWork):
         self._doorbell = doorbell
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are there.
-
-        Args:
-            timeout: A time-out shorter than the group's; None, or c10d's zero, for the group's.
-
-        Raises:
-            RankFailedError: A peer has died, or has not come within the group's time-out.
-            CollectiveMismatchError: The ranks called different operations.
-            TimeoutError: The shorter `timeout` is over; the operation goes on.
-        """
+        """Wait until the results are there; after a `timeout` of its own the operation goes on."""
         until = time.monotonic() + timeout.total_seconds() if timeout else None
         if not flights.wait(self._flight, self._doorbell, until):
             raise TimeoutError(f"{self._call} at {self._call.site} took longer than {timeout}.")

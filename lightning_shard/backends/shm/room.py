@@ -59,13 +59,7 @@ _ALIGN_BYTES = 64
 
 
 class Offered(NamedTuple):
-    """A rank's tensors in the heap.
-
-    Attributes:
-        places: Where each lies.
-        copies: What was copied for it; None where all lie in place.
-        in_place: Whether any is the caller's own memory.
-    """
+    """A rank's tensors in the heap; `copies` is None where all lie there as they are."""
 
     places: list[HeapPlace]
     copies: Tensor | None
@@ -110,12 +104,9 @@ class Room:
         return not staged or staged + num_bytes <= STAGED_LIMIT_BYTES or number <= read
 
     def offer(self, tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> Offered:
-        """Bring tensors to where peers can read them.
+        """Bring tensors of one dtype to where peers can read them.
 
-        Args:
-            tensors: Tensors of one dtype.
-            written: Tensors that this rank writes before its peers have read; what overlaps them is
-                copied.
+        What overlaps a tensor that this rank writes before its peers have read is copied.
         """
         places, others = dict[int, HeapPlace](), list[int]()
         for index, tensor in enumerate(tensors):
@@ -261,13 +252,10 @@ class _Waiting(NamedTuple):
 
 
 class Mail:
-    """One rank's messages in a group.
+    """One rank's messages in a group: sent as copies, found by source and tag.
 
-    Messages between two ranks of a group: sent as copies, found by source and tag.
-
-    A send is over once its copy is shown, on the sender's board. The receiver takes note of all
-    that is shown to it, in order, and reads a message when a receive asks for its tag. Where many
-    wait for receives that have not come, they are copied out, so that later ones can be shown.
+    A send is over once its copy is shown. The receiver notes all that is shown to it, in order, and
+    reads a message when a receive asks for its tag; where many wait, they are copied out.
     """
 
     def __init__(self, room: Room) -> None:

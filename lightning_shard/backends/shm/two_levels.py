@@ -4,19 +4,10 @@
              rank 1 ─┘ in shared memory slice 1  ◄── Gloo ──►  slice 1   └─ rank 3
                           and an all-gather in shared memory after it
 
-So a host sends each element of a sum to another host once, whatever the number of its ranks. It
-needs as many ranks of the group on every host. Other groups, and other operations, go over Gloo
-from rank to rank.
-
-Ranks that reach each other over Gloo make every collective of messages. An exchange gives each rank
-what another has for it, and everything else is made of exchanges:
-
-    all-reduce    each rank reduces one slice of all tensors, and gives it to the others
-    all-gather    each rank gives its tensor to the others
-    broadcast     the root gives, the others receive
-
-What moves is bytes, so that every dtype does; tensors are reduced in rank order, halves in float32.
-Operations wait for their messages: they run on a group's thread, one after the other.
+So a host sends each element of a sum to another host once. It needs as many ranks of the group on
+every host; other groups and operations go over Gloo from rank to rank, all of them made of
+exchanges, in which each rank is given what another has for it. Operations wait for their messages:
+they run on a group's thread, one after the other.
 """
 
 import threading
@@ -64,12 +55,7 @@ class GlooRanks:
         self._numbers = count()
 
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Give outgoing[r] to rank r, and receive what it has for this rank in incoming[r].
-
-        Args:
-            outgoing: Contiguous tensors; one without elements is not sent.
-            incoming: Contiguous tensors of as many elements as are sent to this rank.
-        """
+        """Give outgoing[r] to rank r, and receive what it gives in incoming[r]; all contiguous."""
         tag = FIRST_RESERVED_TAG + next(self._numbers) % FIRST_RESERVED_TAG
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         works = [
@@ -241,11 +227,7 @@ OPERATIONS: dict[str, Callable[[GlooRanks, Call], None]] = {
 
 
 class LineWork(CallWork):
-    """The handle of one operation in a line.
-
-    An operation over two levels waits several times. Every rank of a group calls its operations in
-    the same order, and a line keeps it, so that two that are in flight never wait for each other.
-    """
+    """The handle of one operation in a line, which keeps the order in which a group calls."""
 
     def __init__(self, call: Call, description: str) -> None:
         super().__init__(call)
@@ -264,15 +246,7 @@ class LineWork(CallWork):
             self._future.set_exception(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are there.
-
-        Args:
-            timeout: A time-out shorter than the group's; None, or c10d's zero, for the group's.
-
-        Raises:
-            RankFailedError: A peer has died.
-            TimeoutError: The shorter `timeout` is over; the operation goes on.
-        """
+        """Wait until the results are there; after a `timeout` of its own the operation goes on."""
         until = time.monotonic() + timeout.total_seconds() if timeout else None
         while not self._has_ended.wait(_CHECK_SECONDS):
             lifeline = liveness.current()
@@ -351,11 +325,7 @@ class GlooMessageWork(CallWork):
         self._has_ended = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the message has left, or has come.
-
-        Args:
-            timeout: A time-out shorter than the group's; None, or c10d's zero, for the group's.
-        """
+        """Wait until the message has left, or has come."""
         if self._has_ended:
             return True
         for work in self._works:

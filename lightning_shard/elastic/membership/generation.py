@@ -3,10 +3,8 @@
     generation 1: a b c d ──c is lost──> generation 2: a b d ──e comes──> generation 3: a b d e
          rank 0 1 2 3                         rank 0 1 2                      rank 0 1 2 3
 
-A member is a process, or in process a rank's thread, that takes part in the job. A generation is a
-numbered tuple of members in the order of their ranks, with one set of process groups: each loss,
-join or departure makes a new one. Members keep their order, and newcomers come last, so that the
-lowest rank is always the one that has been there for longest.
+A member is a process, or in process a rank's thread. A generation has one set of process groups.
+Members keep their order, and newcomers come last.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -84,18 +82,12 @@ class Membership(Protocol):
     started_by: str | None = None
 
     def begin(self) -> Generation | None:
-        """Wait for generation 1, in which all initial ranks are; a newcomer gets None at once.
-
-        Raises:
-            RankFailedError: The job cannot be reached.
-        """
+        """Wait for generation 1, in which all initial ranks are; a newcomer gets None at once."""
 
     def following(self, error: BaseException | None = None) -> Generation:
         """Arrive, and wait for the next generation; each member of the last one must call.
 
-        Args:
-            error: Exception that this rank itself has raised; None when it has lost a peer, or when
-                all have agreed on a change.
+        `error` is what this rank itself has raised, not what a lost peer has led to.
 
         Raises:
             EvictedError: This rank has failed too often, or all have failed at once.

@@ -29,10 +29,7 @@ _NEVER = float("inf")
 
 
 class InProcessMembership(Membership):
-    """One rank's part in an elastic job inside an in-process world.
-
-    Each rank makes its own, with the same arguments, while it runs.
-    """
+    """One rank's part in an elastic job inside an in-process world, made while it runs."""
 
     def __init__(self, bounds: Bounds) -> None:
         world = current_world()
@@ -152,13 +149,9 @@ class InProcessMembership(Membership):
 
 
 class _Job:
-    """What the ranks of one world share: the table, and what it has told them.
+    """What the ranks of one world share: the table, and what it has told each member.
 
-    Attributes:
-        now: The time, in seconds; it stands still while anybody can run.
-        threads: Number of each member's thread.
-        inboxes: By member, the messages that decide its next step.
-        is_wanted: By member, whether a newcomer waits that there is room for.
+    The time stands still while anybody can run.
     """
 
     def __init__(self, world: ElasticWorld, bounds: Bounds) -> None:

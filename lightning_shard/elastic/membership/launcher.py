@@ -4,8 +4,7 @@
     somebody ──LIGHTNING_SHARD_JOB=host:port train.py──> a newcomer
     after a run of ranks that stay: server; the ranks are there, and tell each other where it is
 
-Lightning's own watches the processes that it has started, and ends all with the first that fails.
-Here they live and die on their own; who is left goes on.
+Lightning's own ends all with the first that fails.
 """
 
 import shlex
@@ -31,14 +30,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class ElasticLauncher(ProcessLauncher):
-    """Starts the job's rendezvous server and this host's ranks, where nobody else has started them.
-
-    Args:
-        cluster_environment: Tells which rank this process is.
-        num_processes: The number of ranks to start on this host.
-        num_nodes: The number of hosts.
-        rules: What the rendezvous server goes by.
-    """
+    """Starts the rendezvous server and this host's ranks, where nobody else has started them."""
 
     takes_newcomers = True
 

@@ -61,12 +61,8 @@ class _Participant:
 class MembershipTable:
     """The participants of one job.
 
-    Args:
-        bounds: How many ranks may train, how long too few wait, and how often one may fail.
-        initial_size: How many ranks the job starts with.
-        silence_seconds: A participant that says nothing for so long is declared dead.
-        tell: Sends a message to a participant, if it can be reached.
-        now: The time, in seconds on a clock that only goes forward, as in every method.
+    `tell` sends a message to one that can be reached. Each method is told the time by a clock that
+    only goes forward.
     """
 
     def __init__(
@@ -108,16 +104,7 @@ class MembershipTable:
     # --- messages -------------------------------------------------------------------------------
 
     def join(self, name: str, initial_rank: int | None, now: float) -> str:
-        """Take in a participant: an initial rank, or a newcomer, which arrives when it is ready.
-
-        Args:
-            name: The name of the participant; one that comes again under it gets another id.
-            initial_rank: Its rank among those that the job starts with; None for a newcomer.
-            now: Time of the call, in seconds.
-
-        Returns:
-            The member's id in this job.
-        """
+        """Take in an initial rank, or a newcomer, which arrives when it is ready; return its id."""
         self._num_names[name] = count = self._num_names.get(name, 0) + 1
         member = name if count == 1 else f"{name}/{count}"
         self._participants[member] = _Participant(heard=now)
@@ -162,13 +149,7 @@ class MembershipTable:
             self._tell_each(self.members, {"kind": "go", "generation": generation})
 
     def leave(self, member: str, is_done: bool, now: float) -> None:
-        """Take note that a participant leaves in order.
-
-        Args:
-            member: The participant that leaves.
-            is_done: Whether it has trained to the end, so that nobody needs to go on.
-            now: Time at which this is heard, in seconds of the table's clock.
-        """
+        """Take note that a participant leaves in order; if it `is_done`, nobody needs to go on."""
         if self._remove(member) and member in self.members:
             self._has_finished = self._has_finished or is_done
             self._events.append(f"{self._describe(member)} left")

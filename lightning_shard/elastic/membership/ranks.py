@@ -30,14 +30,7 @@ from lightning_shard.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSetup:
-    """What the groups of each generation are made with.
-
-    Attributes:
-        backend: The backend of the groups.
-        device: This rank's device.
-        timeout: How long a rank waits for its peers.
-        environment: The cluster environment, which is told this rank's place in each generation.
-    """
+    """What the groups of each generation are made with, and who is told this rank's place in it."""
 
     backend: Backend
     device: torch.device
@@ -48,12 +41,8 @@ class GroupSetup:
 class ElasticRanks:
     """This process's part in a job: its membership, and its rank in the present generation.
 
-    It begins with the process's first run and is that of later Trainers, too. Of ranks that are
-    threads each has its own, which ends with the run.
-
-    Attributes:
-        of_process: The one that later Trainers of this process take over.
-        has_failed: Whether the last run has failed on this rank.
+    It is that of later Trainers of this process, too, `of_process`. Of ranks that are threads each
+    has its own, which ends with the run.
     """
 
     of_process: "ClassVar[ElasticRanks | None]" = None

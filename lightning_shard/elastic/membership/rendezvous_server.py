@@ -56,13 +56,7 @@ _PACKAGE_FOLDER = Path(__file__).parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class JobRules(Bounds):
-    """What a job's membership table goes by, beside its bounds.
-
-    Attributes:
-        initial_size: How many ranks the job starts with.
-        timeout_seconds: How long ranks wait for each other in a group. A participant that is silent
-            for most of it is declared dead.
-    """
+    """What a job's membership table goes by, beside its bounds."""
 
     initial_size: int
     timeout_seconds: float = 1800.0
@@ -79,13 +73,7 @@ class JobRules(Bounds):
 
 
 class RendezvousServer(Served):
-    """Serves a `MembershipTable` and the job's store behind one door.
-
-    Args:
-        rules: What the membership table goes by.
-        listeners: The sockets to which participants connect.
-        token: The secret that a participant must know.
-    """
+    """Serves a `MembershipTable` and the job's store behind one door."""
 
     def __init__(self, rules: JobRules, listeners: Sequence[socket.socket], token: str) -> None:
         super().__init__(DefaultSelector())

@@ -3,20 +3,14 @@
     who restarts them    start ──> a worker is lost, or a node waits ──> end all ──> start all
     workers                 train, snapshots into shared memory     ✗        map them, go on
 
-Who takes part torchrun's agents decide, or Ray's controller by its scaling policy; here a process
-learns who it is, and what its predecessors on this host have left.
-
-Snapshots outlive the processes that took them, as files in memory.
+Snapshots outlive the processes that took them, as files in memory:
 
     /dev/shm/lightning_shard-1000-fit1-job7/   of this user alone; one for each fit of a script
         000001-rank0-0.snapshot                complete: counts for whoever starts next
-        000001-rank0-1.snapshot
         000001-rank0-2.open                    being written, or idle: passed over
 
-torchrun's agents end all workers of a job when one is lost, by SIGKILL in the end, and start them
-again on the same host. A buffer is such a file, mapped: what is written into it is there without
-another copy. Its name changes, in one step, once it holds a complete snapshot and before it is
-written again, so that nobody reads a part of one, whenever the writer was killed.
+A buffer is such a file, mapped. Its name changes, in one step, once it holds a complete snapshot
+and before it is written again, so that nobody reads a part of one, whenever the writer was killed.
 """
 
 import os
@@ -100,10 +94,7 @@ class SharedMemoryBuffers:
 
 
 def load_all(folder: Path) -> list[Snapshot]:
-    """Map every complete snapshot in a folder; nothing is copied.
-
-    They stay readable after `clear`, until the last tensor of theirs goes.
-    """
+    """Map every complete snapshot in a folder; they stay readable after `clear`."""
     return [
         Snapshot.read(_map(path, shared=False), is_own=True)
         for path in sorted(folder.glob(f"*{_COMPLETE}"))
@@ -219,10 +210,7 @@ class RestartMembership(Membership):
         return self._generation
 
     def begin_fit(self) -> None:
-        """Find what is left of the next fit of the script; each rank must call.
-
-        Fits before it are not forgotten: started again, the script comes to them first.
-        """
+        """Find what is left of the next fit of the script, whose earlier ones it comes to first."""
         self._folders.append(job_folder(f"fit{len(self._folders) + 1}-{self._worker.job}"))
         self.held = load_all(self._folders[-1])
         self._is_new = True

@@ -7,13 +7,6 @@
 
 The process groups of a generation are made over the server's store, which no rank's death takes
 along. Nobody begins before all are ready, so that a member that dies meanwhile is heard of first.
-
-Heartbeats of the thread keep the process connected to its job's rendezvous server:
-
-    member ──beat, every second at most──> server     a silent member is declared dead
-    member <──beat, every second at most── server     a silent server is given up
-
-Whatever else the two tell each other goes over the same connection.
 """
 
 import contextlib
@@ -69,11 +62,7 @@ _memberships: "WeakSet[ServedMembership]" = WeakSet()
 
 
 class _MeetingStore(PrefixStore):
-    """The store of ranks that meet, where none waits for what a lost one was to set.
-
-    Attributes:
-        wait_for_news: Waits for so many seconds, and raises if a rank has been lost.
-    """
+    """The store of ranks that meet, where none waits for what a lost one was to set."""
 
     wait_for_news: Callable[[float], None]
 
@@ -146,11 +135,7 @@ class ServedMembership(Membership):
 
     @override
     def watch_signals(self) -> SignalHandler:
-        """Return the handler of SIGTERM, and have the thread told of signals as well.
-
-        It hears of them where the main thread can run no handler; not outside the main thread, nor
-        where an event loop watches already.
-        """
+        """Return the handler of SIGTERM, and have the thread told of signals as well."""
         watch_signals_by(self._thread.signal_fd)
         return self.on_sigterm
 
@@ -404,16 +389,7 @@ _LEAVING_SECONDS = 5.0
 
 
 class HeartbeatThread(ConnectionThread):
-    """Sends one process's heartbeats and messages, and hears the server's.
-
-    Args:
-        server: The connection to the rendezvous server.
-        timeout_seconds: How long ranks wait for each other in a group; a server that is silent for
-            most of it is given up.
-        hear: Called with each message of the server.
-        on_server_lost: Called with what has become of the server: "died", "fell silent ...".
-        ask_to_leave: Called at the first SIGTERM; a later one ends the process.
-    """
+    """Sends one process's heartbeats and messages, and hears the server's."""
 
     def __init__(
         self,

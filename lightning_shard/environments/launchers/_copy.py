@@ -10,26 +10,17 @@ which one of these stands, a copy would compute with the original:
     self.net.weight.register_hook(self.scale)           a parameter's hook
 
 A function is made anew if it reaches what is copied, through its cells, its defaults or other
-functions; any other is shared. What a function finds among its module's globals stays the
-original's: it is as little copied as the module itself.
+functions; any other is shared, as what it finds among its module's globals.
 
-What Python or torch refuse to copy, though each rank may have its own: a tensor that carries a
-graph is copied detached, a lock is a new one, a file is opened again where it stands. Modules of
-Python and files that are written to are shared. A thread is refused: its copy would not run.
+What each rank may have of its own though Python or torch refuse: a tensor that carries a graph is
+copied detached, a lock is a new one, a file is opened again where it stands. A thread is refused.
 
 A private name of Python's `copy` is used here, and some of torch's tensors; checked with Python
 3.11 and 3.12 and torch 2.11 to 2.13, tests/environments/launchers/test_copy.py fails when they
 change. So are those of torch.compile that copies of compiled code need.
 
-A copy may be stopped, by an iterator for example, which Python may be unable to copy.
-
-A copy that fails leaves its way in the traceback, a frame of `copy.deepcopy` for each object:
-
-    deepcopy(model)  ->  deepcopy(its attributes)  ->  deepcopy(a list)  ->  deepcopy(a socket)
-    model                .sources                      [0]                   , a socket,
-
-So the object is named. If it is a generator or another iterator that cannot be copied, its holder
-gets one that can be: each copy gives every item, whichever rank is the first to ask for it.
+A copy that fails leaves its way in the traceback, a frame of `copy.deepcopy` for each object, and
+so the object is named. If it is an iterator that cannot be copied, its holder gets one that can be.
 """
 
 import copy
@@ -125,7 +116,7 @@ _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRan
 
 
 def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module], more: Any) -> Any:
-    """Return a deep copy in which functions belong to the copy, too.
+    """Return a deep copy in which functions belong to the copy, and hooks of modules' tensors do.
 
     Args:
         value: The object to copy.

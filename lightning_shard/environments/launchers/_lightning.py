@@ -67,8 +67,7 @@ def mark_terminated(trainer: "pl.Trainer") -> None:
 def skip_hooks_of_exception(trainer: "pl.Trainer") -> None:
     """Have Lightning call no `on_exception` for the error that is about to be raised.
 
-    Lightning goes through the trainer's callbacks and its data module, then calls the strategy's
-    hook: until then the trainer has neither.
+    Until it calls the strategy's hook, the last one, the trainer has neither callbacks nor data.
     """
     strategy: Any = trainer.strategy
     owner: Any = trainer
@@ -104,10 +103,7 @@ def copy_progress(source: Loop, target: Loop) -> None:
 
 
 def copied_objects(source: "pl.Trainer", target: "pl.Trainer") -> dict[int, Any]:
-    """Return by `id` what a trainer has in place of another's objects, as a deep copy's memo.
-
-    Its strategy is about to take over the other's optimizers and schedulers.
-    """
+    """Return by `id` what a trainer has in place of another's objects, as a deep copy's memo."""
     own, strategy = source.strategy, target.strategy
     schedulers = [config.scheduler for config in own.lr_scheduler_configs]
     taken = [*own.optimizers, *own._lightning_optimizers, *schedulers]
@@ -121,10 +117,7 @@ def copied_objects(source: "pl.Trainer", target: "pl.Trainer") -> dict[int, Any]
 
 
 def exchange_strategy(source: "pl.Trainer", target: "pl.Trainer") -> None:
-    """Give a trainer's strategy, which stays the same object, all attributes of another's.
-
-    The strategy keeps its launcher and its model.
-    """
+    """Give a trainer's strategy, which keeps launcher and model, all else of another's."""
     strategy = target.strategy
     kept = {"_launcher": strategy._launcher}
     model = strategy.lightning_module
@@ -160,8 +153,7 @@ class _SharedContexts:
 def share_class_wrapping() -> None:
     """Let ranks of one process ask for loaders, or be launched by Fabric, at the same time.
 
-    Meanwhile Lightning wraps constructors of torch's classes, and each rank would take another's
-    wrapper for the original, which would stay wrapped after the run.
+    Each would take another's wrapper of a constructor of torch's for the original, and leave it.
     """
     owners: tuple[Any, ...] = (data_connector_module, fabric_module)
     shared = _SharedContexts(owners[0]._replace_dunder_methods)

@@ -3,14 +3,8 @@
     the function raises ─> ranks meet: have all raised alike? ─> on_exception of callbacks ─> the
     caller, through Lightning, which would have called these hooks only now
 
-Whatever a callback raises meanwhile (it could not save, say) becomes a note on the error, and is
-logged: the caller gets the error that has ended the run.
-
-Where all ranks have raised at the same place, their groups work still.
-
-Ranks in lockstep often fail alike: the same batch has a NaN, the same disk is full. They can still
-save together. A rank that has raised alone leaves its peers waiting for what never comes, so that
-nothing can be done together any more.
+Where all ranks have raised at the same place, they can still save together. Whatever a callback
+raises meanwhile becomes a note on the error, and is logged.
 """
 
 import logging
@@ -65,12 +59,7 @@ class Salvages(Protocol):
 
 
 def tell(trainer: "pl.Trainer", found: Circumstances) -> None:
-    """Tell callbacks and data module of an error, so that they can save.
-
-    Args:
-        trainer: The trainer of this rank.
-        found: The error and its circumstances; where `is_common`, each rank must call.
-    """
+    """Tell callbacks of an error, so that they can save; if it is common, each rank must call."""
     error = found.heard
     mark_interrupted(trainer)
     if isinstance(error, KeyboardInterrupt) and _is_main_thread():
@@ -117,15 +106,9 @@ _BETWEEN_TWO = ("send", "recv")  # of which neighbours in a pipeline make differ
 
 
 def all_raise(error: BaseException) -> bool:
-    """Tell the other ranks that this one has raised, and find out whether all have.
+    """Tell the other ranks that this one has raised; return whether all have, after the same calls.
 
-    Args:
-        error: The exception that this rank has raised. Each rank that has raised may call by
-            itself.
-
-    Returns:
-        Whether all ranks have raised, after the same calls. If not, the other ranks are told; in
-            process they go on, and find out when they need this rank.
+    In process the others go on if not, and find out when they need this rank.
     """
     world = current_world()
     if isinstance(world, ElasticWorld):

@@ -31,8 +31,7 @@ class InProcessLauncher(Launcher):
     """Runs a trainer's function on every rank of an in-process world.
 
     Rank 0 runs on this thread and on the originals, so that the caller's model holds the trained
-    weights afterwards and the caller's trainer its metrics and state. The other ranks run on
-    copies: see `replicas`. Faults come from `lightning_shard.testing.injected_faults` around it.
+    weights afterwards. The other ranks run on copies: see `replicas`.
 
     Args:
         num_ranks: Number of ranks.
@@ -69,11 +68,7 @@ class InProcessLauncher(Launcher):
     ) -> Any:
         """Run `function(*args, **kwargs)` on every rank and return rank 0's result.
 
-        Raises:
-            ConfigError: The call is inside an in-process world, or an object cannot be copied.
-            RankFailedError: Every rank was dropped.
-            BaseException: The error of the first rank to fail, with a note that names the rank; of
-                elastic ranks only if none has come to the end.
+        The error of the first rank to fail is raised; of elastic ranks only if none ends well.
         """
         world = self._make_world()
         if (outer := current_world()) is not None:

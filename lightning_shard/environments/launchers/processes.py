@@ -24,8 +24,7 @@ from lightning_shard.errors import ConfigError, RankFailedError
 class ProcessLauncher(SubprocessScriptLauncher):
     """Lightning's launcher, with ranks that tell each other when one fails.
 
-    The launcher hears of an exception before the callbacks, which might wait for other ranks: a
-    checkpoint on an exception of one rank alone would. See `failures`.
+    It hears of an exception before the callbacks, which might wait for other ranks. See `failures`.
 
     Attributes:
         takes_newcomers: Whether processes may join the ranks that it has started.
@@ -54,10 +53,7 @@ class ProcessLauncher(SubprocessScriptLauncher):
     ) -> Any:
         """Start the other ranks, unless a launcher outside has, and run `function` here.
 
-        Raises:
-            ConfigError: This process joins an elastic job, and this run is not elastic.
-            RankFailedError: Another rank has failed, whichever call has noticed.
-            BaseException: The error of `function`, of which the other ranks are told.
+        The other ranks are told of its error.
         """
         self._begin()
         if settings.joins_job() and not self.takes_newcomers:

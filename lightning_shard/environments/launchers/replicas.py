@@ -1,14 +1,9 @@
 """Copies of trainer, model and arguments for the ranks that do not run on the originals.
 
-One deep copy with one memo, so that what was one object stays one. Some things are not copied:
-map-style datasets, loggers (they hold files, and act on rank 0 only) and the standard streams are
-shared; a profiler is rank 0's alone. Functions that hold something of the model belong to the copy,
-and graphs, locks and files stop none: see `_copy`; what does is named: see `_copy`.
-
-Shared loggers are called once per event, whatever the number of ranks.
-
-Lightning calls the loggers of every rank, and expects their methods to be decorated with
-`rank_zero_only`. A logger that was written for one device is not: it would log once for each rank.
+One deep copy with one memo, so that what was one object stays one. Map-style datasets, loggers and
+the standard streams are shared, and a profiler is rank 0's alone. What else stops no copy, and how
+the rest is named: see `_copy`. Loggers are called once per event, whatever the number of ranks:
+Lightning calls those of every rank, and one may not be decorated with `rank_zero_only`.
 """
 
 import inspect
@@ -45,14 +40,7 @@ from lightning_shard.errors import ConfigError
 
 @dataclass(frozen=True)
 class Replica:
-    """The copies on which one rank other than 0 runs.
-
-    Attributes:
-        function: The launched function.
-        trainer: The copy of the trainer; None without one.
-        args: Copies of the function's positional arguments.
-        kwargs: Copies of the function's keyword arguments.
-    """
+    """The copies on which one rank other than 0 runs."""
 
     function: Callable[..., Any]
     trainer: "pl.Trainer | None"
@@ -89,7 +77,7 @@ class Replica:
     def run(self, meet: Callable[[BaseException], Circumstances]) -> Any:
         """Run the function, with Lightning's handling of exceptions if there is a trainer.
 
-        No callback and no strategy hears of a rank that a fault drops, as of a killed process.
+        Nobody hears of a rank that a fault drops, as of a killed process.
         """
         if self.trainer is None:
             return self.function(*self.args, **self.kwargs)
@@ -146,9 +134,6 @@ def copy_for_rank(
         others: Further objects in it that functions may hold.
         names: Names of objects by `id`, for messages.
         place: Where to make what cannot be copied.
-
-    Raises:
-        ConfigError: An object cannot be copied; the message names where it is held.
     """
     exchanged = list[Any]()
     while True:
@@ -204,13 +189,7 @@ def _others(trainer: "pl.Trainer | None", owners: Mapping[str, Any]) -> list[Any
 def memo_of(
     trainer: "pl.Trainer | None", owners: Mapping[str, Any], arguments: Any
 ) -> dict[int, Any]:
-    """Return a deep copy's memo that already has the objects that are not copied.
-
-    Args:
-        trainer: The Trainer whose loggers the copies share; None shares none.
-        owners: The user's objects by name; see `find_owners`.
-        arguments: The arguments of the launched function.
-    """
+    """Return a deep copy's memo that already has the objects that are not copied."""
     memo: dict[int, Any] = {id(stream): stream for stream in _standard_streams()}
     for dataset in _find_datasets([arguments, *(vars(owner) for owner in owners.values())]):
         memo[id(dataset)] = dataset
@@ -260,10 +239,7 @@ _TOLD = (
 
 @contextmanager
 def told_once(trainer: "pl.Trainer | None") -> Iterator[None]:
-    """Let the methods of a trainer's loggers do nothing inside on ranks other than 0.
-
-    Ranks of this process share the loggers: call around all of them.
-    """
+    """Let a trainer's loggers do nothing inside on ranks other than 0; call around all ranks."""
     with ExitStack() as stack:
         for logger in [] if trainer is None else trainer.loggers:
             for name in [one for one in _TOLD if hasattr(logger, one)]:

@@ -3,16 +3,10 @@
     thread 0  model, trainer ──✗ dropped                     ┌──> weights, optimizers, progress,
     thread 1  their copies   ─────────── trains on ── ends ──┘    metrics: the caller's now
 
-The caller's model, its submodules, strategy and trainer stay the objects that they are. The
-parameters are the survivor's, as its optimizers and schedulers refer to them. What hooks have set
-on a copy of the model, of a callback or of the data module is set on the caller's:
-
-    survivor's copy   model.losses = [...], callback.best = 0.3     set in on_train_end, say
-                          │ copied; what is in it of the survivor's run becomes the caller's
-    the original      model.losses, callback.best
-
-A list, dictionary or set that the original has is filled anew, so that whoever holds it sees it.
-What torch and Lightning keep in a module stays the original's.
+The caller's model, strategy and trainer stay the objects that they are. The parameters are the
+survivor's, as its optimizers refer to them. What hooks have set on a copy of the model, a callback
+or the data module is set on the caller's; containers are filled anew, so that whoever holds one
+sees it. What torch and Lightning keep in a module stays the original's.
 """
 
 from collections import deque
