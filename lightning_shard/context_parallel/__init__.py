@@ -1,10 +1,7 @@
 """Context parallel: each rank has a part of every sequence between a model's blocks.
 
-crossings        where activations are cut and full again, and what gradients are there
-sequence_part    a part that looks full
-operations, attention, after_blocks      what is done on parts
-ring, tiles      attention where ranks cannot share out the heads
-cut_blocks       where the parts begin and end
+A `SequencePart` looks full; `operations`, `attention` and `after_blocks` have the rules of what is
+done on parts, and `cut_blocks` says where these begin and end.
 """
 
 from lightning_shard.context_parallel import (  # noqa: F401  (register their rules)

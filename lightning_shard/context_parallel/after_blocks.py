@@ -2,9 +2,8 @@
 
     logits (B, S/W, V) ──own targets──> sum of own losses ──all-reduce──> / count      the loss
 
-So no rank has the logits of the full sequence. Labels are full on each rank, and what is counted
-of them is counted there. Logits that are shifted against their labels lose their last positions,
-which become padding: nothing is sent.
+Labels are full on each rank, and what is counted of them is counted there. Logits that are shifted
+against their labels lose their last positions, which become padding: nothing is sent.
 """
 
 import math

@@ -3,15 +3,10 @@
     q, k, v   (B, H, S/W, D)  ──all-to-all──>  (B, H/U, S U/W, D)  ──attention──>
     result    (B, H, S/W, D)  <──all-to-all──  (B, H/U, S U/W, D)
 
-U is the largest number of neighbours that can share the heads. Where it is W, a rank attends with
-H / W heads over the full sequence, so every mask, window and bias is what it is on a single
-device; one that differs by head is cut by heads. Where it is less, the keys of the other W / U
-ranks come by in a ring. Where keys have fewer heads than ranks share, each is sent to all whose
-queries look at it.
-
-What a ring cannot do (dropout of weights, gradients of a bias, keys of another length, attention
-written out as matrix products) each rank does for its own positions and all keys, which are
-gathered.
+U is the largest number of neighbours that can share the heads. Where it is W, a rank attends with H
+/ W heads over the full sequence, so every mask is what it is on a single device. Where it is less,
+the keys of the other W / U ranks come by in a ring. What a ring cannot do (dropout of weights,
+gradients of a bias ...) each rank does for its own positions and all gathered keys.
 """
 
 import math
@@ -238,8 +233,6 @@ _NEVER = ("bias_k", "bias_v", "static_k", "static_v")
 
 def multi_head_attention(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Do `multi_head_attention_forward`; arguments and results as there, (L, N, E) first.
-
-        query (L/W, N, E) ──Wq──> own positions ──> scaled_dot_product_attention ──Wo──> (L/W, N, E)
 
     torch computes it in one function, which takes full tensors only; here it is written in
     operations that have rules.

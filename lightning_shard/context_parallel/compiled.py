@@ -3,12 +3,10 @@
     block.compile()        attention     operation by operation, on parts
                            norm, MLP     compiled, on the rows that are here
 
-A block is not traced as one: what it does on a part exchanges with other ranks. Its calls in the
-first step are watched, and modules inside it that were given one part, gave one back, exchanged
-nothing, drew nothing and left nothing behind are called with plain tensors from then on, as
-compiled as the block was. Not before the step's update: what a checkpoint computes again in
-backward has to save the tensors that the forward has saved. Compiled modules that are given no part
-run as they are.
+The calls of a compiled block in the first step are watched, and modules inside it that were given
+one part, gave one back, exchanged nothing, drew nothing and left nothing behind are called with
+plain tensors from then on, as compiled as the block was. Not before the step's update: what a
+checkpoint computes again in backward has to save the tensors that the forward has saved.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -8,17 +8,9 @@
 
 Outside of the cuts each of the W ranks computes the same, so its gradients are those of the loss.
 Within, a rank computes from its slice only, and its gradients are W times its summand: the mean
-over the ranks, which the engine takes of every parameter's, is the gradient of the loss in both
-places. So they are the crossings of a tensor-parallel region with W in the gradient, and can be
-differentiated once more as those can.
+over the ranks, which the engine takes, is the gradient of the loss in both places.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509, for the all-to-all.
-
-Some of a group's ranks are among themselves in an all-to-all in which the others get nothing:
-
-    group of 4, heads on 2, rings of 2      {0, 1} {2, 3} share heads     {0, 2} {1, 3} are rings
-
-Every rank of the group calls, each with its own subset, so no group has to be made for it.
 """
 
 from collections.abc import Sequence
@@ -42,11 +34,11 @@ from lightning_shard.tensor_parallel.regions import (
 
 @dataclass(frozen=True)
 class RankSubset:
-    """The ranks of a group that exchange with this one.
+    """The ranks of a group that exchange with this one, ascending; the others get nothing.
 
-    Attributes:
-        group: The group; each of its ranks must call, in subsets of one size.
-        ranks: Its ranks that are in the subset, ascending; this rank is one.
+        group of 4, heads on 2, rings of 2     {0, 1} {2, 3} share heads     {0, 2} {1, 3} are rings
+
+    Every rank of the group calls, in subsets of one size, so no group has to be made for it.
     """
 
     group: Collectives
@@ -125,14 +117,7 @@ def exchange(tensor: Tensor, cut: int, join: int, group: Collectives | RankSubse
 def exchange_together(
     tensors: Sequence[Tensor], cut: int, join: int, group: Collectives | RankSubset
 ) -> tuple[Tensor, ...]:
-    """Exchange several tensors in one message, and their gradients in one; see `exchange`.
-
-    Args:
-        tensors: Tensors of any shapes; those of several formats take a message each.
-        cut: Dimension of each that is cut.
-        join: Dimension of each along which it is joined.
-        group: Group of the W ranks, or some of its ranks.
-    """
+    """Exchange several tensors, a message for each format, and their gradients; see `exchange`."""
     if len({one.dtype for one in tensors}) > 1:
         return tuple(exchange(one, cut, join, group) for one in tensors)
     result: tuple[Tensor, ...] = _CutAndJoin.apply(  # type: ignore[no-untyped-call]

@@ -3,29 +3,14 @@
     embedding ──> x ──cut──> block 0 ──> block 1 ──> ... ──> block n ──> norm, head, cross entropy
                   (B, S, E)     (B, S / W, E) on each rank        (B, S / W, V)
 
-The blocks are those that the engine makes units of. A block is given its other arguments as they
-are: masks, positions and rotary tables stay full, and what an operation needs of them it takes.
-In a training step the result of the last list's blocks stays in parts until an operation needs all
-of it; elsewhere it is gathered.
-Where W does not divide the positions, the last rank has copies of the last one in their place.
+A block is given its other arguments as they are: masks, positions and rotary tables stay full. In a
+training step the last block's result stays in parts until an operation needs all of it. Where W
+does not divide the positions, the last rank has copies of the last one in their place.
 
-A trial tells whether a block computes the same of a sequence in parts, on copies of real arguments:
-
-    full     hidden ──> block ──> result, gradients of arguments and parameters
-    parts     hidden ──cut──> block ──gather──> the same, of the parameters the mean over the ranks
-
-What has no rule is computed on the gathered sequence, so both are equal unless a block looks at
-something that no tensor tells, or a rule is wrong. The first call of each kind of block is tried,
-in evaluation mode so that nothing is dropped, and leaves the block as it was. It holds the
-activations of one block for the full sequence, once.
-
-Hugging Face's attention functions may have kernels of their own, such as `flash_attention_2`:
-
-    query (B, H, S/W, D) ──all-to-all──> (B, H/W, S, D) ──the function──> (B, S, H/W, D) ──> back
-
-What is registered under `attn_implementation` is called with plain tensors: this rank's heads of
-the full sequence, with masks, windows and packed documents as they are. So is FlexAttention with
-block masks. Of tensors that are not cut, the functions are called as ever.
+A trial tells whether a block computes the same of a sequence in parts, on copies of its first
+arguments, in evaluation mode so that nothing is dropped; it leaves the block as it was. What
+Hugging Face registers under `attn_implementation` is called with this rank's heads of the full
+sequence.
 """
 
 import sys
@@ -248,12 +233,8 @@ class CutBlocks:
         tries: Whether the first call of each kind of block is tried before it is believed.
 
     Attributes:
-        blocks: The blocks, by name.
         num_cut: Number of calls that were given hidden states so far.
         in_full: Knows which operations needed the full sequence.
-
-    Raises:
-        ConfigError: The model has no repeated blocks, or is compiled as a whole.
     """
 
     def __init__(
@@ -281,11 +262,7 @@ class CutBlocks:
         self._compiled.begin()
 
     def check_cut(self, model: nn.Module) -> None:
-        """Refuse to train where no block has been given hidden states.
-
-        Raises:
-            ConfigError: None of the blocks was called with a tensor of shape (B, S, E).
-        """
+        """Refuse to train where no block was called with a tensor of shape (B, S, E)."""
         if not self.num_cut:
             first = next(iter(self.blocks))
             raise ConfigError(

@@ -1,16 +1,10 @@
 """Rules of the operations that work on parts of a sequence, beside those of any sharded tensor.
 
-(B, S/W, E) @ (E, F)             rows of this rank
-(B, H, S/W, D) @ (B, H, D, S)    own queries with all keys, which are gathered first
+    (B, S/W, E) @ (E, F)             rows of this rank
+    (B, H, S/W, D) @ (B, H, D, S)    own queries with all keys, which are gathered first
 
-Along dimensions that are not cut each rank does its own positions:
-
-    topk, sort, cumsum, norm, var, glu ...     along features or heads
-    pad, conv1d                                where no position needs its neighbours
-    gather, scatter, cat, stack                of tensors that are cut alike, or can be
-    zeros_like, rand_like ...                  full, as nobody needs other positions for them
-
-Along the sequence itself they are computed on the gathered one.
+Along dimensions that are not cut (topk, sort, cumsum, pad, gather, cat ...) each rank does its own
+positions; along the sequence itself they are computed on the gathered one.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,13 +89,10 @@ _SPARE = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def einsum(func: Any, equation: Any, *operands: Any) -> Any:
-    """Do einsum with this rank's positions.
+    """Do einsum with this rank's positions, if the result has them.
 
-        bqhd, bkhd -> bhqk     q of this rank, all keys, which are gathered
-        bhqk, bkhd -> bqhd     the same
-        bse, ef -> bsf         rows of this rank
-
-    Where no position is left in the result, it is computed on gathered tensors.
+    bqhd, bkhd -> bhqk     q of this rank, all keys, which are gathered
+    bse, ef -> bsf         rows of this rank
     """
     tensors = (
         operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands

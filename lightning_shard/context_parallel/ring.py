@@ -4,14 +4,12 @@
     step 1      rank 0: K2 V2      rank 1: K0 V0      rank 2: K1 V1       each passes on to the next
     step 2      rank 0: K1 V1      rank 1: K2 V2      rank 2: K0 V0
 
-A rank holds the keys and values of two ranks at a time: those it looks at, and those on their way.
 Where positions do not look at later ones, the first rank would have little to do and the last one
 all. So the ranks swap halves of their rows before and after, each with an early and a late one:
 
     rows 0 1 2 3 4 5 of 3 ranks     [0 1] [2 3] [4 5]   <──>   [0 5] [1 4] [2 3]
 
-Backward passes keys and values round once more and sends their gradients straight to their rank,
-which adds them up.
+Backward passes keys and values round once more and sends their gradients straight to their rank.
 
 Source: Ring Attention, arXiv:2310.01889; balanced as in arXiv:2311.09431 and Llama 3,
 arXiv:2407.21783, section 3.3.2.
@@ -34,7 +32,7 @@ from lightning_shard.errors import ConfigError
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, scale: float, ring: RankSubset
 ) -> Tensor:
-    """Attend with this rank's positions to those of all ranks of a ring; each must call.
+    """Attend with this rank's positions to those of all W ranks of a ring; each must call.
 
     Args:
         query: Shape (..., H, S/W, D): the slice of the ring's rank r is its r-th of the sequence.
@@ -235,7 +233,7 @@ class _NotTwice(torch.autograd.Function):
 
 
 def not_twice(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return gradients whose own gradient is an error, where a constant would be wrong in silence.
+    """Return gradients whose own gradient is an error, and not zero in silence.
 
     torch's `once_differentiable` takes them for constants where what comes in is one.
     """

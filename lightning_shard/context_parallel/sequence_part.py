@@ -7,9 +7,8 @@
     x + full tensor of S positions                      the own positions of it are taken
     anything else (convolutions, pooling, a scan)        on the gathered sequence
 
-So a block's own code sees every shape that it sees on a single device, and what has no rule is
-right, too: it is computed in full, alike on each rank. That costs what the cut would save, so the
-operations are noted by name.
+What has no rule is right, too, but costs what the cut would save: such operations are noted by
+name.
 """
 
 from collections.abc import Callable, Mapping

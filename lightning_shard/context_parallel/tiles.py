@@ -8,9 +8,8 @@
              └──────┴──────┘                        lse    = highest + log(total)
 
 Backward computes each tile's weights again, exp(score - lse), so no matrix of all scores is ever
-held. It is written in matrix products: torch's kernels that return `lse` are private, are others on
-each kind of device, and the one for CPUs says 0 of a row that sees no key. Tiles are computed in
-float32 at least.
+held. It is written in matrix products, in float32 at least: torch's kernels that return `lse` are
+private, differ by device, and the one for CPUs says 0 of a row that sees no key.
 
 Source: online softmax, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691.
 """
@@ -100,11 +99,8 @@ def _tiles(held: Sequence[range], length: int | None = None) -> Iterator[_Tile]:
 class TiledAttention:
     """Attends with this rank's rows to the keys of one rank after the other.
 
-    Args:
-        query: Shape (..., G, R, S/W, D): R heads of queries for each of G heads of keys.
-        rows: Positions of the rows, in runs.
-        visible: Which positions look at which; a mask of each head is (..., G, R, S, S).
-        scale: Factor of the scores.
+    Queries are (..., G, R, S/W, D): R heads for each of G heads of keys. Rows and keys are runs of
+    positions; a mask of each head is (..., G, R, S, S).
     """
 
     def __init__(
@@ -127,14 +123,7 @@ class TiledAttention:
         value: Tensor,
         keys: Sequence[range],
     ) -> None:
-        """Take one rank's keys into `state`.
-
-        Args:
-            state: As `start` returns; changed in place.
-            key: Shape (..., G, 1, S/W, D).
-            value: Shape (..., G, 1, S/W, Dv).
-            keys: Positions of the keys, in runs.
-        """
+        """Take one rank's keys (..., G, 1, S/W, D) into `state`, which is changed in place."""
         for tile, others, scores in self._scores(key, keys):
             acc, highest, total = (tile.within(one) for one in state)
             new = torch.maximum(highest, scores.amax(-1, keepdim=True))

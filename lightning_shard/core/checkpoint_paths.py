@@ -1,13 +1,9 @@
 """What Lightning's own functions take for a checkpoint: folders too, and what is on object stores.
 
 Lightning 2.6 leaves the protocol out of what `fit(ckpt_path="last")`, and a job that SLURM starts
-again, find behind fsspec (`s3://bucket/run/last.ckpt` becomes `bucket/run/last.ckpt`, which is not
-there), asks a folder for the time of its change, which object stores do not know, and takes a
-folder that was never completed for a checkpoint. Where a run's checkpoints lie behind fsspec these
-two look-ups go another way here, once this package is imported; for local folders nothing changes.
-
-`Model.load_from_checkpoint(path)` takes a folder of the sharded format, as it takes a file: each
-root of Lightning reads a file with one function, `core.saving.pl_load`, which reads folders, too.
+again, find behind fsspec, and takes a folder that was never completed for a checkpoint. There these
+two look-ups go another way; for local folders nothing changes. `load_from_checkpoint` takes a
+folder of the sharded format: each root of Lightning reads with one function, `core.saving.pl_load`.
 
 Private names of Lightning stand here; `tests/core/test_checkpoint_paths.py` and
 `tests/core/test_load_from_checkpoint.py` fail when they change.

@@ -4,29 +4,13 @@
                                          one host, exchange the most; pp is the slowest, and
                   tp 0    tp 1           exchanges the least
     pp 0  dp 0      0       1
-          dp 1      2       3
-    pp 1  dp 0      4       5
+          dp 1      2       3            rank 5 = 1 * 4 + 0 * 2 + 1
+    pp 1  dp 0      4       5            coordinates {"pp": 1, "dp": 0, "tp": 1}
           dp 1      6       7
 
-Which axes there are is data: `AXES`, from the slowest to the fastest by default. The arithmetic of
-any axes is `RankGrid`'s; `device_mesh` alone needs process groups. `print(mesh)` draws the grid as
-text, `save_mesh_png` as a picture: the stages side by side, a row for each replica.
-
-    8 ranks: 2 stages (pp) x 2 replicas (dp) x 2 ranks to a layer (tp)
-
-           stage 0      stage 1
-          +-------+    +-------+
-    dp 0  |  0 1  | -> |  4 5  |
-    dp 1  |  2 3  | -> |  6 7  |
-          +-------+    +-------+
-
-Where an axis does not fit, entries between its first and its last are left out.
-
-Ranks are points of a grid whose axes are named:
-
-RankGrid({"pp": 2, "dp": 2, "tp": 2})      from the slowest axis to the fastest
-
-rank 5 = 1 * 4 + 0 * 2 + 1                 coordinates {"pp": 1, "dp": 0, "tp": 1}
+Which axes there are is data. The arithmetic of any axes is `RankGrid`'s; `device_mesh` alone needs
+process groups. `print(mesh)` draws the grid as text, `save_png` as a picture: the stages side by
+side, a row for each replica. What does not fit between an axis's first and last is left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,11 +51,7 @@ _FURTHER = Limit(
 
 
 class RankGrid(Generic[A]):
-    """A grid of ranks.
-
-    Args:
-        sizes: Number of ranks along each axis, from the slowest axis to the fastest.
-    """
+    """A grid of ranks, of so many along each axis, from the slowest to the fastest."""
 
     def __init__(self, sizes: Mapping[A, int]) -> None:
         self.sizes = dict(sizes)
@@ -96,21 +76,13 @@ class RankGrid(Generic[A]):
         return rank
 
     def peers(self, axes: A | Sequence[A], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` on these axes only, ascending, itself too.
-
-        Raises:
-            ConfigError: The grid has no such axis.
-        """
+        """Return the ranks that differ from `rank` on these axes only, ascending, itself too."""
         along = self._known(axes)
         first = self.rank_at(self.coordinates(rank) | dict.fromkeys(along, 0))
         return tuple(first + offset for offset in self._corner(along))
 
     def groups(self, axes: A | Sequence[A]) -> list[tuple[int, ...]]:
-        """Return every group of peers along these axes, in the order of their first ranks.
-
-        Raises:
-            ConfigError: The grid has no such axis.
-        """
+        """Return every group of peers along these axes, in the order of their first ranks."""
         along = self._known(axes)
         offsets = self._corner(along)
         firsts = self._corner([other for other in self.sizes if other not in along])
@@ -169,11 +141,7 @@ def abbreviated(items: Sequence[object], most: int) -> list[str]:
 def save_mesh_png(
     mesh: "ParallelMesh", path: str | Path, *, ranks_per_node: int | None = None
 ) -> None:
-    """Draw the grid into a PNG file, a colour per stage, or per node where its size is given.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw the grid into a PNG file, a colour per stage, or per node where its size is given."""
     stages = _stages(mesh)
     pp, dp, tp = _sizes(stages)
     step = tp + 1  # a column is left free between the stages
@@ -207,10 +175,7 @@ def _sizes(stages: Stages) -> tuple[int, int, int]:
 
 
 def _stages(mesh: "ParallelMesh") -> Stages:
-    """Return the ranks by stage, replica and place among those that share a stage's layers.
-
-    The parts of a sequence come one after the other, replicas that share experts as well.
-    """
+    """Return the ranks by stage, replica and place among those that share a stage's layers."""
 
     def places(*axes: Axis) -> list[dict[Axis, int]]:
         found = product(*(range(mesh.size(axis)) for axis in axes))

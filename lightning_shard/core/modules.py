@@ -6,12 +6,7 @@ extend the class of one module: a pipeline a block, experts the same block, whic
     Block  ->  (_Caught, Block)  ->  (_Mixing, (_Caught, Block))
                                      without _Caught: (_Mixing, Block)
 
-TorchScript's modules within a model take no hooks, and their code is not Python's. Data parallel
-follows them from the module that they lie in. What splits layers or cuts a model into stages would
-have to change them.
-
-What only tries a module leaves no trace in the streams of random numbers, torch's, NumPy's or
-Python's: training would draw others after it.
+TorchScript's modules within a model take no hooks, and cannot be changed.
 """
 
 import random
@@ -28,11 +23,7 @@ from lightning_shard.errors import ConfigError
 
 @contextmanager
 def random_streams_kept(cuda: Sequence[int] = ()) -> Iterator[None]:
-    """Put all streams of random numbers back to where they were.
-
-    Args:
-        cuda: Numbers of the GPUs whose streams are put back, too.
-    """
+    """Put torch's, NumPy's and Python's random numbers back, and those of GPUs of these numbers."""
     python, arrays = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=cuda):
@@ -43,15 +34,7 @@ def random_streams_kept(cuda: Sequence[int] = ()) -> Iterator[None]:
 
 
 def largest_layers(model: nn.Module, num_layers: int = 3) -> str:
-    """Name the layers with the most parameters of their own, the largest first.
-
-    Args:
-        model: The module whose layers are named, of any kind.
-        num_layers: How many at the most.
-
-    Returns:
-        A sentence, such as "Its largest layers are 'net.0' (Conv2d, 224 parameters)."
-    """
+    """Name in a sentence the layers with the most parameters of their own, the largest first."""
     sizes = {
         name: sum(param.numel() for param in module.parameters(recurse=False))
         for name, module in model.named_modules()
@@ -77,15 +60,7 @@ def hookable(module: nn.Module) -> list[nn.Module]:
 
 
 def refuse_scripted_parts(model: nn.Module, what: str) -> None:
-    """Raise if a model has a module of TorchScript.
-
-    Args:
-        model: Model whose modules are looked at.
-        what: Who refuses it, such as "a pipeline".
-
-    Raises:
-        ConfigError: Naming the first such module.
-    """
+    """Raise if a model has a module of TorchScript, which `what`, such as "a pipeline", refuses."""
     for name, module in model.named_modules():
         if is_scripted(module):
             raise ConfigError(

@@ -13,16 +13,10 @@
         def __init__(self, options: ElasticOptions) -> None:
             super().__init__(**options.part(SharedOptions))
 
-    ElasticStrategy(min_ranks=2)
-
 Type checkers, `inspect.signature`, LightningCLI and editors see the group's fields as arguments of
 the constructor. A value of another type or out of range is refused by name when the object is made;
-what several options may not be together the group's `__post_init__` says, after these.
-
-A constructor with arguments of its own has the same checks by its annotations:
-
-    @checked_options
-    def __init__(self, block: AtLeastOne = 256, rounding: Literal["nearest", "up"] = "nearest")
+what several options may not be together the group's `__post_init__` says, after these. A
+constructor with arguments of its own has the same checks by `checked_options`.
 
 A bool is no number here, although Python thinks so, nor are NaN and infinity. Whole numbers of
 numpy become Python's. A class stands for those of its name in both roots of Lightning.
@@ -157,9 +151,6 @@ def checked_options(function: Callable[Concatenate[S, P], R]) -> Callable[Concat
     """Make a constructor, or a class method, check its options by their annotations.
 
     Options of types that are no classes, such as Any, are left to the function.
-
-    Raises:
-        ConfigError: When called, an option is not of its type, or out of its range.
     """
     of_function = signature(function)
 

@@ -3,11 +3,9 @@
     stage 0    ids ──> embedding ──> dropout ──> block 0 ──> block 1 ──send──┐
     stage 1    ids ──> Placeholder ──> Placeholder ──> (skipped) ────────────> block 2 ──> block 3
 
-A stage runs the user's whole step, but has only its own parameters. `Placeholder` stands in for the
-others, and whatever is computed from it is a `Placeholder` again: it costs no arithmetic and no
-memory, and it cannot be mistaken for a value. So the arguments of a stage's first block that are
-placeholders are exactly those that have to be received; all others every stage computes by itself.
-Once a placeholder has been received, it has a `value`, with which the step goes on.
+A stage runs the user's whole step, but has only its own parameters. What is computed from a
+`Placeholder` is one again, without arithmetic or memory. So the arguments of a stage's first block
+that are placeholders are exactly those that have to be received; from then on they have a `value`.
 """
 
 import weakref
@@ -62,11 +60,7 @@ NEED_ELEMENTS: list[Callable[[], bool]] = []
 
 
 class OtherStageError(ConfigError):
-    """A value of another stage was used as if it were known here.
-
-    Attributes:
-        origins: Names of the parameters and of blocks' results that the value is computed from.
-    """
+    """A value of another stage, computed from `origins`, was used as if it were known here."""
 
     def __init__(self, message: str, origins: frozenset[str]) -> None:
         super().__init__(message)
@@ -159,11 +153,7 @@ class Placeholder(SeesCalls, SeesOperations):
     @classmethod
     @override
     def dispatched(cls, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Compute shape and format only.
-
-        Raises:
-            ConfigError: The operation needs the elements, or would write them into another tensor.
-        """
+        """Compute shape and format only, and refuse what needs or would write elements."""
         given = (args, kwargs)
         sources, origins = _sources(given)
         source = sources[0]
@@ -239,10 +229,9 @@ def _known(value: Any) -> Any:
 
 
 def _draw(func: Any, given: Any) -> None:
-    """Draw the random numbers that the stage with the elements draws.
+    """Draw the random numbers that the stage with the elements draws, so that later ones agree.
 
-    The following random numbers are then the same on every stage. The elements do not matter for
-    how many numbers are drawn, but they have to be probabilities.
+    The elements do not matter for how many are drawn, but they have to be probabilities.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags or _drops_nothing(func, *given):
         return
@@ -319,10 +308,7 @@ def births() -> AbstractContextManager[list["weakref.ref[Placeholder]"]]:
 
 
 def tensors_given() -> AbstractContextManager[list[Tensor]]:
-    """Note the tensors that require gradients and that other stages compute with, in this thread.
-
-    Their gradients are not known here, not even in part.
-    """
+    """Note the tensors with gradients, which are not known here, that other stages compute with."""
     return having(_given, [])
 
 

@@ -8,13 +8,8 @@ lightning.pytorch, pytorch_lightning   the registry learns the strategies' names
 lightning.fabric, lightning_fabric     its registry learns the names, too; MPI is asked only where
                                        it has started the ranks
 
-`after_import` calls a function once some code has imported a package, which it does not itself:
-
-    import lightning_shard          import pytorch_lightning
-      └─ after_import(name, then)     ├─ its own loader runs it
-                                      └─ then()
-
-An import of any other name costs one look into a dictionary.
+`after_import` calls a function once some code has imported a package, which it does not itself. An
+import of any other name costs one look into a dictionary.
 """
 
 import sys
@@ -46,12 +41,7 @@ _WITHOUT_TORCH = {
 
 
 def after_import(name: str, then: Then) -> None:
-    """Call `then()` once the module is imported: at once if it is, else at the end of its import.
-
-    Args:
-        name: Dotted name of the module.
-        then: Function that runs in the importing thread; the import raises its errors.
-    """
+    """Call `then()` once the module is imported: now if it is, else at the end of its import."""
     if name in sys.modules:
         then()
         return

@@ -1,10 +1,8 @@
 """The names of strategies as data, without torch: what each is, and what it needs.
 
-`Trainer(strategy=...)` takes each name alone and with a backend as a suffix, and
-`lightning-shard strategies` prints them. A strategy's module is imported when a Trainer asks for
-the name.
-
-`HOMES` has the modules that define the package's names, each imported on first use.
+`Trainer(strategy=...)` takes each name alone and with a backend as a suffix, and `lightning-shard
+strategies` prints them. A strategy's module, and that of each name of the package (`HOMES`), is
+imported on first use.
 """
 
 from collections.abc import Iterator
@@ -48,7 +46,6 @@ class Scheme:
 
     Attributes:
         class_name: Name of its class in `lightning_shard`.
-        text: What it does, in a few words.
         needs: What a model or a run must have for it; empty where any does.
         under_fabric: Why it is not for Fabric, and what to use there; empty where it works.
     """

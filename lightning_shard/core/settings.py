@@ -1,7 +1,6 @@
 """The one module that reads the environment.
 
-Launchers (torchrun, Lightning's own, srun, mpirun) tell a process by variables where it is and
-where its peers are, each by names of its own. A table holds the names:
+Launchers tell a process by variables where it is and where its peers are, each by its own names:
 
                    rank                  world size            local rank ...
     torchrun       RANK                  WORLD_SIZE            LOCAL_RANK
@@ -30,12 +29,7 @@ _JOB_IS_INITIAL = "LIGHTNING_SHARD_JOB_IS_INITIAL"
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """The address at which the ranks of a job meet.
-
-    Attributes:
-        host: Name or address of rank 0's host.
-        port: Port of rank 0's store.
-    """
+    """The address, of rank 0's host, at which the ranks of a job meet."""
 
     host: str
     port: int
@@ -48,13 +42,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The address of an elastic job.
-
-    Attributes:
-        host: Name or address of the host of its rendezvous server.
-        port: Port of its rendezvous server.
-        token: Secret that a process must know to take part; "" when none was given.
-    """
+    """The address of an elastic job's rendezvous server, and its token; "" for none."""
 
     host: str
     port: int
@@ -67,10 +55,6 @@ class LauncherVariables:
 
     Attributes:
         launcher: Command that the user types.
-        rank: Variable with this process's global rank.
-        world_size: Variable with the number of processes.
-        local_rank: Variable with this process's rank on its host.
-        local_size: Variable with the number of processes on this host.
         node_rank: Variable with the host's number; None when the launcher sets none.
         num_nodes: Variable with the number of hosts; None when the launcher sets none.
         start: Command that starts "{}" processes on each host, for error messages.
@@ -143,16 +127,7 @@ CRAY_PMI = LauncherVariables(
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRanks:
-    """A process's ranks and the sizes of its groups; None where the launcher did not tell.
-
-    Attributes:
-        rank: Global rank of the process.
-        world_size: Number of processes.
-        local_rank: Rank of the process on its host.
-        local_size: Number of processes on the host.
-        node_rank: Number of the host.
-        num_nodes: Number of hosts.
-    """
+    """A process's ranks and the sizes of its groups; None where the launcher did not tell."""
 
     rank: int
     world_size: int
@@ -209,11 +184,7 @@ def check_numbers(names: LauncherVariables) -> None:
 
 
 def rendezvous() -> Rendezvous:
-    """Read MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        ConfigError: A variable is missing, or MASTER_PORT is no port.
-    """
+    """Read MASTER_ADDR and MASTER_PORT."""
     return Rendezvous(host=required("MASTER_ADDR", "the host of rank 0"), port=master_port())
 
 
@@ -279,10 +250,7 @@ def _token_in_file(path: Path) -> tuple[str, str]:
 
 
 def is_on_one_host() -> bool:
-    """Whether all ranks of the job are on this host, as the launcher's variables tell.
-
-    A loopback address of rank 0 tells so, too.
-    """
+    """Whether all ranks are on this host, as rank 0's address or the launcher's variables tell."""
     if is_loopback(given("MASTER_ADDR")):
         return True
     mpi = mpi_variables()
@@ -327,11 +295,7 @@ def prefer_interface_for_gloo(interface: str) -> None:
 
 
 def debug() -> bool:
-    """Read LIGHTNING_SHARD_DEBUG: whether ranks compare every call before they make it.
-
-    Raises:
-        ConfigError: The variable is neither 0 nor 1.
-    """
+    """Read LIGHTNING_SHARD_DEBUG: whether ranks compare every call before they make it."""
     value = given("LIGHTNING_SHARD_DEBUG")
     if value not in ("", "0", "1"):
         raise ConfigError(
@@ -359,7 +323,7 @@ def grace_seconds() -> float:
 def torchrun_job() -> str | None:
     """Return a name that torchrun's workers on this host share over restarts; None without it.
 
-    The name has the process id of the agent, the workers' parent, which stays.
+    It has the process id of the agent, the workers' parent, which stays.
     """
     run = given("TORCHELASTIC_RUN_ID")
     return f"{run}-{os.getppid()}" if run else None

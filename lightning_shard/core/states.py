@@ -7,11 +7,8 @@
 
     self.light = self.light.to(Light.GREEN)      raises in AMBER
 
-One word says what several booleans would say, most of whose combinations cannot be. A change that
-is not allowed is a mistake of this package, not of its user: debug runs raise there, and so do
-tests. Other runs only assign.
-
-    with having(_reader, "head"):                what a thread is in for a while, by its variable
+A change that is not allowed is a mistake of this package, not of its user: debug runs raise there,
+and so do tests. Other runs only assign.
 """
 
 from collections.abc import Iterator
@@ -35,21 +32,13 @@ def having(variable: ContextVar[Any], value: _T) -> Iterator[_T]:
 
 
 class Checks:
-    """Says whether changes are checked.
-
-    Attributes:
-        are_on: Whether they are, in all of this process: in debug runs and tests.
-    """
+    """Says whether changes are checked in all of this process: in debug runs and tests."""
 
     are_on: ClassVar[bool] = False
 
 
 class State(Enum):
-    """A state; a member's value names the members that may follow it.
-
-    Attributes:
-        then: Names of the members that may follow.
-    """
+    """A state; a member's value names the members that may follow it: `then`."""
 
     then: frozenset[str]
 

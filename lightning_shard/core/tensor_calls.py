@@ -3,11 +3,8 @@
     p.norm()   ──> __torch_function__ ──> called         what code asks, with autograd still to come
     aten.norm  ──> __torch_dispatch__ ──> dispatched     what is left of it below autograd
 
-Every class that stands for elements elsewhere answers one of the two, or both. (A class that is
-asked in each step's host work has the first function itself: a call less.)
-
-Some calls lead to a tensor's memory. Such a class has none of its own shape, and must not be led to
-another's: an address would be that of garbage.
+Every class that stands for elements elsewhere answers one of the two, or both. Such a class has no
+memory of its own shape, and must not lead to another's: an address would be that of garbage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -95,13 +92,7 @@ BY_ADDRESS = frozenset(
 
 
 def memory_refused(func: Any, tensor: Tensor, held: str) -> ConfigError:
-    """Return the error for a call that asks for memory of elements that are elsewhere.
-
-    Args:
-        func: The function that is called.
-        tensor: A tensor without all of its elements.
-        held: Where these are.
-    """
+    """Return the error for a call that asks for memory of elements; `held` says where they are."""
     return ConfigError(
         f"{name_of(func)}() was called of a tensor of shape {tuple(tensor.shape)} in a step, but "
         f"{held}; expected code that computes with it. Ask for the memory of parameters in a hook, "

@@ -31,12 +31,7 @@ Forward = Callable[..., Any]
 
 
 class BatchedExperts:
-    """Calls of one module that has experts in tensors.
-
-    Args:
-        mixture: The experts and their module.
-        group: The W ranks that share them.
-        is_dry: Whether tokens have no elements, so that each expert gets as many of them.
+    """Calls of one module that has experts in tensors, which W ranks share.
 
     Attributes:
         load: What the experts got.

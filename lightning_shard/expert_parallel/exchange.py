@@ -6,11 +6,8 @@
     rank 0   received         e0 e0 e1, e0 e1 e1      those of rank 0, then those of rank 1
     rank 1                    e2 e3, e3
 
-Ranks have other samples, so an expert's gradient is the sum over the ranks of what each rank's loss
-makes of it, and the engine needs the mean: gradients are divided by the number of ranks W where
-they come to the experts, and multiplied by it where they leave them for the tokens. Each backward
-is an exchange as well, so that a gradient can be differentiated once more.
-
+An expert's gradient is the sum over the ranks, and the engine needs the mean: gradients are divided
+by the number of ranks W where they come to the experts, and multiplied by it where they leave them.
 All tensors that go together are one operation of autograd. Which of two would come first in a
 backward depends on what else a rank's graph has, and all ranks must exchange in one order.
 """
@@ -32,8 +29,7 @@ class Routes:
     Args:
         counts: Number of this rank's rows for each of the E experts, int64, shape (E,) or (E, C)
             with other numbers that travel along.
-        group: The W ranks that share the experts, each of which must make one; E is divisible
-            by W.
+        group: The W ranks that share the experts, each of which must make one; W divides E.
         peers_alike: Whether to take it that each rank has the same numbers, as in a dry run.
 
     Attributes:
@@ -66,11 +62,7 @@ class Routes:
         return sum(self.received)
 
     def to_experts(self, *tensors: Tensor) -> list[Tensor]:
-        """Send rows, sorted by expert, to the experts' ranks; each rank must call.
-
-        Args:
-            tensors: Shape (S, ...) each, one entry for each row.
-        """
+        """Send rows (S, ...), sorted by expert, to the experts' ranks; each rank must call."""
         return self._exchange(self.sent, self.received, float(self.group.size), tensors)
 
     def to_tokens(self, *tensors: Tensor) -> list[Tensor]:

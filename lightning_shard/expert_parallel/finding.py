@@ -1,12 +1,10 @@
 """Which modules of a model are mixtures of experts, by the shapes of their parameters.
 
 batched   a module whose every parameter has the experts as its first dimension, such as those of
-          Hugging Face: weights of shape (E, out, in), biases of shape (E, out). It is called with
-          tokens, the experts of each, and their weights. It has a number E, or is called, like
-          experts; where nothing is, it stands beside a router.
+          Hugging Face: weights of shape (E, out, in), biases of shape (E, out). It has a number E,
+          or is called, like experts; where nothing is, it stands beside a router.
 listed    a `ModuleList` of E equal modules beside a router, a parameter of two dimensions one of
-          which is E. The module that has both calls the experts with the tokens of each. Where
-          others are, it is called like experts, as a `ModuleDict` always is.
+          which is E. Where others are, it is called like experts, as a `ModuleDict` always is.
 """
 
 from collections.abc import Sequence
@@ -24,7 +22,6 @@ class Mixture:
     Attributes:
         name: Path of the experts in the model.
         module: The module whose forward is given tokens: the experts', or that which has the list.
-        num_experts: Number of experts E.
         experts: The listed experts; none where they are batched.
     """
 
@@ -86,12 +83,7 @@ def _is_called_experts(name: str, *modules: nn.Module) -> bool:
 
 
 def check_mixtures(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int) -> None:
-    """Refuse what `num_ranks` ranks cannot share.
-
-    Raises:
-        ConfigError: There is no mixture, one whose experts cannot be shared out evenly, or one of
-            both kinds.
-    """
+    """Refuse a model whose experts `num_ranks` ranks cannot share, or that has none."""
     advice = "Leave expert_parallel_size out, and use zero_stage=3 to share out parameters."
     if not mixtures:
         raise ConfigError(

@@ -4,10 +4,9 @@
     in user code         gate_up (E, 2 I, H)          gathered where an operation needs elements
                          its gradient                 summed over the ranks, / W, own experts' taken
 
-A penalty over all weights, or the norm of one, is then what it is on a single device. Each rank's
-loss may make something else of the full weights, so gradients of all ranks are summed; the engine
-takes the mean over ranks, of which those that have an expert are W times fewer. Gathering is
-collective: each rank must ask for the same weights, in one order.
+Each rank's loss may make something else of the full weights, so gradients of all ranks are summed;
+the engine takes the mean over ranks, of which those that have an expert are W times fewer.
+Gathering is collective: each rank must ask for the same weights, in one order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,8 +53,6 @@ class ExpertPart(Part):
     """One rank's experts' part of a weight; see the module.
 
     Attributes:
-        param: The parameter that is split.
-        experts: How experts are split.
         anchor: A leaf without elements, to which gradients go where no element is here.
         in_pipeline: Whether backwards ask for the gradients of some tensors only.
     """
@@ -134,8 +131,8 @@ class ExpertWeights:
     def step(self, *, in_hook: bool = False) -> Iterator[None]:
         """Show full weights inside, to code outside of the experts' forwards.
 
-        Args:
-            in_hook: Show them as they are, to a hook that the step calls, which sees them full.
+        With `in_hook` they are shown as they are, to a hook that the step calls, which sees them
+        full.
         """
         before, self._is_in_step = self._is_in_step, not in_hook
         try:
@@ -146,11 +143,8 @@ class ExpertWeights:
     def look(self, param: nn.Parameter, tensor: Tensor, anchor: Tensor, *, at_once: bool) -> Tensor:
         """Return what looks full of a parameter, or of what stands for it, while a step runs.
 
-        Args:
-            param: A parameter of an expert.
-            tensor: What is here of it.
-            anchor: A leaf without elements, of which each backward has a gradient.
-            at_once: Whether to gather now, and not where an operation needs elements.
+        It is gathered `at_once`, or where an operation needs elements. Each backward has a gradient
+        of `anchor`, a leaf without elements.
         """
         split = self._split
         shape = split.full_shape(param)

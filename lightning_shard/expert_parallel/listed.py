@@ -6,10 +6,9 @@
     forward     own forward ──> experts.3(rows) ──> its result
                             ──> experts.7(rows) ──> its result
 
-A forward calls one expert after the other, skips those without tokens, and works with a result
-before it calls the next; to exchange at each call would let all ranks wait for one. The rehearsal
-is left without a trace: random numbers, attributes and buffers are what they were, and arguments
-that are changed in place are copies. What an expert is given must not depend on results of others.
+A forward calls one expert after the other; to exchange at each call would let all ranks wait for
+one. The rehearsal leaves random numbers, attributes, buffers and arguments as they were. What an
+expert is given must not depend on results of others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ class _ExpertCall(NamedTuple):
 
 
 class ListedExperts:
-    """Calls of one module that has a list of experts.
+    """Calls of one module that has a list of experts, which W ranks share.
 
     Args:
         mixture: The experts and their module.
@@ -52,7 +51,6 @@ class ListedExperts:
 
     Attributes:
         load: What the experts got.
-        mixture: The experts and their module.
         anchor: A leaf without elements of which each backward of an exchange has a gradient.
         is_own: Whether an expert's own forward runs, or that of a module with all experts.
     """
@@ -246,10 +244,7 @@ class ListedExperts:
     def _exchanged(
         self, module: nn.Module, noted: list[_ExpertCall], anchors: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Return the result of each call, and a tensor without elements that depends on all.
-
-        Nothing is exchanged where no rank has called an expert.
-        """
+        """Return results of the calls, if any rank has called, and what depends on all of them."""
         first = self._group.rank * self._num_here
         own = self.experts_of(module)[first : first + self._num_here]
         counts = self._counts(noted, next(module.parameters()).device)
@@ -294,9 +289,9 @@ class ListedExperts:
         return torch.cat([routes.as_received(results), blank])
 
     def _counts(self, noted: list[_ExpertCall], device: torch.device) -> Tensor:
-        """Return of each expert its rows, whether it was called, and what all tokens are like.
+        """Return of each expert its rows, if it was called, and what all tokens are like, (E, 5).
 
-        Shape (E, 5); a rank that calls no expert learns from the others what tokens are like.
+        A rank that calls no expert learns from the others what tokens are like.
         """
         counts = torch.zeros(self.mixture.num_experts, 5, dtype=torch.int64)
         for call in noted:

@@ -14,11 +14,9 @@ class Load:
     """What one rank has seen of a mixture since the beginning of a run.
 
     Attributes:
-        num_calls: Calls of the mixture in training.
         num_sent_away: Rows, one for each token and expert, that went to experts of other ranks.
         num_kept: Rows whose expert is on this rank.
         received: Rows that came to each of this rank's experts, int64, shape (E / W,).
-        is_counted: Whether calls are counted.
     """
 
     num_calls: int = 0
@@ -28,13 +26,7 @@ class Load:
     is_counted: bool = True
 
     def note(self, sent: Sequence[int], rank: int, received: Tensor) -> None:
-        """Count one call.
-
-        Args:
-            sent: Rows to each rank.
-            rank: This rank, of those that share the experts.
-            received: Rows for each of this rank's experts, shape (E / W,).
-        """
+        """Count one call: rows to each rank, and those that came for each expert, (E / W,)."""
         if not self.is_counted:
             return
         self.num_calls += 1
@@ -49,7 +41,6 @@ class ExpertLoad:
     """The load of a mixture over all ranks.
 
     Attributes:
-        name: Path of the experts in the model.
         num_calls: Calls of the mixture in training, on each rank that has it.
         tokens: Tokens that each of the E experts got.
         num_sent_away: Those of them that went to an expert of another rank.

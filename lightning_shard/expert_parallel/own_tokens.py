@@ -3,8 +3,7 @@
     tokens (B S, H)      experts (B S, K)      weights (B S, K)       each cut over C ranks, or full
        └── the own rows of each ──> own forward ──> the own rows of the result (B S, H)
 
-A row of the result is made of the same row of tokens, so nothing has to be gathered. Experts in
-lists choose their rows themselves: they are given the whole sequence.
+Experts in lists choose their rows themselves: they are given the whole sequence.
 """
 
 from collections.abc import Mapping, Sequence

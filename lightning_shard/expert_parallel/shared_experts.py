@@ -1,15 +1,11 @@
 """The mixtures of a model whose experts are on several ranks: their forwards, until `restore`.
 
-mixture(tokens) ──> own class with another forward ──> exchange, own forward of the experts here
+    mixture(tokens) ──> own class with another forward ──> exchange, own forward of the experts here
 
-A trial tells whether a mixture computes the same with its experts on several ranks:
-
-    whole    all experts, brought together for the trial    this rank's tokens ──> result, gradients
-    shared   experts on their ranks                         this rank's tokens ──> the same
-
-Compared are the results, the gradients of tokens and routing, and those of the experts, which are
-the mean over the ranks. A router whose gradient is wrong shows here, where the loss is right. The
-first call of each class of mixtures is tried, and leaves the mixture as it was.
+A trial tells whether a mixture computes the same with its experts on several ranks as with all of
+them, brought together: results, and gradients of tokens, routing and experts. A router whose
+gradient is wrong shows here, where the loss is right. The first call of each class of mixtures is
+tried, and leaves the mixture as it was.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -252,10 +248,9 @@ class SharedExperts:
             return calls.call(module, own, *arguments)
 
     def load(self, others: Sequence[Collectives]) -> Mapping[str, ExpertLoad]:
-        """Return by name how the tokens of each mixture were shared out; each rank must call.
+        """Return by name how tokens were shared out; each rank must call.
 
-        Args:
-            others: Groups of further ranks that count: with the same experts, with other stages.
+        `others` are groups of further ranks that count: with the same experts, with other stages.
         """
         own = {name: (one.load, one.mixture.num_experts) for name, one in self._calls.items()}
         return loads_of_ranks(own, self._split.group, others)

@@ -3,7 +3,7 @@
     batched   gate_up (E, 2 I, H)   rank 0 [0, E / W)   rank 1 [E / W, 2 E / W) ...
     listed    experts.0, experts.1  rank 0              experts.2, experts.3   rank 1
 
-Each rank has all other parameters. An expert that is not here has parameters without elements.
+An expert that is not here has parameters without elements.
 """
 
 from collections.abc import Hashable, Sequence

@@ -2,8 +2,7 @@
 
 Among the ranks of one copy of the state each element of the gradient lies on exactly one (stages 1
 to 3), or it is the same on every rank (stage 0), so sums over shards are summed over ranks once or
-not at all. Parameters that are split over other ranks as well are summed over those, too; what is
-full on each of them counts once.
+not at all. Parameters that are split over other ranks as well are summed over those, too.
 """
 
 from collections.abc import Sequence
@@ -22,10 +21,7 @@ def global_grad_norm(
 ) -> Tensor:
     """The norm of the averaged gradient over full parameters, the same on every rank.
 
-    Args:
-        params: Parameters whose gradients count; each rank must pass the same ones.
-        engine: The engine that holds these gradients; each of its ranks must call.
-        norm_type: The p of the p-norm, or infinity for the largest magnitude.
+    Each rank must call, with the same parameters; `norm_type` may be infinity.
 
     Returns:
         Shape (), float32 (float64 when the gradients are).
@@ -97,9 +93,6 @@ def clip_grad_norm(
     Raises:
         RuntimeError: The norm is not finite, and is to be; on every rank, before anything is
             scaled.
-
-    Source:
-        `torch.nn.utils.clip_grad_norm_`, by whose own second half the gradients are scaled.
     """
     with engine.optimizer_view():
         norm = global_grad_norm(params, engine, norm_type)

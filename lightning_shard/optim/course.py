@@ -1,9 +1,5 @@
 """What a step of an optimizer makes of a whole and of its parts: updates, and what it keeps.
 
-    values      each element of the parameters; their change, however small, is compared
-    elements    state that has an element for each: moments, slow weights
-    numbers     what an optimizer keeps of a parameter, a group or itself: the `d` of D-Adaptation
-
 An update by 1e-8 of a weight of 1 tells of a norm as well as a large one does, and so does a number
 that is not used yet: whoever keeps a sum over all elements will divide by it some steps later.
 """
@@ -31,8 +27,8 @@ class OptimizerSnapshot:
 
     Attributes:
         values: All elements of the parameters, in order, shape (n,), float64.
-        elements: State by its name, of all elements in order.
-        numbers: Numbers by name, of each parameter, or of each optimizer.
+        elements: State by its name, of all elements in order: moments, slow weights.
+        numbers: Numbers by name, of each parameter, or of each optimizer: D-Adaptation's `d`.
     """
 
     values: Tensor
@@ -131,11 +127,9 @@ class Runs:
         self._held = self._snapshots()
 
     def step(self, grad: Tensor, loss: Loss | None) -> tuple["Step", "Step"]:
-        """Take a step on the whole and on its parts; return both.
+        """Take a step on the whole, which has this gradient, and on its parts; return both.
 
-        Args:
-            grad: The whole's gradient.
-            loss: What the closure returns that steps are given; None gives them none.
+        `loss` is what a closure returns that steps are given; None gives them none.
         """
 
         def take(number: int, grads: Sequence[Tensor]) -> None:

@@ -6,19 +6,12 @@ optimizer with the same settings takes two steps on a small matrix and on the sa
 and the results are compared. Where ranks have some parameters each, and those full, the trial has
 two matrices, together and one by one: only LBFGS and its like fail that.
 
-Optimizers that are not torch's own may treat large matrices, or convolutions, in another way than
-small matrices, or begin with norms after some steps. They take more steps, and take them on a
-tensor of each number of dimensions that a param group has, too. A gradient's rows may be zero.
-They are compared step by step in float64, and with what they keep, see `course`: an optimizer that
-finds its rate takes steps of 1e-8 at first, and looks element-wise in all that is written.
-
-Later steps of an optimizer are tried before it takes them, for as long as it trains. The trial
-before a fit takes a few steps. An optimizer may do something else later: after a warm-up it divides
-by norms, say, and each rank would divide by its shard's. No number of steps tells that there is no
-such step after them. So for optimizers that are not torch's own, the trial goes on beside the run:
-one step on a small matrix and on the same matrix in parts, with the options and counters that the
-optimizer has by now, before each step of its own. It is taken at a fixed rate, since a rate of zero
-would hide everything, and at the optimizer's own.
+Optimizers that are not torch's own may treat large tensors in another way, or begin with norms
+after some steps. They take more steps, also on a tensor of each number of dimensions that a param
+group has, and are compared step by step in float64, with what they keep: see `course`. No number of
+steps tells that nothing else comes after a warm-up, so their trial goes on beside the run: one step
+before each of theirs, with the options and counters that they have by now, at a fixed rate, since a
+rate of zero would hide everything, and at the optimizer's own.
 """
 
 import copy
@@ -65,10 +58,7 @@ def why_not_elementwise(
 def why_not_separate(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]] | None = None
 ) -> str | None:
-    """Say why an optimizer updates some of the parameters differently than all of them.
-
-    Each parameter is full here; arguments and result are as `why_not_elementwise` has them.
-    """
+    """Say why an optimizer updates some of the full parameters differently than all of them."""
     return why_not(optimizer, groups, one_by_one)
 
 
@@ -109,10 +99,7 @@ def is_of_torch(optimizer: Optimizer) -> bool:
 
 
 def _sends_messages(optimizer: Optimizer) -> bool:
-    """Whether the step of an optimizer that is not torch's own names torch.distributed.
-
-    A trial would wait for ranks that do something else.
-    """
+    """Whether a step names torch.distributed: a trial would wait for other ranks."""
     if is_of_torch(optimizer):
         return False
     step = inspect.unwrap(type(optimizer).step)
@@ -208,14 +195,7 @@ def _try_values(
 
 
 def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None:
-    """Say how a trial's result for its parts differs from its result for all of them at once.
-
-    Args:
-        trial: Returns the tensors of the undivided run, and those of the runs of the parts.
-
-    Returns:
-        The difference, or the exception that the trial raised, in words; None when they agree.
-    """
+    """Say how a trial's parts differ from its undivided run, or what it raised; None if equal."""
     try:
         expected, got = (torch.cat([one.flatten() for one in run]) for run in trial())
     except Exception as error:  # whatever it raises, it says why

@@ -2,10 +2,12 @@
 
     a buffer's shard     [ w1 | b1 | w2 | b2 | w3 ]    parameters of one param group lie together
     group["params"]      [          piece         ]    while the optimizer steps
+    entries of the piece   exp_avg [ m1 | .. | m2 | .. ]     step: one number
+    state[w1]              exp_avg: m1 in that memory        step: one of several numbers, all equal
 
-So a step costs the host nothing for each parameter: neither in the optimizer, nor in what shows
-parameters as shards. The updates are those of the parameters by themselves, since the optimizer is
-one of torch's element-wise ones, exactly. Each parameter by itself is updated
+So a step costs the host nothing for each parameter, and updates are those of the parameters by
+themselves, since the optimizer is one of torch's element-wise ones, exactly. Each parameter by
+itself is updated
 
 - under offload or compression, and where the model is split over ranks in other ways, too, or an
   optimizer needs some parameters full;
@@ -14,17 +16,9 @@ one of torch's element-wise ones, exactly. Each parameter by itself is updated
 - where groups alternate in a buffer, so that pieces would be many and short;
 - where hooks look at parameters within the step, or one of the options does (`_needs_each`).
 
-A piece is a run of shards that one param group updates, as one long parameter with one state:
-
-    shards of a buffer     [ w1 | b1 | w2 | b2 ]
-    entries of the piece   exp_avg [ m1 | .. | m2 | .. ]     step: one number
-    state[w1]              exp_avg: m1 in that memory        step: one of four numbers, all equal
-
-While it steps the optimizer has the piece and its entries. Everybody else has the parameters' own
-tensors, which lie in the piece's memory, and may edit or exchange them: nothing is remembered that
-a step does not check. Between steps the piece holds no memory.
-
-Padding between the shards is zero, as are its gradients, and stays so.
+Everybody but the stepping optimizer has the parameters' own tensors, which lie in the piece's
+memory, and may edit or exchange them: nothing is remembered that a step does not check. Padding
+between the shards is zero, as are its gradients, and stays so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,18 +40,15 @@ from lightning_shard.errors import ConfigError
 
 
 class FrozenAdam:
-    """Takes an optimizer's steps under a frozen second moment, inside the optimizer's view.
-
-    Adam's steps from the end of a compressor's warm-up on: its second moment is frozen.
+    """Takes Adam's steps under a second moment that is frozen when a compressor's warm-up ends.
 
         p -= lr m / (sqrt(v) + eps)    v: as it was when the warm-up ended
                                        m: what came, if momentum travels; else made of it
 
     What error feedback sends comes late and all at once, and Adam would divide each spike by
-    itself. Under a fixed v it counts in full, up to a limit for each step.
+    itself. Under a fixed v it counts in full, up to a limit for each step. The optimizer's own step
+    passes over these parameters, which have no gradient then, and leaves their counter of steps.
 
-    The optimizer's own step passes over these parameters: while it runs they have no gradient.
-    Their counter of steps stays where v was frozen, so that v's bias correction stays right.
     Source: 1-bit Adam, arXiv:2102.02888, algorithm 1.
     """
 
@@ -294,16 +285,11 @@ _Columns = dict[str, list[Any]]  # by key the entries of the parameters
 class Piece:
     """Shards of one buffer that lie together, and what an optimizer keeps for them.
 
-    Args:
-        gradients: The buffer's gradients.
-        group: Number of the param group.
-        slices: By the parameter's index in the buffer, where its elements lie in the shard; none
-            without elements.
+    `slices` says by the parameter's index where its elements lie in the shard, if it has any there.
 
     Attributes:
         param: The shards as one parameter, shape (E,), with the padding between them; None between
             steps.
-        params: The parameters whose shards these are.
     """
 
     def __init__(
@@ -329,13 +315,9 @@ class Piece:
     def join(self, states: _States) -> bool:
         """Let the parameters' entries lie in memories of the piece, for the step that begins.
 
-        Args:
-            states: The optimizer's state.
-
-        Returns:
-            Whether one entry can stand for all parameters'. Not where some have others, or of
-            another kind, or counts that differ; on a GPU neither where others than pieces have
-            counted on since, as a step is not to wait for what they have come to.
+        Return whether one entry can stand for all parameters'. Not where some have others, or of
+        another kind, or counts that differ; on a GPU neither where others than pieces have counted
+        on since, as a step is not to wait for what they have come to.
         """
         own = [states.get(param) or {} for param in self.params]
         if [*map(dict.keys, own)].count(own[0].keys()) < len(own):

@@ -6,18 +6,12 @@
                         others   the optimizer's groups leave the parameter out
     tensor parallel     the owner gathers what other ranks have
 
-so that the owner takes the step of a single device. State is full on the owner, and nowhere else.
-
-Full matrices are gathered from the ranks that have parts of them:
-
                 rank 0        rank 1                       the step           rank 0        rank 1
     up.weight   part, grad    part, grad ──all_to_all──>   by rank 0 ──all_to_all──> part   part
     norm.bias   full, grad    full, grad                   by rank 1 ──all_to_all──> full   full
 
-Each parameter has an owner among the ranks, which alone has it in its param groups while it steps,
-and its state; see `data_parallel.building.Owners`. A message has parts of many parameters, for all
-owners: each part of a matrix and of its gradient is sent once to the owner, and what it updates
-once back.
+So the owner takes the step of a single device, and alone has the state. A message has parts of many
+parameters, for all owners: each part is sent once to the owner, and what it updates once back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,13 +37,8 @@ from lightning_shard.optim.elementwise import (
 def parameters_to_own(optimizers: Sequence[Optimizer], model: nn.Module) -> frozenset[nn.Parameter]:
     """Return the parameters that have to lie full on one rank each; no communication.
 
-    Args:
-        optimizers: Every optimizer of the model, before the engine is made.
-        model: The model that is trained.
-
-    Returns:
-        The parameters of the param groups that need them. Where there are any, also those that no
-            optimizer has yet, since one may be given them later.
+    Where a param group needs them, those that no optimizer has yet are among them, since it may be
+    given them later. `optimizers` are all of the model's, before the engine is made.
     """
     groups = [(one, group) for one in optimizers for group in one.param_groups]
     owned = {
@@ -86,10 +75,7 @@ class OwnedParameters:
         self.put_back()
 
     def take(self) -> None:
-        """Show what is owned here in its own shape, and take what others have off the groups.
-
-        Each rank must call.
-        """
+        """Show what is owned here in its own shape, and nothing of others; each rank must call."""
         groups = self._optimizer.param_groups
         if len(groups) != len(self._plans) or not all(map(_GroupPlan.fits, self._plans, groups)):
             for group in groups:
@@ -198,9 +184,7 @@ _MESSAGE_BYTES = 32 << 20  # of this rank's parts, unless one parameter has more
 class GatheredParameters:
     """Shows an optimizer the parameters that this rank gathers, inside the optimizer's view.
 
-    Attributes:
-        num_bytes: Bytes of the matrices and gradients that this rank has gathered for the update,
-            the running one or the last.
+    `num_bytes` counts the matrices and gradients of the running update, or of the last.
     """
 
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
@@ -213,10 +197,7 @@ class GatheredParameters:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Gather what is updated here, and take what others update off the groups.
-
-        Each rank that has parts of the layers must call.
-        """
+        """Gather what is updated here, and hide the others; each rank with parts must call."""
         self.num_bytes = 0
         if self._exchange is None:
             return
@@ -330,11 +311,9 @@ class _PartExchange:
     def run(
         self, sent: Sequence[Sequence[Tensor]], awaited: Sequence[Sequence[Tensor]]
     ) -> list[list[Tensor]]:
-        """Send tensors to the other ranks; each rank must call where one sends.
+        """Send tensors, of one format, to the other ranks; each rank must call where one sends.
 
-        Args:
-            sent: By rank, what it is sent; all of one format.
-            awaited: By rank, tensors of the shapes that it sends; for this rank what is here.
+        `awaited` has, by rank, tensors of the shapes that it sends, and for this rank what is here.
         """
         some = [tensor for of_rank in (*sent, *awaited) for tensor in of_rank]
         if not some:

@@ -10,39 +10,21 @@
       └─ leave the view, publish       shards -> everybody's full parameters; also where the
                                        update raises
 
-Schedulers, callbacks and the user keep the object that they hold; between steps its groups list
-the module's own parameters. State that the optimizer creates is in shards because it sees shards.
+Schedulers, callbacks and the user keep the object that they hold; between steps its groups list the
+module's own parameters. State that the optimizer creates is in shards because it sees shards; what
+user code puts in by hand is cut as the rest of the state is.
 
-The loss that an optimizer gets from a closure is the mean over the ranks:
+An optimizer that looks at the loss (a line search) has to see the mean over the ranks, or ranks
+decide differently and their weights part ways; for torch's own but LBFGS nothing is sent.
 
-    line search:   loss(w + t d) < loss(w) ?     asked of every rank's own batch, some say yes
+A step that raises ends as any other does, so that who catches the error can go on. An interrupt may
+find other ranks anywhere, and the failure of a rank leaves nobody to exchange with: after those
+nothing is sent until the model is used again.
 
-Gradients are averages over the ranks, so an optimizer that looks at the loss has to see the average
-as well, or ranks decide differently and their weights part ways. torch's own optimizers but LBFGS
-hand the loss on without a look: for these nothing is sent.
-
-A step that raises ends as any other does, so that who catches the error can go on. torch calls the
-hooks after a step only where the step returns. So `optimizer.step` is wrapped, as torch's own
-schedulers do it. An interrupt (Ctrl-C, say) may find other ranks anywhere, and the failure of a
-rank leaves nobody to exchange with: after those nothing is sent until the model is used again.
-
-User code may replace or add parameters in the middle of a run:
-
-    module.p = nn.Parameter(value)      one device: the module's new parameter is in no optimizer
-    optimizer given the new one         one device: it is trained, with state of its own
-
-The engine puts its own parameter back, with the new value. An optimizer that was given the new one
-goes on with the engine's, and with new state. One that was not would train it, which one device
-does not: the parameter is frozen, and a step that would move it all the same is refused.
-
-Optimizer state that user code has put in by hand is cut as the rest of the state is:
-
-    on_train_batch_end    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)    looks full
-    the next step         the rank's shard of it, as what the optimizer makes itself
-
-Under tensor parallel a step sees tensors that show parameters, by which it finds their state. A
-rank that has no element of a parameter takes no step for it and makes no state. There a hook that
-reads an entry, to change it, finds one without elements; counts are those of the parameters here.
+Where user code replaces a parameter in the middle of a run, the engine puts its own back, with the
+new value. An optimizer that was given the new one goes on with the engine's, and with new state.
+One that was not would train it, which one device does not: the parameter is frozen, and a step that
+would move it all the same is refused.
 """
 
 from collections import defaultdict
@@ -343,11 +325,7 @@ class ReplacedParameters:
 
 
 class ShardedOptimizer:
-    """Attaches an optimizer to an engine until `detach`.
-
-    Args:
-        optimizer: Created on the module's parameters, before or after the engine.
-        engine: The engine that holds them.
+    """Attaches an optimizer, made on the module's parameters, to an engine until `detach`.
 
     Raises:
         ConfigError: The optimizer needs full parameters and the stage cuts them, or it holds
@@ -535,9 +513,7 @@ class ShardedOptimizer:
 def check_optimizer(optimizer: Optimizer, engine: Any) -> None:
     """Raise ConfigError if an optimizer would not update right what `engine` holds.
 
-    Args:
-        optimizer: Created on the model's parameters.
-        engine: The engine, or what has a `model`, `options`, `split` and `collectives` as it.
+    The engine may be what has a `model`, `options`, `split` and `collectives` as it.
     """
     _check_parts(optimizer, engine)
     _check_form(optimizer, engine)

@@ -27,11 +27,7 @@ from lightning_shard.precision.scaler import ShardedGradScaler
 
 
 class ShardedPrecision(Precision):
-    """The plugin of 32-true, and the base of the plugins of the other formats.
-
-    Attributes:
-        engine: The engine whose gradients are clipped and unscaled; None before `attach`.
-    """
+    """The plugin of 32-true, and the base of the others; its engine is None before `attach`."""
 
     engine: DataParallelEngine | None = None
 
@@ -126,11 +122,7 @@ class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
 
 
 def sharded_plugin(plugin: Precision | None) -> Precision | None:
-    """Return this package's plugin that does what one of Lightning's does.
-
-    Raises:
-        ConfigError: A plugin that has no counterpart here.
-    """
+    """Return this package's plugin that does what one of Lightning's does, or refuse it."""
     if plugin is None or isinstance(plugin, ShardedPrecision):
         return plugin
     sharded = _SHARDED.get(type(plugin))

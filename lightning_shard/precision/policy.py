@@ -5,10 +5,9 @@ A layer keeps the format that user code asks for before a run converts the modul
     setup, configure_model      self.router.float()          noted: the layer's own format
     strategy.setup              module.to(torch.bfloat16)    all but what was noted
 
-Lightning converts every layer. What a class of Hugging Face names in `_keep_in_fp32_modules` counts
-as asked for, where the rest of its module has the Trainer's format already: private names of
-transformers, checked with 5; `tests/strategies/data_parallel/test_layers_of_another_format.py`
-fails when they change.
+What a class of Hugging Face names in `_keep_in_fp32_modules` counts as asked for, where the rest of
+its module has the Trainer's format already: private names of transformers, checked with 5;
+`tests/strategies/data_parallel/test_layers_of_another_format.py` fails when they change.
 """
 
 import re
@@ -44,8 +43,7 @@ def dtype_policy(precision: str, reduce_dtype: str | None = None) -> DTypePolicy
     """Return the engine's formats for a Lightning precision string.
 
     Args:
-        precision: Lightning's string, such as "bf16-mixed"; with a "true" one Lightning's plugin
-            has converted the module already.
+        precision: Lightning's string; with a "true" one its plugin has converted the module.
         reduce_dtype: "float32", "bfloat16" or "float16", the format in which gradients travel;
             None for the format that they have in backward.
 
@@ -98,9 +96,7 @@ class AskedFormats(TorchFunctionMode):
     def kept(self, module: nn.Module, usual: torch.dtype | None) -> Iterator[None]:
         """Convert a module inside, of which some layers keep their formats; ends the notes.
 
-        Args:
-            module: The module that is converted.
-            usual: The format of all other layers; None where nothing is converted.
+        `usual` is the format of all other layers; None where nothing is converted.
         """
         asked = {*self._asked, *map(id, () if usual is None else _kept_by_name(module, usual))}
         self.end()

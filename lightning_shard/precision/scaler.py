@@ -18,10 +18,8 @@ from lightning_shard.backends.collectives import Collectives
 def device_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
     """Return what a scaler multiplies losses with, and leave it on the device.
 
-    `get_scale` would have the host wait until the device has done all that is queued.
-
-    Returns:
-        A tensor of shape () that later steps do not change; None where nothing is scaled.
+    `get_scale` would have the host wait until the device has done all that is queued. The tensor,
+    of shape (), does not change later; it is None where nothing is scaled.
     """
     if not scaler.is_enabled():
         return None
@@ -31,13 +29,10 @@ def device_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for gradients that lie in shards on the ranks.
+    """`torch.amp.GradScaler` for gradients that lie in shards on the ranks of some groups.
 
-    Args:
-        scaler: The user's scaler (or Lightning's default), whose settings and state are taken.
-        view: Shows the optimizer's shards while it is open.
-        groups: The groups over which the shards lie: data parallel, and tensor parallel.
-        device: Device of this rank's gradients and of the overflow flag.
+    It takes the settings and the state of the user's scaler, or of Lightning's; `view` shows the
+    optimizer's shards while it is open.
     """
 
     def __init__(

@@ -4,9 +4,8 @@
     key   ──enter──> Wk (own heads) ─┼─> attention ──> Wo (own inputs) ──leave──> output
     value ──enter──> Wv (own heads) ─┘        └─> weights: mean over all heads, or all heads' own
 
-The layer's own forward hands full matrices to a function that checks their size, so the forward is
-written anew here. In evaluation torch's encoder layers hand their weights to a fused kernel, which
-knows of no ranks; their own switches turn that kernel off.
+The layer's own forward hands full matrices to a function that checks their size, so it is written
+anew here. torch's fused encoder kernel, which knows of no ranks, is turned off by its own switches.
 """
 
 import math
@@ -161,7 +160,7 @@ def added_masks(
     """Return both masks as one that is added to the scores; it broadcasts to (B, heads, T, S).
 
     Args:
-        query: Shape (B, heads, T, width), of a rank's heads.
+        query: Shape (B, heads, T, width), of the heads of `rank`.
         attn_mask: Shape (T, S), or (B * heads of all ranks, T, S).
         key_padding_mask: Shape (B, S).
         rank: Rank whose heads they are.

@@ -6,9 +6,8 @@
     4. the largest embedding, and those that are tied to it, or as many rows as an output layer
        gives logits, together with that layer      by vocabulary
 
-Whatever is not split computes on each rank as it did: a layer is better left full than split
-wrongly. An embedding whose weight a module multiplies with by itself, with no layer between, has to
-be left out by a plan of one's own.
+Whatever is not split computes on each rank as it did. An embedding whose weight a module multiplies
+with by itself, with no layer between, has to be left out by a plan of one's own.
 """
 
 import inspect
@@ -55,10 +54,8 @@ class AutomaticPlan:
 def automatic_plan(model: nn.Module, num_ranks: int) -> AutomaticPlan:
     """Find what can be split over the ranks of a tensor-parallel group.
 
-    Args:
-        model: The full model with its values, which is not changed. The plan is the same on each
-            rank, and depends on the values only in whether parameters are tied.
-        num_ranks: Number of ranks of the tensor-parallel group.
+    The model is full and stays as it is. The plan is the same on each rank, and depends on the
+    values only in whether parameters are tied.
 
     Raises:
         ConfigError: The ranks cannot share the heads of an attention, or nothing can be split.
@@ -204,9 +201,8 @@ class _LayerFinder:
     def _is_given_biases(self, candidate: Candidate) -> bool:
         """Whether an attention may be called with a bias of each head that another module makes.
 
-        Such a bias is of all heads, so the attention must not be told of fewer heads: its query,
-        key and value look full. Where an attention of its class makes the bias itself, for its own
-        heads, it may be told.
+        Such a bias is of all heads, so the attention must not be told of fewer heads, unless one of
+        its class makes the bias itself, for its own heads.
         """
         owner = candidate.owner
         alike = [one for one in self.names if type(one) is type(owner)]
@@ -220,10 +216,7 @@ class _LayerFinder:
         return is_made or any("bias" in one for one in inspect.signature(owner.forward).parameters)
 
     def _believe(self, candidate: Candidate) -> None:
-        """Plan a pair that could not be tried out by its names; an attention's say too little.
-
-        Heads may be counted where no plan sees it: by the slopes of ALiBi, or a scale.
-        """
+        """Plan a pair that could not be tried out by its names; an attention's say too little."""
         layers = _layers(candidate)
         if any(layer in self.planned or layer in self.reasons for layer in layers.values()):
             return
@@ -318,12 +311,7 @@ def check_layouts(model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: i
         [ q0 k0 v0 | q1 k1 v1 ]     colwise                view(B, T, heads, 3, width)
 
     Cut in the other way, every rank gets activations of the right shape: a model trains, but it is
-    another model. So the layout that a given plan says is compared with the one that a trial finds.
-
-    Args:
-        model: The full model.
-        layers: The layers of the given plan.
-        num_ranks: Number of ranks of the tensor-parallel group.
+    another model.
 
     Raises:
         ConfigError: A trial finds that a layer is laid out otherwise.

@@ -5,8 +5,7 @@
                          └──► hook(module, args, output) of the full width
 
 Such a module is known by when it is called: after a layer that gives features, and before the next
-that takes them. What it computes with is cut by features or, where one dimension counts this rank's
-heads, by heads.
+that takes them.
 """
 
 import copy

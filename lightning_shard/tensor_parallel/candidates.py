@@ -4,10 +4,8 @@
                  qkv (packed colwise) ─┘
                  the same, sharded     C // self.num_heads, view(B, T, C) ...: as if full
     pair         up [, gate] (colwise) ──> element by element ──> down (rowwise)
-                 width -> hidden                                  hidden -> width
 
-A candidate is a guess. `probe` tries it out; where that cannot be done, it is believed only of
-layers with the names that such layers usually have.
+A candidate is a guess, which `probe` tries out, or which is believed by usual names.
 """
 
 import re
@@ -124,10 +122,7 @@ def find_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterato
 def find_full_width_attention(
     owner: nn.Module, num_ranks: int, is_free: IsFree
 ) -> Iterator[Candidate]:
-    """Yield the ways in which a module may be an attention that computes with the whole width.
-
-    No module is told that a rank has fewer heads: query, key and value look full.
-    """
+    """Yield the ways in which a module may be an attention that computes with the whole width."""
     near = dict(_near(owner, is_free))
     for prefix in dict.fromkeys(_prefix(name) for name in near):
         counting = owner.get_submodule(prefix.rstrip("."))

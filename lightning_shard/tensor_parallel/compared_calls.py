@@ -4,11 +4,7 @@
                              └──── another way to call ──> the same?
 
 What splits a module tries it out so before it is believed: gradients of a random direction are
-compared, too, since a loss may be right where they are not.
-
-    float32    differs by more than rounding? ──> float64    the difference is gone: it was rounding
-
-A gradient that is zero, such as that of a key's bias before a softmax, is all rounding.
+compared, too. What differs by more than rounding in float32 is compared in float64.
 """
 
 import copy
@@ -39,13 +35,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Called:
-    """The result of a call on copies of the arguments, and its gradients.
-
-    Args:
-        call: Does the call.
-        arguments: What it is called with.
-        params: Tensors beside the arguments of which gradients are taken.
-        double: Whether arguments are copied as float64.
+    """The result of a call on copies of the arguments, as float64 with `double`, and its gradients.
 
     Attributes:
         results: The tensors that it returns.
@@ -141,11 +131,8 @@ def agreed_difference(
 ) -> str | None:
     """Return as text where a call in parts differs on some rank; None where it does on none.
 
-    Args:
-        group: The ranks that have the parts, each of which must call.
-        compared: Returns the call that is right and that in parts: in float64 where it is given
-            True.
-        names: Name of each of the parameters.
+    `compared` returns the call that is right and that in parts, in float64 where it is given True;
+    each rank must call.
     """
     full, parts = compared(False)
     found = first_difference(full, parts, names)
@@ -162,11 +149,7 @@ def agreed_difference(
 
 @contextmanager
 def in_double(module: nn.Module, *, double: bool = True) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Let a module compute in float64 inside, with copies of what it holds.
-
-    Returns:
-        Returns the copy of one of its parameters.
-    """
+    """Let a module compute in float64 inside, with copies; yield what returns one's copy."""
     copies: dict[int, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
@@ -257,11 +240,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def explained(told: Callable[[str], str]) -> Iterator[None]:
-    """Turn errors inside that are none of ours into a ConfigError.
-
-    Args:
-        told: Makes its text of the kind and the text of an error.
-    """
+    """Turn errors inside that are none of ours into a ConfigError, whose text `told` makes."""
     try:
         yield
     except ShardError:

@@ -1,9 +1,6 @@
 """Copies of a split model that user code makes during the run, as a teacher in `on_train_start`.
 
-    self.teacher = copy.deepcopy(net)     its parameters are this rank's shards, cut as the model's
-    self.teacher(x)                       computed in parts, in the same group
-    the end of the run                    full parameters, plain layers, full counts of heads
-
+Their parameters are shards, cut as the model's, and they compute in parts until the end of the run.
 Copies are noticed by an attribute in each module, whose `__deepcopy__` is called when the copy of
 the module exists already. Each rank must make and keep the same copies.
 """

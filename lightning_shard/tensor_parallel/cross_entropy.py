@@ -1,8 +1,5 @@
 """Cross entropy of logits whose classes are sharded over the ranks, without gathering them.
 
-Each rank reduces its own classes to three or four numbers per row; those are exchanged, and every
-rank has the loss. The gradient, softmax minus one-hot, needs no exchange at all:
-
     rank 0   x[:, :V/2]  ──► max, sum(exp(x - max)), x[target] if it is here ─┐
                                                                               ├─ all-gather
     rank 1   x[:, V/2:]  ──► max, sum(exp(x - max)), x[target] if it is here ─┘
@@ -11,7 +8,8 @@ rank has the loss. The gradient, softmax minus one-hot, needs no exchange at all
     loss       = a (lse - x[target]) + e (sum(w) lse - w . x)     a = (1 - smoothing) w[target]
     gradient   = softmax (a + e sum(w)) - a onehot - e w          e = smoothing / V
 
-The softmax is exp(x - max) / sum: log(sum) + max, rounded once more, would put a whole row off.
+The softmax is exp(x - max) / sum: log(sum) + max, rounded once more, would put a whole row off. The
+gradient needs no exchange at all.
 
 Source: Megatron-LM, arXiv:1909.08053, section 3.
 """
@@ -31,14 +29,7 @@ from lightning_shard.tensor_parallel.regions import all_gathered, copy_to_region
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """The options of `torch.nn.functional.cross_entropy`.
-
-    Attributes:
-        weight: Weight of each class, shape (V,), the same on every rank; None for equal weights.
-        ignore_index: Target value whose rows do not count.
-        reduction: How rows are combined: "none", "mean" or "sum".
-        label_smoothing: Share of each target that is spread over all classes, 0 to 1.
-    """
+    """The options of `torch.nn.functional.cross_entropy`, the same on every rank."""
 
     weight: Tensor | None = None
     ignore_index: int = -100
@@ -59,8 +50,8 @@ def parallel_cross_entropy(
         group: Group of the W ranks that share the classes.
 
     Returns:
-        The loss, of shape () or, not reduced, of that of `target`; float32 under autocast, else
-        the logits' dtype. On accelerators a row whose target is out of range is NaN.
+        The loss, float32 under autocast, else of the logits' dtype. On accelerators a row whose
+        target is out of range is NaN.
     """
     if local.shape[:-1] != target.shape:
         raise ConfigError(
@@ -105,10 +96,7 @@ def _loss_dtype(logits: Tensor) -> torch.dtype:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each row; saves the logits as they are, and one number per row.
-
-    A second derivative exchanges the sums once more, since each depends on all ranks' logits.
-    """
+    """The loss of each row; saves the logits as they are, and one number per row."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,6 @@
 """How activations cross into and out of the region of layers that the ranks share.
 
-    x (full) ──enter──► layers, each rank with its part of their weights ──leave──► full or in parts
-
-What a layer's crossing does follows from its style: activations are copied or cut on the way in,
-gathered or summed on the way out, in slices of the sequence where these lie outside the region.
+x (full) ──enter──► layers, each rank with its part of their weights ──leave──► full or in parts
 """
 
 import weakref
@@ -40,9 +37,9 @@ from lightning_shard.tensor_parallel.styles import Style
 class Entrance:
     """Enters a region once for all layers that are given the same activation.
 
-    Query, key and value all take one activation: their gradients are then added up on this rank,
-    and summed over the ranks once instead of three times. The activation enters anew when it was
-    changed in place, and in a checkpoint of activations, which has to save its tensors again.
+    So the gradients of query, key and value are summed over the ranks once. The activation enters
+    anew when it was changed in place, and in a checkpoint of activations, which has to save its
+    tensors.
     """
 
     def __init__(self, group: Collectives) -> None:

@@ -4,8 +4,7 @@
     (B, T, 3C)  q, k, v: 3 blocks     split(C, -1)                   each sharded, 1 block
     (B, H, T, W) sharded along H     view(B * H, T, W)              B blocks along the first
 
-Rules as in `dim_sharded_operations`. A rule moves no elements between ranks: where the result's
-parts would be others, it declines.
+A rule moves no elements between ranks: where the result's parts would be others, it declines.
 """
 
 import math
@@ -64,8 +63,7 @@ def _place_in(sharded: DimShardedTensor, sizes: Sequence[int]) -> tuple[int, int
     """Return the sharded dimension of another shape, its blocks, and what a rank has of each.
 
     In row-major order there are `num_runs` runs of values, of each of which the ranks have
-    consecutive parts. A dimension has the same runs if its blocks begin where the runs do. None
-    if no dimension has.
+    consecutive parts. A dimension has the same runs if its blocks begin where the runs do.
     """
     part = sharded.part
     num_runs = math.prod(sharded.shape[: part.dim]) * part.num_blocks

@@ -8,17 +8,15 @@
                                         │ anything else (argmax, softmax, numpy ...)
                                         └─ all-gather ─► a plain tensor of shape (B, T, V)
 
-Logits are sharded by their classes, activations under sequence parallel by their positions; the
-latter stay so in norms, dropout and residual sums. Query, key and value are sharded by heads where
-an attention computes with the whole width; they stay so until they reach a layer that is cut by its
-inputs. Fused in one tensor, each rank has a part of each of the three blocks:
+Logits are sharded by their classes, activations under sequence parallel by their positions, query,
+key and value by heads. Fused in one tensor, each rank has a part of each of the three blocks:
 
     [ q0 q1 | k0 k1 | v0 v1 ]       rank 1 has [ q1 k1 v1 ], num_blocks is 3
 
-Operations come in through `__torch_function__`; `dim_sharded_operations` says which of them work on
-the parts. Operations that get past it, in an autograd function of the user's or in C++, see a full
-tensor: the wrapper is a node of the graph that cuts the gradient, and `__torch_dispatch__` gathers
-its values. Because a gather is collective, each rank must do the same with its part.
+`dim_sharded_operations` says which operations work on the parts. Those that get past
+`__torch_function__`, in an autograd function of the user's or in C++, see a full tensor: the
+wrapper is a node of the graph that cuts the gradient, and `__torch_dispatch__` gathers its values.
+Because a gather is collective, each rank must do the same with its part.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -436,10 +434,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class ViewOfGathered(Tensor):
-    """A view of a gathered tensor in a step: what is written to it is written to the parts.
-
-    A plain tensor would lose what a step writes to `weight.data[0]`.
-    """
+    """A view of a gathered tensor in a step: what is written to it is written to the parts."""
 
     of: Gathered
 
@@ -517,11 +512,7 @@ _OF_THE_OBJECT = {
 
 @dataclass
 class _Link:
-    """Tells whether a wrapper's node in the graph still stands for its part's.
-
-    Attributes:
-        is_broken: Whether the part was changed in place, so that the gradients differ.
-    """
+    """Tells whether a part was changed in place, so that its wrapper's gradient is not its own."""
 
     is_broken: bool = False
 
@@ -567,11 +558,7 @@ class _Narrow(torch.autograd.Function):
 
 
 class DifferentiatedParts:
-    """Gives autograd this rank's parts of the tensors that a backward is told to stop at.
-
-    loss.backward(inputs=[weight])       autograd gets the part, and adds to its gradient
-    torch.autograd.grad(loss, weight)    by a rule of `dim_sharded_operations`
-    """
+    """Gives autograd this rank's parts of the tensors that a backward is told to stop at."""
 
     def differentiate(self, inputs: Sequence[Any], run: Run, *, accumulates: bool) -> Gradients:
         """Return the gradients of inputs; see `Differentiator`."""

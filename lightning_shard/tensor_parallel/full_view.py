@@ -71,10 +71,7 @@ class FullView:
         return held(f"{self.layer}.{name}", params, "ranks that share the layer have parts of it")
 
     def given(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the parts of what stands among a layer's parameters and looks full, by name.
-
-        `torch.func.functional_call` puts such tensors there for a call.
-        """
+        """Return the parts, by name, of what `functional_call` has put there and looks full."""
         parts = {}
         for name, how in self.names.items():
             tensor = self.held(name, params)
@@ -108,9 +105,8 @@ def _called(kept: _KeptParameters, call: Any, *args: Any, **kwargs: Any) -> Any:
 class ViewsOfKeptParameters:
     """Lets parameters that user code keeps beside modules be seen as modules' views show them.
 
-    Args:
-        model: The model, of which a module may keep parameters in attributes of its own, in lists
-            say; one that optimizes by hand may have all of them from its optimizers.
+    A module may keep parameters in lists of its own; one that optimizes by hand may have all of
+    them from its optimizers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -155,16 +151,7 @@ class ViewsOfKeptParameters:
 
 
 def held(path: str, params: Mapping[str, Any], why: str) -> Any:
-    """Return what a module holds under the last name of a path.
-
-    Args:
-        path: The parameter's name in the model.
-        params: What the module holds, by name.
-        why: Why it cannot be taken out.
-
-    Raises:
-        ConfigError: The parameter was taken out of the module.
-    """
+    """Return what a module holds under the last name of a path; `why` it cannot be taken out."""
     name = path.rpartition(".")[-1]
     if name not in params:
         raise taken_out(path, why)
@@ -193,7 +180,7 @@ def seeing(names: Iterable[str]) -> dict[str, Any]:
 
 
 def extend_class(module: nn.Module, prefix: str, mixin: type, seen: Iterable[str] = ()) -> None:
-    """Extend a module's class by a mixin, which `give_class_back` takes off again.
+    """Extend a module's class by a mixin before it, which `give_class_back` takes off again.
 
     Args:
         module: The module, whose hooks, names and `isinstance` go on working.

@@ -1,11 +1,9 @@
 """Rules of the operations of an attention whose heads are sharded over the ranks.
 
-    (B, H, T, W)   q @ k.transpose(-2, -1), softmax(-1), @ v     each rank with its heads
-                   scaled_dot_product_attention(q, k, v)         the same
-    (T, T), (B, 1, T, T)                                         a mask for all heads: as it is
-    (H, T, T)                                                    a bias of each head: its own part
-
-The rules are called as in `dim_sharded_operations`. Factors are sharded along a batch dimension.
+(B, H, T, W)   q @ k.transpose(-2, -1), softmax(-1), @ v     each rank with its heads
+scaled_dot_product_attention(q, k, v)         the same
+(T, T), (B, 1, T, T)                                         a mask for all heads: as it is
+(H, T, T)                                                    a bias of each head: its own part
 """
 
 from contextlib import nullcontext

@@ -1,23 +1,13 @@
 """Attentions of which each rank has some heads: their counts, and the keys that they are given.
 
-The modules' own counts of heads are smaller on each rank.
-
     class Attention:                      full     2 ranks
         num_heads                             8          4
         num_key_value_heads                   1          1      shared: each rank computes its own
         num_key_value_groups                  8          4
-        q_proj, k_proj, v_proj, o_proj        split by a plan
 
-An attention module folds its projections' results by such attributes. They are set to a rank's
-counts, and back to the full ones in the end.
-
-Keys and values that user code brings to such an attention are cut for it.
-
-    prefix (B, heads, P, width)      learned, in a tuple, a list, a cache of Hugging Face's ...
-       └── cut ──> (B, heads / W, P, width)       while the attention runs on this rank
-                      └── torch.cat([cut, own keys], dim=-2), as without ranks
-
-What the attention has put there itself is of this rank's heads already, and stays as it is.
+An attention module folds its projections' results by such attributes, which are set to a rank's
+counts. Keys and values that user code brings, such as a learned prefix (B, heads, P, width), are
+cut for it while it runs; what the attention has put there itself is of this rank's heads already.
 """
 
 import inspect
@@ -158,8 +148,7 @@ def _narrow(
 def _has_heads(parent: nn.Module, layers: Sequence[PlannedLayer], layer: PlannedLayer) -> bool:
     """Whether the heads that a layer's parent counts are split with the layer.
 
-    If the plan does not say it, they are, unless a projection of the parent's is full whose name
-    is one for query, key and value.
+    If the plan does not say it, they are, unless a projection for query, key and value is full.
     """
     if layer.has_heads is not None:
         return layer.has_heads

@@ -5,8 +5,7 @@
     layers.*.mlp.experts.down_proj      rowwise          ├─> one style of the module `experts`
     layers.*.mlp.experts                moe_tp_experts  ─┘
 
-Experts are parameters of three dimensions, (expert, output, input). Nothing here imports
-`transformers`: a model is one that has a `tp_plan`.
+Nothing here imports `transformers`: a model is one that has a `tp_plan`.
 
 Source: `transformers.distributed.tensor_parallel`, checked with transformers 5.23.
 """
@@ -84,10 +83,7 @@ def _not_supported(model: nn.Module, pattern: str, style: str) -> ConfigError:
 
 
 def _shared_tail(model: nn.Module, name: str) -> Style | None:
-    """Return the style of a latent attention's projection: its rotary features go to all heads.
-
-    None where the attention does not tell the number of these features.
-    """
+    """Return the style of a latent attention's projection, whose rotary features all heads use."""
     attention = model.get_submodule(name.rpartition(".")[0])
     num_features = getattr(attention, "qk_rope_head_dim", None)
     return None if num_features is None else style_of(f"shared_tail({num_features})", name)

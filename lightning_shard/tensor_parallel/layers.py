@@ -7,9 +7,8 @@
     experts    x ──enter──> each expert's part ──leave──> y       the router's weights enter as well
     unsplit    x ──enter──> y ──leave──> own features of y        every rank computes the same
 
-A layer stays the object that it was, so that hooks, names and `isinstance` go on working; its class
-becomes a subclass made here, and its own again in the end. Weights of Linear and Embedding are cut
-in place. A bias that belongs to the full result is added after the sum, once.
+A layer's class becomes a subclass made here, and its own again in the end, so that hooks, names and
+`isinstance` go on working. A bias that belongs to the full result is added after the sum, once.
 """
 
 from collections.abc import Callable

@@ -21,8 +21,6 @@ class PlannedLayer:
 
     Attributes:
         name: Path of the layer in the model.
-        module: The layer itself.
-        style: Style by which the layer is split.
         pattern: The plan's entry that matches the layer.
         has_heads: Whether the layer's parent counts heads that are split with it; None to tell by
             the parent's attributes.
@@ -45,15 +43,12 @@ class UnsplitLayer:
 
 
 def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
-    """Find the layers that a plan names.
+    """Find the layers that a plan names, in the order of the model's modules.
 
     Args:
         model: The module whose layers are matched, of any kind.
         plan: Maps patterns to styles. A pattern is a module's path, in which `*` stands for one
             part of it, or for a part of one: `blocks.*.mlp.up`.
-
-    Returns:
-        The matched layers, in the order of the model's modules.
 
     Raises:
         ConfigError: A pattern matches nothing, two patterns match one module, a style is unknown,

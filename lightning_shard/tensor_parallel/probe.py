@@ -4,18 +4,11 @@
     rank r    x ──> [ owner: ... up_r ─ f ─ down_r ╴╴ ] ──> y_r     the kept one takes its place
 
 The split is right if the ranks' results of the last layer add up to the full one's, and all that
-follows is the same: then nothing between the layers mixes what different ranks have, and nothing
-else reads what only one of them has. Nor may a gradient leave but through the entrance, where it is
-summed; the parameters between the layers, such as a norm of each head, are found by theirs. Values
-are random, the same on every rank; no rank waits for another.
-
-Layers get sequences, rows and images, and are right if they are right with all that the owner
-takes: `h[:, 0]` is a position of a sequence, and a feature of a row. Where training computes
-something else than evaluation, both are tried.
-
-An attention that computes with the whole width is tried with query, key and value in parts that
-look full (`dim_sharded_tensor`). Then every operation gives what it gives of the full tensor, but
-may gather it first: which counts as wrong, since nothing would be gained.
+follows is the same. Nor may a gradient leave but through the entrance, where it is summed; the
+parameters between the layers, such as a norm of each head, are found by theirs. Values are random,
+the same on every rank. Layers get sequences, rows and images, since `h[:, 0]` is a position of one
+and a feature of the other, in evaluation and, if that computes something else, in training. Where
+an attention that looks full would gather a tensor first, that counts as wrong.
 """
 
 import copy
@@ -428,15 +421,7 @@ def is_close(got: Tensor, expected: Tensor, least: float = 0.0) -> bool:
 
 
 def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Iterator[PlannedLayer]:
-    """Yield a plan's layers; wrappers that compute something else in parts get an unsplit style.
-
-        unsplit    x ──> [ wrapper ] ──> y
-        rank r     x, or its features ──> [ wrapper in parts ] ──> features of y, or a summand of it
-
-    Args:
-        layers: Layers of a plan that a user or a model gives.
-        num_ranks: Number of ranks of the tensor-parallel group.
-    """
+    """Yield a plan's layers; wrappers that compute something else in parts get an unsplit style."""
     tried: dict[Any, TrialResult] = {}
     full: dict[str, list[str]] = {}
     for layer in layers:

@@ -4,14 +4,9 @@
                       │                          ▲
     within a region   └─► seed * W + rank ──► dropout of this rank's heads or features
 
-Random numbers of a computation that every rank does alike, dropout included, must be the same;
-those of a computation that is split must not repeat the other ranks' zeros. A region's stream
-starts from a number of the common one and ends with the region, so that nothing beside torch's own
-state has to be kept: a checkpoint of the activations that restores that state draws the same again,
-and so does a resumed run.
-
-The numbers outside of regions do not depend on how many ranks there are; where none are drawn
-within, they are those of a single device.
+A region's stream starts from a number of the common one and ends with the region, so that nothing
+beside torch's own state has to be kept: a checkpoint of the activations that restores that state
+draws the same again, and so does a resumed run.
 """
 
 import random
@@ -126,8 +121,7 @@ def drawn_apart(group: Collectives, device: torch.device) -> Iterator[None]:
 def layers_around_dropout(model: nn.Module, layers: Sequence[PlannedLayer]) -> Iterator[nn.Module]:
     """Yield the layers that begin a region in which something may be dropped.
 
-    These layers hand out features, or mix heads themselves, and their parent or a module in it has
-    a dropout probability above zero.
+    They hand out features, or mix heads themselves, and something in their parent drops out.
     """
     for layer in layers:
         style = layer.style

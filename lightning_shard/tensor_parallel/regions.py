@@ -10,9 +10,8 @@
     enter    split              forward: the own slice         backward: all-gather
 
 The backward of each is the forward of another, which is called as such, so that a gradient can be
-differentiated once more: by a gradient penalty. torch's function transforms are refused.
+differentiated once more. A placeholder has no elements: it passes without a message.
 
-A value of another pipeline stage has a shape and no elements: it passes without a message.
 Source: Megatron-LM, arXiv:1909.08053 and arXiv:2205.05198.
 """
 

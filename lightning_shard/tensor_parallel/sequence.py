@@ -5,13 +5,9 @@
                                    all-gather            reduce-scatter
     rank 1         positions T/2..T  ──┘  own features    └──►  positions T/2..T
 
-A layer's sum over the ranks leaves as a `DimShardedTensor` along its last dimension but one,
-whatever that stands for: the code between the regions sees the full shape, and what cannot be done
-on slices is done on the gathered full tensor. Nothing is sliced before the first such sum, and what
-is sliced where it meets one, such as a residual stream, is cut there.
-
-What a region's first layer keeps for its backward is the slice: the full tensor is gathered once
-more.
+A layer's sum over the ranks leaves as a `DimShardedTensor` along its last dimension but one.
+Nothing is sliced before the first such sum. A region's first layer keeps the slice for its
+backward.
 
 Source: arXiv:2205.05198.
 """
@@ -60,11 +56,9 @@ def _enter_sharded(tensor: DimShardedTensor, group: Collectives) -> Tensor:
 
 
 def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
-    """Leave with this rank's slice of the sum of the ranks' partial results.
+    """Leave with this rank's slice (..., T / W, C) of the sum of the ranks' partial results.
 
-    Args:
-        tensor: Shape (..., T, C). Without a sequence, (N, C), the sum leaves full.
-        group: Group of the W tensor-parallel ranks.
+    Without a sequence, (N, C), the sum leaves full.
     """
     length = tensor.shape[-2] if tensor.ndim > 2 else 1
     if group.size == 1 or tensor.ndim <= 2 or (length % group.size and not _is_training(tensor)):

@@ -1,10 +1,9 @@
 """The split of one parameter over the ranks of a tensor-parallel group: pure arithmetic.
 
-A plain matrix is cut evenly along one dimension. A fused one consists of blocks that are each cut
-evenly, so that every rank gets its heads of each of query, key and value:
-
     blocks=(8,)      [ 0 0 0 0 | 1 1 1 1 ]
     blocks=(4, 4)    [ 0 0 | 1 1 | 0 0 | 1 1 ]        rank 1's local tensor: [ 1 1 1 1 ]
+
+A fused matrix consists of blocks that are each cut evenly, such as query, key and value.
 """
 
 from collections.abc import Sequence

@@ -67,15 +67,11 @@ class SplitModel(ModelSplit):
         layers: The layers that the plan splits.
         group: Group of the tensor-parallel ranks, each of which must construct this.
         sequence_parallel: Whether activations outside the regions are in slices: see `sequence`.
-        make: Gives a parameter its values, where it is on meta; it is called for those that get a
-            hook.
+        make: Gives a parameter on meta that gets a hook its values.
 
     Attributes:
         shardings: How each split parameter is cut.
         full_shapes: Full shape of each split parameter.
-
-    Raises:
-        ConfigError: A layer cannot be split over so many ranks.
     """
 
     def __init__(
@@ -399,12 +395,7 @@ class SplitModel(ModelSplit):
                 made.data = self.full(made, made.data)
 
     def restore(self, *, full: bool = True) -> None:
-        """Give every layer its own class back, and with `full` its full parameters.
-
-        Args:
-            full: Whether to restore the full parameters, for which each rank must call; else the
-                shards stay.
-        """
+        """Give every layer its own class back; with `full`, for which all call, its parameters."""
         for param in self.shardings if full else ():
             param.data = self.full(param, param.data)
         if full:
@@ -472,8 +463,6 @@ class HookOnPart:
 
 def show_full(shardings: dict[nn.Parameter, Sharding], group: Collectives) -> None:
     """Let the hooks that split parameters have by now see gradients that look full.
-
-        part's gradient ──looks full──► the user's hook ──this rank's part──► accumulated
 
     Without it a hook that takes a norm would take that of this rank's part, on each rank another.
     """

@@ -6,12 +6,9 @@
                    └──> A (by inputs) ──sum──> B (full) ────┴─> full
 
 A wrapper is known by its layers: a linear layer, and pairs of thin ones from its inputs to a few
-features and from there to its outputs (LoRA, as peft and others write it). A copy that is
-trained in a layer's place (peft's `modules_to_save`) is split as the layer is.
-
-A wrapper that is built in another way (DoRA's norms, LoHa's products, matrices that are parameters
-of the wrapper itself) computes the same on every rank: it is given full inputs, and each rank takes
-its features of the result.
+features and from there to its outputs (LoRA). A copy that is trained in a layer's place (peft's
+`modules_to_save`) is split as the layer is. A wrapper that is built in another way (DoRA, LoHa)
+computes the same on every rank, of which each takes its features.
 """
 
 import dataclasses
@@ -40,8 +37,7 @@ def is_linear(module: nn.Module) -> bool:
 def wrapped_linear(module: nn.Module) -> nn.Module | None:
     """Return the linear layer that a module is wrapped around, or None.
 
-    The wrapped layer is the one with peft's name, or the largest linear layer in the module where
-    all other matrices are thinner.
+    It has peft's name, or is the largest of which all other matrices are thinner.
     """
     if is_linear(module) or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return None

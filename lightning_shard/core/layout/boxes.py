@@ -5,8 +5,7 @@
                                             B B B B B
                                             C C . . .       C   offsets (3, 0)  sizes (1, 2)
 
-A range takes 2 N - 1 boxes at the most, each of which is contiguous in the flat tensor. Pure
-arithmetic: no tensors, no ranks.
+A range takes 2 N - 1 boxes at the most, each of which is contiguous in the flat tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,12 +15,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Box:
-    """An axis-aligned part of a tensor.
-
-    Attributes:
-        offsets: Index along each dimension of the first element.
-        sizes: Number of elements along each dimension.
-    """
+    """An axis-aligned part of a tensor: by dimension its first index and its number of elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -34,12 +28,7 @@ class Box:
 
 @dataclass(frozen=True)
 class PlacedBox:
-    """A part of a rank's own tensor, and where it lies in the full one.
-
-    Attributes:
-        local: The part, in the rank's own tensor.
-        offsets: Index along each dimension of the full tensor of the part's first element.
-    """
+    """A part `local` of a rank's own tensor, and the offsets at which it lies in the full one."""
 
     local: Box
     offsets: tuple[int, ...]
@@ -56,13 +45,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Yield the boxes of the elements [start, stop) of a flat tensor, in its order.
-
-    Args:
-        start: Index in the flat tensor of the first element.
-        stop: Index one past the last.
-        shape: Shape of the tensor.
-    """
+    """Yield the boxes of the elements [start, stop) of a flat tensor, in its order."""
     while start < stop:
         box = _longest(start, stop, tuple(shape))
         yield box
@@ -94,12 +77,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def placed_in(box: Box, places: Sequence[PlacedBox]) -> Iterator[PlacedBox]:
-    """Yield the parts of a box of a rank's own tensor, each where it lies in the full one.
-
-    Args:
-        box: Elements of the rank's own tensor.
-        places: Where the parts of the rank's own tensor lie.
-    """
+    """Yield the parts of a box of a rank's own tensor, each where it lies in the full one."""
     for place in places:
         common = intersection(box, place.local)
         if common is not None:

@@ -1,14 +1,14 @@
 """Where each parameter lies in a flat buffer, and which slice of it each rank owns.
 
-Parameters lie one behind the other, each at an aligned offset; the buffer is cut into equal
-shards, one per rank, wherever the cuts happen to fall:
+Parameters lie one behind the other, each at an aligned offset; the buffer is cut into equal shards,
+one per rank, wherever the cuts happen to fall:
 
     rank              0               1               2
     buffer   |---------------|---------------|---------------|
     slots    [ embed ][  weight  ][ b ][     weight     ]....   . = padding
 
-so that a full parameter is one contiguous view, a rank's shard of it is one contiguous view, and
-reduce-scatter and all-gather work on the buffer itself. Pure arithmetic: no tensors, no ranks.
+so that a full parameter, and a rank's shard, is one contiguous view, and reduce-scatter and
+all-gather work on the buffer itself. Pure arithmetic: no tensors, no ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,7 @@ from lightning_shard.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """The elements of the buffer that one parameter takes.
-
-    Attributes:
-        name: Canonical name of the parameter.
-        shape: Full shape of the parameter.
-        offset: Index in the buffer of the parameter's first element.
-    """
+    """The elements of the buffer, from `offset` on, that one parameter takes."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +48,6 @@ class ShardSlice:
     Attributes:
         shard_offset: Index of the slice's first element in the rank's shard of the buffer.
         param_offset: Index of the slice's first element in the flattened parameter.
-        numel: Number of elements in the slice.
     """
 
     shard_offset: int
@@ -168,9 +161,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedLayout(FlatLayout):
-    """The slots of one flat buffer that is cut between parameters.
-
-    Every parameter lies full in the shard of one rank, its owner.
+    """The slots of one flat buffer that is cut between parameters, each full in its owner's shard.
 
         sizes, greatest first    8   6   5   3   2      each to the rank that has least so far
         rank 0                   8           3   2
@@ -180,9 +171,9 @@ class OwnedLayout(FlatLayout):
         buffer   |-------------|-------------------|  cut between parameters: shards differ in size
         slots    [  weight  ][ w ][ weight ][ weight ][w]
 
-    An optimizer of full matrices updates them where they lie, and what a step sends is what it
-    sends of even shards. Over all buffers of a model a rank has at most 1/N of the elements and one
-    parameter more: when it got its last one, nobody had less.
+    An optimizer of full matrices updates them where they lie. Over all buffers of a model a rank
+    has at most 1/N of the elements and one parameter more: when it got its last one, nobody had
+    less.
 
     Attributes:
         cuts: Index in the buffer of each shard's first element, and last its number of elements.
@@ -203,15 +194,7 @@ class OwnedLayout(FlatLayout):
 
 
 def assign_owners(numels: Sequence[int], *, num_ranks: int) -> list[int]:
-    """Give each parameter an owner, such that ranks own about the same number of elements.
-
-    Args:
-        numels: Number of elements of each parameter.
-        num_ranks: Number of ranks that share them.
-
-    Returns:
-        The owner of each parameter; the same from the same numbers, on every rank.
-    """
+    """Return an owner of each parameter, such that all own about as much; alike on every rank."""
     owners, held = [0] * len(numels), [0] * num_ranks
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
         owners[index] = min(range(num_ranks), key=held.__getitem__)
@@ -228,14 +211,8 @@ def build_owned_layout(
 ) -> OwnedLayout:
     """Lay parameters out one behind the other and cut the buffer where the owner changes.
 
-    Args:
-        shapes: Name and full shape of each parameter, in buffer order.
-        owners: Rank that owns each parameter, in ascending order.
-        num_shards: Number of ranks that share the buffer.
-        align: Every slot and every shard begins at a multiple of this many elements.
-
-    Raises:
-        LayoutError: As `build_layout`, or owners that are out of order or out of range.
+    Arguments and errors are as of `build_layout`, with the rank that owns each parameter,
+    ascending.
     """
     even = build_layout(shapes, num_shards=1, align=align)
     if list(owners) != sorted(owners) or len(owners) != len(shapes) or owners[-1] >= num_shards:

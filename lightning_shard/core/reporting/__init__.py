@@ -4,7 +4,6 @@
                                  RUN_DIR/monitor/rank_00001.jsonl  ├─> records ─> figures ─> page
     PipelineTimeline ──────────> RUN_DIR/**/batch_000050.json      ┘
 
-Each rank writes a file of its own. Nothing is gathered, so that a monitored run sends nothing more,
-waits for nobody, and leaves what it had written when it is killed; ranks of one host, or hosts with
-one file system, write into one folder. Nothing here imports torch or Lightning.
+Each rank writes a file of its own, so that a monitored run sends nothing more, waits for nobody,
+and leaves what it had written when it is killed. Nothing here imports torch or Lightning.
 """

@@ -122,13 +122,7 @@ def lines(series: Mapping[str, Sequence[Point]], *, title: str, write: Write = s
 def columns(
     steps: Mapping[int, Mapping[str, float]], classes: Mapping[str, str], *, title: str
 ) -> str:
-    """Draw what each step consists of, in seconds; neighbours join where there are many.
-
-    Args:
-        steps: Seconds by step and part; not empty.
-        classes: Class of each part, which has its colour.
-        title: What the drawing shows.
-    """
+    """Draw what each step consists of, in seconds by part; neighbours join where there are many."""
     joined = _joined(steps)
     most = max(sum(parts.values()) for _, parts in joined)
     frame = _Frame(0, len(joined), 0.0, most or 1.0)

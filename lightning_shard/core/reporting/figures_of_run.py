@@ -83,12 +83,9 @@ def averages(
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """A rank's steps.
+    """A rank's steps, as medians of seconds.
 
     Attributes:
-        rank: The global rank.
-        parts: Median seconds of each part.
-        seconds: Median seconds of a step.
         own_seconds: Median seconds of a step without waiting for peers.
         times_slowest: Number of steps in which no rank had more of its own to do.
     """
@@ -148,7 +145,6 @@ class Arithmetic:
     Attributes:
         flops_per_second: Operations of the model a second and rank, by step.
         peak: Operations a second of a rank's device; None where no profile was named.
-        machine: Name of the machine profile; empty without one.
     """
 
     flops_per_second: list[Point]
@@ -203,15 +199,13 @@ _NONE = _Operation(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class AxisFigures:
-    """What ranks send along an axis in a step.
+    """What ranks send along an axis, or along several, in a step, as means.
 
     Attributes:
-        axis: The axes on which the groups' ranks differ.
-        sent: Mean bytes of a step of the rank that sends most.
-        expected: Bytes of a step of the rank that sends most, by the dry run; None where it says
-            nothing.
-        waited: Mean seconds of a step that a rank waits.
-        operations: Mean calls, bytes and waited seconds of a step and rank, by operation.
+        sent: Bytes of the rank that sends most.
+        expected: The same by the dry run; None where it says nothing.
+        waited: Seconds that a rank waits.
+        operations: Calls, bytes and waited seconds of a rank, by operation.
     """
 
     axis: str
@@ -317,14 +311,13 @@ PERSISTENT = ("parameters", "gradients", "optimizer state")
 
 @dataclass(frozen=True, kw_only=True)
 class CountedMemory:
-    """One rank's memory.
+    """One rank's memory, in bytes.
 
     Attributes:
-        rank: The global rank.
-        held: Bytes by kind when the optimizer stepped last.
-        expected: Bytes by kind that a dry run says, at most at one time; None without one.
-        offloaded: Bytes in host memory besides.
-        peak: The most bytes so far, of the device or of the process; None where unknown.
+        held: By kind, when the optimizer stepped last.
+        expected: By kind, what a dry run says, at most at one time; None without one.
+        offloaded: What lies in host memory besides.
+        peak: The most so far, of the device or of the process; None where unknown.
     """
 
     rank: int

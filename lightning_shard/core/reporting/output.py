@@ -16,12 +16,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(num_bytes: float, digits: str = ".2f") -> str:
-    """Write a size in the largest binary unit of which it has at least one.
-
-    Args:
-        num_bytes: The size to write, in bytes.
-        digits: Format of the number, in units above a byte.
-    """
+    """Write a size in the largest binary unit of which it has one; `digits` above a byte."""
     size, unit = float(num_bytes), 0
     while size >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -29,15 +24,9 @@ def format_bytes(num_bytes: float, digits: str = ".2f") -> str:
 
 
 def new_figure(path: str | Path, *, size: tuple[float, float], otherwise: str) -> Any:
-    """Return an empty matplotlib figure, without pyplot and its global state.
+    """Return an empty matplotlib figure, of a size in inches, without pyplot and its global state.
 
-    Args:
-        path: File that the picture is for, for the error.
-        size: Width and height in inches.
-        otherwise: Advice for the error: what gives the same without matplotlib.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
+    Without matplotlib the error names the path, and what gives the same `otherwise`.
     """
     try:
         figure_of = import_module("matplotlib.figure").Figure
@@ -53,10 +42,6 @@ def plain_text(what: RenderableType, *, width: int) -> str:
     """Return what rich would print, without colours and without spaces at the ends of lines.
 
     A notebook shows nothing beside it: left to itself, rich would display each rank's in a cell.
-
-    Args:
-        what: A table, or a group of them.
-        width: Most characters of a line.
     """
     console = Console(file=StringIO(), width=width, color_system=None, force_jupyter=False)
     with console.capture() as capture:

@@ -408,17 +408,11 @@ def page_of(run: RunRecords) -> str:
 
 
 def write_report(run_folder: str | Path, output: str | Path | None = None) -> Path:
-    """Make the page of a run, which may still go on.
+    """Make the page of a run, which may still go on, and return its path.
 
     Args:
         run_folder: Folder that the run's callbacks write into.
         output: File of the page; None for `report.html` in the folder.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ConfigError: The folder has no records, or holds a plan that cannot be read.
     """
     page = page_of(read_run(run_folder))
     path = Path(run_folder) / "report.html" if output is None else Path(output)

@@ -31,7 +31,6 @@ class Deviation:
     Attributes:
         figure: Name of the figure, such as "peak" or "sent along dp".
         unit: Unit of both numbers: "bytes", "seconds", or "share", which lies in 0 to 1.
-        planned: What the plan said.
         measured: What the run has measured; None where that cannot be compared.
         obstacle: Why it cannot be compared; empty where it can.
     """

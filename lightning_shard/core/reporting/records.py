@@ -29,14 +29,9 @@ class RankFile:
     """Appends records to a rank's file, which is made with the first one.
 
         {"kind": "fit", "time": 1790000000.1, "rank": 0, "step": 0, "world_size": 4, ...}
-        {"kind": "step", "time": 1790000000.9, "rank": 0, "step": 1, "seconds": 0.21, ...}
 
     A line is one `write` to a file that is open for appending, so that several callbacks of a rank,
     and an elastic rank's successor, can write to one file.
-
-    Args:
-        run_folder: Folder of the run.
-        rank: Global rank whose file it is.
     """
 
     def __init__(self, run_folder: str | Path, rank: int) -> None:
@@ -49,15 +44,9 @@ class RankFile:
         return {**vars(self), "_descriptor": None}
 
     def append(self, kind: str, step: int, **figures: Any) -> None:
-        """Write one record.
+        """Write one record of a kind, such as "step", after so many optimizer steps.
 
-        Args:
-            kind: What the record is about, such as "step".
-            step: Optimizer steps that had been taken.
-            **figures: What JSON can hold; numbers that are not finite become null.
-
-        Raises:
-            OSError: The file cannot be made or written.
+        Numbers that are not finite become null, which JSON has.
         """
         head = {"kind": kind, "time": time.time(), "rank": self.rank, "step": step}
         line = json.dumps(finite({**head, **figures}), allow_nan=False) + "\n"
@@ -100,11 +89,9 @@ class TimelineEvent:
     """One action of a rank of the pipeline.
 
     Attributes:
-        rank: Rank of the pipeline.
         name: Name of the action, such as "0F1".
         category: Kind of the action, such as "forward".
         start: Seconds since the first computation.
-        seconds: Duration in seconds.
     """
 
     rank: int
@@ -135,11 +122,7 @@ class RunRecords:
 
 
 def read_run(folder: str | Path) -> RunRecords:
-    """Read a run's folder.
-
-    Raises:
-        ConfigError: The folder has no file of a rank, or none that can be read.
-    """
+    """Read a run's folder, which has a file of a rank."""
     folder = Path(folder)
     files = sorted((folder / FOLDER).glob("rank_*.jsonl"))
     if not files:
