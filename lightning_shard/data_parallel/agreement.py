@@ -27,14 +27,10 @@ def check_same_model(
 ) -> None:
     """Compare parameters and buffers over the ranks by name, shape and format; each must call.
 
-    Args:
-        model: Module whose parameters and buffers are compared.
-        collectives: Group of the ranks.
-        full_shapes: Full shapes of parameters of which this rank has a part, or nothing.
+    `full_shapes` has those of parameters of which this rank has a part, or nothing.
 
     Raises:
-        ConfigError: The ranks' models differ; raised on every rank, with the first difference. Or
-            parameters share memory without being one.
+        ConfigError: The ranks' models differ (raised on every rank), or parameters share memory.
     """
     refuse_shared_memory(model, collectives.rank)
     advice = "Build the model from the same arguments on every rank."
@@ -58,15 +54,10 @@ def check_same_optimizers(
 ) -> None:
     """Compare optimizers' classes, and their groups' parameters and numbers; each rank must call.
 
-    Args:
-        optimizers: Optimizers of this rank.
-        model: Has the names of their parameters.
-        collectives: Group of the ranks.
-        besides: What else must be the same, by name.
+    What must be the same `besides` is given by name.
 
     Raises:
-        ConfigError: The ranks' optimizers differ; raised on every rank, with what differs. Or one
-            takes sparse gradients only.
+        ConfigError: They differ (raised on every rank), or one takes sparse gradients only.
     """
     if any(isinstance(optimizer, SparseAdam) for optimizer in optimizers):
         raise ConfigError(
@@ -96,11 +87,7 @@ def group_numbers(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
 
 
 def met(mine: Any, collectives: Collectives, place: str) -> list[Any]:
-    """Return an object of every rank; each must call, at the same place of a run.
-
-    Raises:
-        CollectiveMismatchError: Ranks have come to other places; says to which.
-    """
+    """Return an object of every rank; each must call, at the same place of a run."""
     places, of_all = zip(*collectives.all_gather_object((place, mine)), strict=True)
     if other := next((rank for rank, one in enumerate(places) if one != places[0]), 0):
         raise CollectiveMismatchError(
@@ -120,16 +107,9 @@ def _groups(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, dict[str, An
 
 
 def check_alike(mine: Mapping[str, Any], collectives: Collectives, what: str, advice: str) -> None:
-    """Compare values over the ranks by name, as they are written; each must call.
+    """Compare values over the ranks by name, as they are written; each rank must call.
 
-    Args:
-        mine: This rank's values.
-        collectives: Group of the ranks.
-        what: What the values are, in a word.
-        advice: What to do where they differ.
-
-    Raises:
-        ConfigError: They differ; raised on every rank, with two ranks' values of each that does.
+    Where they differ, the error on every rank says `what` they are, and the `advice`.
     """
     told = _written(mine)
     digest = hashlib.sha256(repr(told).encode()).hexdigest()
@@ -192,12 +172,7 @@ def check_trainable(module: nn.Module) -> None:
 
 
 def refuse_embeddings_of_batches(module: nn.Module, why: str) -> None:
-    """Raise ConfigError if what an embedding does to a row depends on the whole batch.
-
-    Args:
-        module: The module, before a fit.
-        why: Says who does not have the whole batch.
-    """
+    """Raise ConfigError if what an embedding does to a row depends on the whole batch."""
     for name, one in module.named_modules():
         if not isinstance(one, (nn.Embedding, nn.EmbeddingBag)):
             continue

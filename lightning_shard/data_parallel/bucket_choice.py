@@ -1,10 +1,7 @@
 """`bucket_mb="auto"`: the ranks measure their links, and choose one size for all of them.
 
-    each data-parallel group     measures while the others do, as in training
-    the world                    takes the slowest group's figures, and the smallest part of a model
-
-So all ranks of a mesh have buckets of the same size, also where data-parallel groups differ: the
-stages of a pipeline, or ranks on other hosts.
+Each data-parallel group measures while the others do, as in training; the world takes the slowest
+group's figures, and the smallest part of a model. So all ranks of a mesh have buckets of one size.
 """
 
 import time
@@ -42,18 +39,12 @@ class LinkTrial:
         small      of a few elements: what a round costs at any size
         large      four times as much in each trial, up to 16 MB or what the time allows
 
-    The groups, the memory and the formats are those of the training that follows. How often a round
-    is timed, and whether a larger one comes, follows from times on which the ranks have agreed: the
-    slowest rank's. A slow link ends the trials early: at 1 Mbit/s with 16 KB, after half a second.
+    How often a round is timed, and whether a larger one comes, follows from the slowest rank's
+    times, on which the ranks have agreed.
 
     Args:
-        stage: The ZeRO stage, which says what a round is.
         groups: Groups over which parameters travel; each rank must call every method.
         reducing: Groups over which gradients travel.
-        device: Device of the parameters.
-        param_dtype: Format of the parameters, whose bytes are counted.
-        gather_dtype: Format in which parameters travel.
-        reduce_dtype: Format of the gradients that travel.
     """
 
     def __init__(
@@ -98,12 +89,7 @@ class LinkTrial:
         return min(once, self.slowest(num_bytes, times)) if times else once
 
     def slowest(self, num_bytes: int, times: int) -> float:
-        """Return the least seconds of a round, on the rank on which they are most.
-
-        Args:
-            num_bytes: Bytes of the unit's parameters.
-            times: How often it is timed.
-        """
+        """Return the least seconds of several rounds, on the rank on which they are most."""
         seconds = torch.tensor(
             self.seconds(num_bytes, times), dtype=torch.float64, device=self._reduced.device
         )
@@ -153,12 +139,7 @@ def _own(full: Tensor, ranks: Collectives) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketChoice:
-    """What "auto" has come to.
-
-    Attributes:
-        mb: Size up to which blocks are joined.
-        reason: What was measured, or why nothing was.
-    """
+    """The size in MB that "auto" has come to, and what was measured, or why nothing was."""
 
     mb: float
     reason: str
@@ -174,8 +155,6 @@ class Links:
     Attributes:
         groups: Groups over which parameters travel.
         reducing: Groups over which gradients travel.
-        everybody: All ranks of the run.
-        device: Device of the parameters.
         are_timed: Whether times tell anything: not where ranks are threads of one process.
     """
 
@@ -189,14 +168,7 @@ class Links:
 def choose(
     options: EngineOptions, model: nn.Module, links: Links, split: ModelSplit | None = None
 ) -> BucketChoice:
-    """Measure, and agree on one size; each rank of the run must call.
-
-    Args:
-        options: Stage and formats of the engine that is to be made.
-        model: The model, whose parameters may be on meta.
-        links: The ranks that choose.
-        split: How the model is split over other ranks.
-    """
+    """Measure, and agree on one size; each rank of the run must call."""
     usual = partial(BucketChoice, mb=default_mb(options.stage))
     if not links.are_timed:
         return usual(reason=IN_PROCESS)

@@ -4,12 +4,9 @@
                             ───────────────────────────────────
                             at most 1/20 of the transfer, so that more joining gains little
 
-    1 MB   2 MB   4 MB   8 MB   16 MB   32 MB   64 MB
-    a slim link, which splits more <──   ──> a slow start of each operation, which joins more
-
-What the first bucket of a backward waits for, and the last one takes alone, grows with the size: so
-the smallest size is taken that is large enough, and none so large that a model has fewer than three
-buckets. torch's DDP and DeepSpeed have one constant for all links (25 MB, 5e8 elements).
+The first bucket of a backward waits for more, and the last one takes longer alone, the larger they
+are: so the smallest size is taken that is large enough, and none so large that a model has fewer
+than three buckets.
 """
 
 from dataclasses import dataclass
@@ -33,12 +30,7 @@ LEAST_BUCKETS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFigures:
-    """What a unit's operations take between data-parallel ranks, on the slowest of them.
-
-    Attributes:
-        fixed_seconds: Seconds at any size: those of a few elements.
-        seconds_per_mb: Seconds of each further MB of parameters, in the formats that travel.
-    """
+    """Seconds of a unit's operations at any size, and per MB of parameters, on the slowest rank."""
 
     fixed_seconds: float
     seconds_per_mb: float
@@ -54,10 +46,7 @@ class LinkFigures:
 
 
 def default_mb(stage: int) -> float:
-    """Return the size of buckets in MB where none is given.
-
-    Under stage 3 a smaller one took less memory and no more time (`make bench`).
-    """
+    """Return the size where none is given: under stage 3 a smaller one took less memory."""
     return 12.5 if stage == 3 else 25.0
 
 

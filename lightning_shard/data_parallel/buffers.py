@@ -3,13 +3,9 @@
     forward | backward | forward | backward | step |   forward
        each rank has its own, as it has its own gradients    └─ rank 0's, then its own again
 
-Ranks take over rank 0's values at the start of the first step, of training or evaluation, after an
-optimizer's, and never while gradients are accumulated: what a forward adds to a counter stays until
-the optimizer has stepped, and hooks before the step find what each rank has counted. Torch DDP
-follows before each forward after one whose backward exchanges gradients, which is the same where
-every exchange is followed by a step.
-
-Of those outside the `state_dict`, and of whole numbers, only those follow that have been seen to
+Ranks follow at the start of the first step after an optimizer's, of training or evaluation, and
+never while gradients are accumulated: hooks before the step find what each rank has counted. Of
+those outside the `state_dict`, and of whole numbers, only those follow that have been seen to
 change on some rank and have one size on all, so constant masks and caches cost nothing.
 """
 
@@ -29,11 +25,7 @@ _PLACES = 1024  # of two buffers that share one, both follow where one changes
 
 
 class BufferSync:
-    """Broadcasts a model's buffers from rank 0.
-
-    Args:
-        model: Model whose buffers are looked up at each call, since modules may replace them.
-        collectives: Group of the data-parallel ranks.
+    """Broadcasts a model's buffers from rank 0; modules may replace them at any time.
 
     Attributes:
         has_stepped: Whether an optimizer has stepped since buffers followed; None while the model
@@ -58,9 +50,7 @@ class BufferSync:
         """At the start of a step, take over rank 0's changing buffers; each rank must call.
 
         Rank 0 says whether an optimizer has stepped: another may have left its step out.
-
-        Args:
-            exchanged: Whether gradients have been exchanged since the last step.
+        `exchanged` says whether gradients have travelled since the last step.
         """
         if (self._is_due or exchanged) and self._collectives.size > 1:
             self._notice_moving()

@@ -1,8 +1,4 @@
-"""Building an engine's units of flat parameters, and the buffers of their gradients.
-
-model ──find_units──> specs ──by format and matching parts──> FlatParameters ──> FlatGradients,
-Exchange
-"""
+"""Building an engine's units of flat parameters, and the buffers of their gradients."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +33,6 @@ class Owners:
     tensor parallel           the ranks of a layer have parts one gathers it for each update
     both                      S x T ranks, of which one       shard rank s has its T ranks' parts
                               updates                         full, and rank t of those gathers
-
-    Parameters go to S x T ranks by size, see `OwnedLayout`: state is 1/(S T), and one matrix more.
     """
 
     rank: int = 0
@@ -57,10 +51,7 @@ class Owners:
 def share_out(
     model: nn.Module, groups: DataGroups, options: EngineOptions, split: ModelSplit
 ) -> Owners:
-    """Give each parameter that is updated full an owner; no communication.
-
-    Those that are trained are shared out first.
-    """
+    """Give each parameter that is updated full an owner, trained ones first; no communication."""
     parts = split.parts
     num_shards = groups.shard.size if options.stage > 0 else 1
     num_parts = 1 if parts is None else parts.group.size
@@ -89,15 +80,9 @@ def build_units(
     owners: Mapping[nn.Parameter, int],
     copier: HostCopier | None = None,
 ) -> list[Unit]:
-    """Lay a model's parameters out in flat buffers.
+    """Lay a model's parameters out in flat buffers; each rank must call.
 
-    Args:
-        model: Model whose parameters become views into the buffers.
-        groups: Groups of the data-parallel ranks, each of which must call.
-        options: Stage, units and formats of the engine.
-        split: How the model is split over other ranks.
-        owners: Rank of the shard group that has a parameter full; none for those in shards.
-        copier: Copies to host memory, under offload.
+    `owners` says which rank of the shard group has a parameter full, for those not in shards.
     """
     specs = find_units(
         model,

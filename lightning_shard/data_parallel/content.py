@@ -23,11 +23,7 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed num
 
 @torch.no_grad()
 def content(tensor: Tensor) -> Tensor:
-    """Return a number that nearly always differs where values or their places do.
-
-    Returns:
-        Shape (), int64, on the tensor's device.
-    """
+    """Return an int64 of shape () that nearly always differs where values or their places do."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = real.detach().reshape(-1)
     bits = flat.view(_WHOLE_NUMBERS[flat.element_size()])
@@ -77,15 +73,9 @@ def agreed(
 ) -> Tensor:
     """Return the operand for all ranks: their tensor where it is the same, or the average.
 
-    Args:
-        tensor: This rank's operand, of the shape of the gradient or of this rank's shard.
-        ranks: Group of the ranks that compute; each must call.
-        device: Where what ranks exchange lies.
-        is_full: Whether the operand has the gradient's shape on this rank; where it has not on
-            some rank, each rank keeps its own.
-        operation: Name of the operation; the average of operands gives the average of results
-            only in a linear one.
-        name: Name of the parameter, for error messages.
+    It has the shape of the gradient (`is_full`) or of this rank's shard. Where it is not full on
+    some rank, each rank keeps its own. The average of operands gives the average of results only
+    in a linear operation. Each rank must call.
     """
     number = content(tensor).to(device)
     states = torch.stack([number, ~number, number.new_tensor(not is_full)])

@@ -4,9 +4,8 @@
     shard      [0 1 2 3][4 5 6 7]      one copy of the state each: unshards stay inside
     replicate   0 ───── 4              the same shard of every copy: gradients, 1/S of them
 
-With one copy, `shard` is `dp`. With several, hybrid sharding, a copy belongs on one node: each
-rank holds 1/S of the state, S ranks to a copy, and unshards do not cross nodes. Gradients are
-averaged over the copy, in shards, and then each shard over the copies.
+With one copy, `shard` is `dp`. With several, hybrid sharding, a copy belongs on one node. Gradients
+are averaged over the copy, in shards, and then each shard over the copies.
 
 Source: hybrid sharding of FSDP, arXiv:2304.11277, section 3.2.2; MiCS, arXiv:2205.00119.
 """
@@ -48,13 +47,7 @@ class DataGroups:
         return self.replicate is None or self.replicate.rank == 0
 
     def duplicate(self, timeout: timedelta | None = None) -> "DataGroups":
-        """Make second groups of the same ranks, for gradients; each rank must call.
-
-        `replicate` stays as it is, since nothing but gradients travels there.
-
-        Args:
-            timeout: Time-out of the new groups; c10d's default when left out.
-        """
+        """Make second groups of the same ranks for gradients, without `replicate`; collective."""
         dp = self.dp.duplicate(timeout)
         if self.replicate is None:
             return DataGroups.of(dp)

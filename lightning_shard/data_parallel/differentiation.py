@@ -1,12 +1,8 @@
 """What a step of the user's differentiates by itself, and not by the backward of the Trainer.
 
-    torch.autograd.grad(loss, weights)    loss.backward(inputs=weights)
-                    │
-                    └──> the innermost `Differentiator` of this thread ──> autograd's engine
-
 On one device a weight has one tensor and one gradient. Where ranks share layers or sequences, a
 step sees a tensor that stands for a weight, or gets a summand of its gradient, which nothing but
-the entrance of autograd can tell.
+the entrance of autograd can tell: it asks the innermost `Differentiator` of this thread.
 """
 
 import threading

@@ -81,26 +81,20 @@ class DataParallelEngine:
     """Keeps one model in step over the data-parallel ranks.
 
     Args:
-        model: Any module, on its device. Its parameters become views into flat buffers; rank 0's
-            values win.
-        groups: The data-parallel ranks, one group or several; each rank must construct this, and
-            the model must be the same.
-        options: Stage, units, formats and compression.
+        model: Any module, on its device, the same on all ranks. Its parameters become views into
+            flat buffers; rank 0's values win.
+        groups: The data-parallel ranks, one group or several; each rank must construct this.
         reducing: Second groups of the same ranks, for gradients: ranks that use different parts of
             the model may start reductions at other moments than unshards. Made here when left out.
         split: How the model is split over other ranks; left out when it is not.
 
     Attributes:
-        groups: Groups of the data-parallel ranks.
         collectives: Group of all data-parallel ranks.
         shards: The gradients as user code sees them.
         absent: The gradients of parameters that only other ranks have.
         adoption: Takes over what user code assigns.
         edits: Averages the gradients that user code has made or edited.
         owners: Who updates the parameters that an optimizer needs full.
-        phases: What the engine does now.
-        user_code: Knows whether user code runs on this rank.
-        buffers: Synchronises the model's buffers.
         is_alone: Whether ranks train by themselves now.
         buffers_moved: Whether a training step alone may have changed buffers; code that makes them
             equal on all ranks sets it back to False.
@@ -282,11 +276,7 @@ class DataParallelEngine:
         return arrived
 
     def adopt_assigned(self) -> None:
-        """Take over values that user code assigned to `param.data`, or parameters that it replaced.
-
-        Raises:
-            ConfigError: An assigned value cannot be the parameter's.
-        """
+        """Take over values assigned to `param.data`, or parameters that user code replaced."""
         self.view.end_interrupted()
         self.shards.lent.end()
         with self.options.seeing_shards():
@@ -297,9 +287,7 @@ class DataParallelEngine:
     def in_other_formats(self) -> dict[nn.Parameter, Tensor]:
         """Return by parameter what user code has given it in another format; each rank must call.
 
-        Returns:
-            The value before it was rounded to the buffer's format: in full, but of a split layer a
-            part of it.
+        It is the value before it was rounded to the buffer's format: full, or a split layer's part.
         """
         self.adopt_assigned()
         named = dict(self.model.named_parameters())
@@ -407,11 +395,7 @@ class DataParallelEngine:
     ) -> AbstractContextManager[None]:
         """Keep parameters unsharded inside, for a part of a backward that their blocks' hooks miss.
 
-        Under stage 3 each rank must enter.
-
-        Args:
-            params: The parameters that it reads, of any units.
-            unrounded: Whether to have them in their own format, from now on, for user code.
+        Under stage 3 each rank must enter. With `unrounded` they have their own format from now on.
         """
         if self._unsharder is None:
             return nullcontext()
@@ -430,9 +414,7 @@ class DataParallelEngine:
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """Inside `backward`, take a gradient that was computed outside autograd's own pass.
 
-        Args:
-            param: The gradient's parameter, which may show its shard now.
-            grad: The gradient, in the parameter's own shape; the parameter's hooks are called here.
+        The parameter may show its shard now; its hooks are called here.
 
         Raises:
             ConfigError: User code wants to be called once the gradient has been added up.
@@ -444,9 +426,9 @@ class DataParallelEngine:
         self.reducer.take(*self._positions[param], grad)
 
     def hold_parameters(self) -> None:
-        """Keep full parameters from now on, for ranks that take different numbers of steps.
+        """Keep full parameters from now on for prediction, in which ranks may take other steps.
 
-        Only for prediction. Under stage 3 each rank must call, and needs the memory.
+        Under stage 3 each rank must call, and needs the memory.
         """
         if self._unsharder is not None:
             self._unsharder.hold()
@@ -510,13 +492,9 @@ class DataParallelEngine:
         bring_together(self._touched(params))
 
     def publishing_edits(self, updated: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Bring full parameters up to date whose shards user code has changed inside.
+        """Bring full parameters up to date whose shards user code has changed inside; collective.
 
-        Each rank must enter and leave.
-
-        Args:
-            updated: Parameters that the optimizer is about to update, after which `publish` is
-                called.
+        Those in `updated` are left to the `publish` after the optimizer's step.
         """
         known = set(updated)
         flats = [flat for flat in self.flats if known.isdisjoint(flat.params)]
@@ -537,10 +515,8 @@ class DataParallelEngine:
     def loading(self, missing: Container[str]) -> AbstractContextManager[None]:
         """Let every parameter be full inside, without values, and take in what they are set to.
 
-        Elements that nobody sets keep their value.
-
-        Args:
-            missing: Names of the parameters that keep their value; read at the end.
+        Elements that nobody sets keep their value, and so do the parameters that are named in
+        `missing` at the end.
         """
         return self._full_values.loading(missing)
 
@@ -624,11 +600,7 @@ class DataParallelEngine:
             self._unsharder.remove()
 
     def learnt_orders(self) -> tuple[list[int], list[int], tuple[Any, ...]]:
-        """Return how the next step goes on from those before, as learnt: values of plain types.
-
-        These are the order in which gradients are reduced, that in which units are unsharded ahead,
-        and which buffers follow rank 0.
-        """
+        """Return the orders of reductions and unshards, and which buffers follow, as values."""
         visited = [] if self._unsharder is None else self._unsharder.visited
         due, *others = self.buffers.learnt()
         return self.reducer.learnt_order, visited, (due or self.reducer.has_exchanged, *others)
@@ -636,10 +608,7 @@ class DataParallelEngine:
     def follow_orders(
         self, reduced: Sequence[int], visited: Sequence[int], buffers: tuple[Any, ...]
     ) -> None:
-        """Go on as another engine of the same model would have, on each rank.
-
-        Buffers have their values already.
-        """
+        """Go on, on each rank, by the orders that another engine of the same model has learnt."""
         self.reducer.follow(reduced)
         if self._unsharder is not None:
             self._unsharder.follow(visited)

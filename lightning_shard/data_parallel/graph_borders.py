@@ -14,12 +14,9 @@ from lightning_shard.data_parallel.torch_private import children_of
 
 
 class KnownModules:
-    """All modules of a module, itself included, each once.
+    """All modules of a module, itself included, each once; walked through anew after changes only.
 
-    The modules inside another one, which are asked for in every step and hardly ever change.
-
-    `module.modules()` is generators inside of generators, one deep for every level of the model. So
-    the modules are walked through once, and again only after one was added, removed or replaced.
+    `module.modules()` is generators inside of generators, one deep for every level of the model.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -1,8 +1,4 @@
-"""The bytes that a rank holds, counted by storage: what is allocated, not what ought to be.
-
-Under offload what lies in host memory is counted apart; on CPU ranks "the device" is the memory of
-which the same code would be a device's.
-"""
+"""The bytes that a rank holds, counted by storage: what is allocated, not what ought to be."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,15 +14,7 @@ from lightning_shard.data_parallel.torch_private import storage_key
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """Memory of one rank.
-
-    Attributes:
-        parameters: Bytes of the parameters, master copies included.
-        gradients: Bytes of the gradient buffers.
-        optimizer_state: Bytes of the optimizer's state.
-        offloaded: Bytes in host memory besides, under offload: shards of parameters and gradients,
-            and optimizer state.
-    """
+    """Bytes of one rank; `offloaded` are those in host memory besides, under offload."""
 
     parameters: int
     gradients: int
@@ -64,12 +52,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldBytes:
-    """Return what this rank holds now.
-
-    Args:
-        engine: The engine whose model it is.
-        optimizers: All optimizers of the model.
-    """
+    """Return what this rank holds now."""
     on_host = {param for flat in engine.flats if flat.host is not None for param in flat.params}
     state: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether it is offloaded
     for param, entries in chain.from_iterable(map(of_parameters, optimizers)):
@@ -92,12 +75,7 @@ def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldByt
 
 
 def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldBytes:
-    """Return what a rank would hold if every rank held everything; each rank must call.
-
-    Args:
-        engine: The engine whose model it is.
-        optimizers: All optimizers of the model.
-    """
+    """Return what a rank would hold if every rank held everything; each rank must call."""
     params = gradients = 0
     growth: dict[Tensor, float] = {}  # from this rank's part of a parameter to the full one
     for flat in engine.flats:

@@ -1,8 +1,4 @@
-"""What a run keeps of activations for backward, and where: its checkpoints, and host memory.
-
-forward of the step     blocks in checkpoints         `checkpointed_blocks`
-                        all that autograd saves       `offload.activations`
-"""
+"""What a run keeps of activations for backward: checkpoints, and what is on the host."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,11 +38,7 @@ class KeptActivations:
         return 0 if self._host is None else self._host.pool.num_bytes
 
     def begin(self, model: nn.Module, options: EngineOptions) -> None:
-        """Let blocks be checkpointed, before the model is split and an engine hooks it.
-
-        Raises:
-            ConfigError: The model has no such blocks.
-        """
+        """Let blocks be checkpointed, before the model is split and an engine hooks it."""
         self.end()  # of the ranks before, where there were others
         choice, units = options.activation_checkpointing, options.units
         self._checkpoints.enter_context(checkpointed_blocks(model, choice, units))
@@ -72,11 +64,7 @@ class KeptActivations:
 
     @contextmanager
     def forward(self, *given: Any) -> Iterator[None]:
-        """Run a forward inside whose activations are kept so.
-
-        Args:
-            given: What the forward is given, which is there anyway.
-        """
+        """Run a forward inside whose activations are kept so; what it is given is there anyway."""
         if self._host is None:
             yield
             return

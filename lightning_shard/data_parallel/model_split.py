@@ -1,8 +1,7 @@
 """How a model is split over other ranks than the data-parallel ones, as the engine must know it.
 
-Under tensor parallelism a parameter here is one rank's part of a full one; under pipeline
-parallelism a rank has some of the parameters only. The engine keeps what is here in step with the
-ranks that hold the same; saving, loading and the norm of the gradient ask the split for the rest.
+The engine keeps what is here in step with the ranks that hold the same; saving, loading and the
+norm of the gradient ask the split for the rest.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -119,9 +118,7 @@ class ModelSplit:
     def full(self, param: nn.Parameter, local: Tensor) -> Tensor:
         """Return a full tensor from parts shaped as `param`; each rank of the split must call.
 
-        Args:
-            param: The parameter whose parts lie in the same way.
-            local: This rank's part; where it has none, any tensor of the format and device.
+        Where a rank has no part, `local` is any tensor of the format and device.
         """
         return local
 
@@ -130,12 +127,7 @@ class ModelSplit:
         return full
 
     def places(self, param: nn.Parameter, shape: Sequence[int]) -> Sequence[PlacedBox]:
-        """Return where the parts of this rank's own tensor of `param` lie in the full one.
-
-        Args:
-            param: A parameter that is here.
-            shape: Shape of this rank's own tensor of it.
-        """
+        """Return where the parts of this rank's own tensor of `param` lie in the full one."""
         return [in_place(shape)]
 
 
@@ -154,13 +146,7 @@ def fewer_ranks_of(groups: Sequence[Collectives], split: ModelSplit) -> FewerRan
 
 
 def ranks_of(param: nn.Parameter, groups: DataGroups, split: ModelSplit) -> DataGroups:
-    """Return the data-parallel ranks of a parameter: those that have the same part of it.
-
-    Args:
-        param: A parameter of the model.
-        groups: Those of parameters that all ranks average.
-        split: How the model is split.
-    """
+    """Return the data-parallel ranks of a parameter: those that have the same part of it."""
     fewer = fewer_ranks_of(split.groups_of(param), split)
     return groups if fewer is None else fewer.data
 
@@ -170,10 +156,7 @@ def shards_over(
 ) -> list[Collectives]:
     """Return the groups over which shards of parameters lie that are split over `groups`.
 
-    Args:
-        groups: A value of `ModelSplit.groups_of`.
-        shard: The groups over which shards of others lie; none where each rank has all of them.
-        split: How the model is split.
+    `shard` are the groups over which shards of others lie; none where each rank has all of them.
     """
     fewer = fewer_ranks_of(groups, split)
     return [fewer.data.shard] if shard and fewer is not None else list(shard)

@@ -2,8 +2,6 @@
 
 optimizer.state[param] = {"exp_avg": ...}      cut, joined and saved as the parameter is
 optimizer.state["k"] = 7                       the same on all ranks, whatever it is
-
-A host copy of a value is on the CPU, apart from what training goes on to change.
 """
 
 from collections.abc import Iterator

@@ -7,8 +7,7 @@
                   (stage 0) the average            when no rank used the parameter
 
 User code's changes of the full parameters outside are carried over; its changes of gradients inside
-are kept. While hooks of user code before a step run inside, stand-ins for the gradients are lent to
-them, since what they compute with shards would be wrong.
+are kept. Its hooks before a step are lent stand-ins for the gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -130,10 +129,7 @@ class OptimizerView:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Run user code inside: parameters show shards, `.grad` looks as the full gradient does.
-
-        Each rank must call.
-        """
+        """Run user code inside, to which `.grad` looks as the full gradient does; collective."""
         self._begin_lending()
         try:
             yield

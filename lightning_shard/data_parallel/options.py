@@ -27,7 +27,6 @@ class DTypePolicy:
 
     Attributes:
         compute: Format to which autocast rounds matrices in float32; None without autocast.
-            Vectors (norms, biases) keep their own format.
         reduce: Format in which gradients travel; None sends those of matrices in the format of
             compute, where that has the range of float32, and others as backward made them.
     """
@@ -92,8 +91,6 @@ class EngineOptions(ShardOptions, UnitOptions):
     Attributes:
         stage: 0 replicates everything; 1 shards optimizer state; 2 also gradients; 3 also
             parameters (ZeRO, arXiv:1910.02054).
-        dtypes: Number formats of compute, traffic and the optimizer's copy.
-        compression: How gradients are compressed before they travel; stages 0 to 2.
         owned: Parameters that lie full on one rank each, from stage 1 on, for optimizers of full
             matrices; see `OwnedLayout`.
         start: Knows the values of parameters that are on meta; None where there are none.
@@ -124,10 +121,7 @@ class EngineOptions(ShardOptions, UnitOptions):
         return 1 if self.prefetch is None else self.prefetch
 
     def full_dtype(self, param: torch.Tensor, *, in_block: bool) -> torch.dtype:
-        """Return the format of a full parameter, which autocast rounds by itself.
-
-        Stage 3 brings together what has been rounded of the parameters of blocks.
-        """
+        """Return the format of a full parameter: of blocks, stage 3 gathers what is rounded."""
         is_rounded = self.stage == 3 and in_block
         return self.dtypes.compute_dtype(param) if is_rounded else param.dtype
 

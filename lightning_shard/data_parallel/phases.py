@@ -6,8 +6,8 @@
           ├─ UPDATE ── HOOK
           └─ HOOK ── STEP ...           a hook may train, as the learning-rate finder does
 
-A phase lies within others, and what it leaves is the one around it. Whoever goes by a phase asks
-for it here: no part of the engine has a flag of its own for where the run is.
+A phase lies within others, and what it leaves is the one around it. No part of the engine has a
+flag of its own for where the run is.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,7 @@
 """Turns torch's errors about the sizes of parameter shards into errors with names and advice.
 
-Between the steps of ZeRO stage 3 a parameter shows this rank's shard. Matching parts are cut alike
-(see `units`) and so are copies made during the run (see `unsharding`); whatever else
-meets a shard element by element has another size, and torch's error does not say why. Nor does it
-where code was to be compiled as one graph, and the package's own ends graphs.
+Where a shard of ZeRO stage 3 meets a tensor of another size element by element, torch's error does
+not say why. Nor does it where code was to be compiled as one graph, and the package's own ends it.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""All private names of torch that engine, optimizers, pipelines, split layers and the dry run use.
-
-Two are of transformers, whose `generate` goes on until all ranks end where a module is said to be
-managed by FSDP.
+"""All private names of torch, and two of transformers, that these rooms use.
 
 `tests/data_parallel/test_torch_private.py` fails when upstream changes them.
 """
@@ -166,11 +163,7 @@ def untraced_alone(function: F) -> F:
 
 
 class Untraced:
-    """A context whose entering and leaving torch.compile does not look at; what is inside may be.
-
-    Args:
-        context: The context to enter and leave.
-    """
+    """A context that torch.compile does not look at being entered and left, but inside of it."""
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         self._context = context
@@ -185,13 +178,7 @@ class Untraced:
 
 
 def step_hooks_between(optimizer: Optimizer, first: Hook, last: Hook) -> list[Hook]:
-    """Return the hooks that an optimizer's step calls after `first` and before `last`.
-
-    Args:
-        optimizer: The optimizer that has the hooks.
-        first: One of its hooks before a step.
-        last: One of its hooks after a step.
-    """
+    """Return the hooks that an optimizer's step calls after one and before another."""
     before = [*optimizer._optimizer_step_pre_hooks.values()]
     after = [*optimizer._optimizer_step_post_hooks.values()]
     return before[before.index(first) + 1 :] + after[: after.index(last)]
@@ -208,10 +195,7 @@ def in_backward() -> bool:
 
 
 def saving_hook() -> Callable[..., object] | None:
-    """Return the innermost hook that gets the tensors autograd saves (a checkpoint's), or None.
-
-    Every checkpoint of activations, and every recomputation of one, has its own.
-    """
+    """Return the innermost hook of what autograd saves, of a checkpoint or none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 

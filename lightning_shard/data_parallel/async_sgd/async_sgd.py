@@ -7,15 +7,10 @@
       4  take over  the newest shards that have come
       5  wait       while the oldest of them lies further back than the bound; serve meanwhile
 
-There is no server thread: an owner serves between its steps and while it waits, so parameters never
-change under a forward or backward. A slow rank holds up no rank that is ahead of it by the bound or
-less.
-
-What has come is applied in rounds, at most one gradient of each rank in an update: their mean, by a
-share of the learning rate. Each counts for 1 / N; one that is k > 1 rounds of N gradients older
-than the shard for 1 / (k N). So a full round of fresh gradients is a synchronous step. One update
-per gradient would let a single rank's noise into Adam's second moment, which makes Adam's steps
-smaller. A waiting owner collects gradients until they let a rank go on.
+An owner serves between its steps and while it waits, so parameters never change under a forward or
+backward. What has come is applied in rounds, at most one gradient of each rank in an update: their
+mean. One update per gradient would let a single rank's noise into Adam's second moment. Each counts
+for 1 / N, or 1 / (k N) if it is k > 1 rounds of N gradients older than the shard.
 
 Source: stale synchronous parallel, Ho et al., NeurIPS 2013; staleness-aware learning rates, Zhang
 et al., arXiv:1511.05950.
@@ -57,7 +52,6 @@ class Message:
     Attributes:
         data: Shape (num_words,), int64, on the CPU.
         present: By parameter, over all buffers, whether it has a gradient; bytes.
-        shards: One shard of each buffer, in the parameters' format.
     """
 
     def __init__(self, wire: "Wire", data: Tensor) -> None:
@@ -97,21 +91,15 @@ class Message:
 class Wire:
     """The layout of the shards of some buffers in a message.
 
-    The messages between two ranks: all of one size, so that a receive can be posted beforehand.
-
         int64   kind | received | version of a shard, N | which parameters | one shard, all buffers
 
-        GRADIENT   the sender's gradient of the receiver's shard; the version of that shard with
-                   which it was computed; which parameters have a gradient
+        GRADIENT   the sender's gradient of the receiver's shard, and the version of that shard
+                   with which it was computed
         SHARD      the sender's own shard, and its version
         LAST       the same, and nothing comes after it: ranks have agreed
 
-    `received` counts the messages of the receiver that the sender has taken: those need no memory
-    any more. CUDA tensors travel through the host: messages lie in CPU memory.
-
-    Args:
-        flats: The flat buffers of parameters.
-        num_ranks: Number of ranks that own shards of the buffers.
+    All are of one size, so that a receive can be posted beforehand, and lie in CPU memory.
+    `received` counts the messages of the receiver that the sender has taken, whose memory is free.
     """
 
     def __init__(self, flats: Sequence[FlatParameters], num_ranks: int) -> None:
@@ -132,12 +120,7 @@ class Wire:
 
     @torch.no_grad()
     def gradient(self, grads: Sequence[Tensor | None], rank: int) -> Message:
-        """Return a message with a rank's part of gradients, whose head is still to be filled.
-
-        Args:
-            grads: Gradient by parameter, over all buffers, in the parameters' own shapes.
-            rank: Rank that owns the part.
-        """
+        """Return a message with a rank's part of gradients, whose head is still to be filled."""
         message = self.new()
         flags = [int(grad is not None) for grad in grads]
         message.present.copy_(torch.tensor(flags, dtype=torch.uint8))
@@ -200,10 +183,9 @@ MailboxType = Callable[[Collectives, int, Callable[[Tensor], bool]], Mailbox]
 
 
 class Clocks:
-    """One rank's knowledge of steps and versions.
+    """One rank's knowledge of steps and versions: how many steps of each rank each shard includes.
 
-    Each shard has a version: how many steps of each rank it includes, by name. A rank at step c (it
-    has taken c steps) may start the next one while every shard that it holds includes the steps of
+    A rank at step c may start the next one while every shard that it holds includes the steps of
     all ranks up to c - bound:
 
                              steps of rank    0   1   2
@@ -211,11 +193,8 @@ class Clocks:
         shard 1, as it last came from rank 1  4   5   1    <- oldest: a rank at step 5 is 4 ahead
         shard 2, as it last came from rank 2  5   4   3
 
-    No rank waits for ever: what the slowest rank needs has been computed, and its owners hand it
-    over, since none starts a step before every peer has a shard of it that includes as much as it
-    needs itself (`lacks`).
-
-    Source: stale synchronous parallel, Ho et al., NeurIPS 2013.
+    No rank waits for ever: none starts a step before every peer has a shard of it that includes as
+    much as it needs itself (`lacks`). Source: Ho et al., NeurIPS 2013.
     """
 
     def __init__(self, rank: int, num_ranks: int, bound: int) -> None:
@@ -298,12 +277,10 @@ class AsyncCounters:
     """Counters of what this rank has done since training began.
 
     Attributes:
-        steps: Number of this rank's own steps.
         gradients: Number of gradients applied to its shard, its own and its peers'.
         updates: Number of optimizer steps that applied them.
         waits: Number of steps before which it had to wait for a peer.
-        max_staleness: Largest number of steps that the oldest part of the parameters lay behind a
-            step that used them.
+        max_staleness: Most steps that the oldest part of the parameters lay behind in a step.
         total_staleness: Sum of the steps that the oldest part lay behind, over all steps.
         pushes: Number of shards sent.
     """
@@ -326,15 +303,9 @@ class AsyncSGD:
     """Asynchronous SGD on one rank, which is a worker and the server of its shard.
 
     Args:
-        engine: The engine, whose ranks train by themselves from now on.
-        optimizer: The optimizer whose steps are taken; its state lies in shards.
         ranks: Group of all ranks, in which nothing else is sent.
-        mailbox_type: Makes a mailbox over that group.
         bound: Number of steps that a rank may be ahead; 1 or more.
         rule: "inverse" shrinks the learning rate of old gradients; None does not.
-
-    Raises:
-        ConfigError: A group of the optimizer has no learning rate.
     """
 
     def __init__(
@@ -476,13 +447,7 @@ class AsyncSGD:
     # --- consensus ------------------------------------------------------------------------------
 
     def agree(self) -> None:
-        """Bring all ranks to the same parameters: apply every gradient, hand over every shard.
-
-        Each rank must call, after the same number of steps.
-
-        Raises:
-            ConfigError: The ranks have taken different numbers of steps.
-        """
+        """Apply every gradient and hand over every shard; each must call, after as many steps."""
         self._engine.adopt_assigned()
         if self._mailbox is not None:
             while min(self._clocks.arrived) < self._clocks.step:
@@ -590,12 +555,7 @@ class AsyncSGD:
 def mean(
     gradients: Sequence[Sequence[Tensor | None]], weights: Sequence[float]
 ) -> list[Tensor | None]:
-    """Return the weighted mean, by parameter; None where no gradient has one.
-
-    Args:
-        gradients: Each rank's gradients by parameter; None counts as zero where another has one.
-        weights: Weight of each rank's gradients, with any positive sum.
-    """
+    """Return the weighted mean by parameter, where None is zero; None where no rank has one."""
     shares = [weight / (sum(weights) or 1.0) for weight in weights]
     return [
         _mean_of_one([(grad, share) for grad, share in zip(one, shares, strict=True)])

@@ -3,9 +3,8 @@
     together    backward ──reduce-scatter──> a shard of the average     as stage 1
     alone       backward ──────────────────> the rank's own, full       nothing is sent
 
-Alone, parameters and gradients show themselves full, clipping goes by the rank's own norm, and
-buffers (running statistics) are each rank's own. The optimizer's state stays in shards: the view
-that is put in decides when and by which gradient it is updated.
+Alone, clipping goes by the rank's own norm, and buffers are its own. The optimizer's state stays in
+shards: the view that is put in decides when and by which gradient it is updated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,11 +35,8 @@ class Update:
 class ShardOptimizerView(OptimizerView):
     """The view in which an optimizer takes steps by updates of its shard.
 
-        optimizer.step(closure)  closure: backward, clipping; then the rank's own gradient, and more
-        optimizer.step()         more that has come from peers
-
     Inside, each parameter shows the shard that this rank owns and `.grad` shows that shard's
-    gradient. The learning rate is scaled for as long: the owner's own, as its scheduler has set it.
+    gradient. The learning rate is scaled for as long.
     """
 
     def __init__(
@@ -104,13 +100,7 @@ class AsyncEngine(DataParallelEngine):
     _together: tuple[OptimizerView, Reducer] | None = None  # while ranks are alone
 
     def part(self, view: OptimizerView) -> None:
-        """Leave each rank to itself from now on; between two optimizer steps.
-
-        Gradients left of the last step together are dropped: they are shards of an average.
-
-        Args:
-            view: The view in which the optimizer updates this rank's shards.
-        """
+        """Leave each rank to itself from now on, and drop shards of averages; between two steps."""
         self._together, self.view, self.is_alone = (self.view, self.reducer), view, True
         usage = UsageAgreement(self.gradients, self.collectives, self.device)
         # This one is owed everything.

@@ -1,11 +1,8 @@
 """Messages from peers at any time, which a rank takes without waiting or waits for.
 
-    poll    what has come; none is fine
-    wait    at least one
-
-Not every backend can be asked whether a message has come. Where it can (in_process, mpi), a receive
-is posted per peer and polled; Gloo's receive tells in `wait` only, so one thread per peer waits.
-Nothing is posted once a peer's last message has come: a validation of an hour is no time-out.
+Where a backend can be asked whether a message has come (in_process, mpi), a receive is posted per
+peer and polled; Gloo's receive tells in `wait` only, so one thread per peer waits. Nothing is
+posted once a peer's last message has come: a validation of an hour is no time-out.
 """
 
 import queue
@@ -57,11 +54,7 @@ class Mailbox(ABC):
         return self._counted(self._poll())
 
     def wait(self) -> list[Arrival]:
-        """Wait for at least one message, as `poll`; some peer must not have sent its last.
-
-        Raises:
-            RankFailedError: A peer has died.
-        """
+        """Wait for at least one message, as `poll`; some peer must not have sent its last."""
         return self._counted(self._wait())
 
     def _counted(self, arrivals: list[Arrival]) -> list[Arrival]:
@@ -94,10 +87,7 @@ class Mailbox(ABC):
 
 
 class PolledMailbox(Mailbox):
-    """A mailbox that polls a posted receive of each peer.
-
-    Where ranks share a process, polling lets the others run.
-    """
+    """A mailbox that polls a posted receive of each peer, which lets ranks in one process run."""
 
     _pause_seconds = 0.0001
 

@@ -1,7 +1,5 @@
 """Fewer bytes for gradients: codecs, and the exchange that averages a flat buffer through them.
 
-from lightning_shard.data_parallel.compression import Codec, FlatBuffer, find_compressor
-
 exchange = find_compressor("int8").exchange(FlatBuffer(layout=layout, ranks=collectives))
 exchange.begin(values, out)      # each rank
 exchange.wait()                  # `out` holds the average
@@ -68,9 +66,6 @@ def find_compressor(choice: Compression | Mapping[str, Any]) -> Compressor | Non
     Args:
         choice: A name ("none" among them), a compressor, or a mapping with `class_path` (a name,
             too) and perhaps `init_args`.
-
-    Raises:
-        ConfigError: The choice is none of these.
     """
     if choice is None or choice == "none" or isinstance(choice, Compressor):
         return choice if isinstance(choice, Compressor) else None

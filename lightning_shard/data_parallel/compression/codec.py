@@ -10,8 +10,6 @@
             scale, positive = fields
             return torch.where(positive, scale, -scale)
 
-It is then an option of the strategy: `ZeRO2Strategy(compression=Sign())`.
-
 A buffer is averaged through a codec so; every message is small, every sum is in float32.
 
             begin                          proceed                        wait
@@ -19,10 +17,8 @@ A buffer is averaged through a codec so; every message is small, every sum is in
                         all-to-all              all-gather
     rank 1  [b0|b1] ─encode─┘   a1+b1 ─mean, encode─┘   [ab0|ab1]
 
-Each rank sends 2(N-1)/N of the encoded buffer, as a ring does of a dense one. A rank that needs
-its own segment only stops before the second encoding. All ranks decode the same bytes, so they
-hold the same bits. Whether all values were finite travels along, and so does, where something is
-kept from step to step (`_ErrorFeedback`), which tensors anybody has values for.
+A rank that needs its own segment only stops before the second encoding. All ranks decode the same
+bytes, so they hold the same bits. Whether all values were finite travels along.
 """
 
 from abc import abstractmethod
@@ -111,18 +107,12 @@ class _ErrorFeedback:
         on its way  encoded  = residual + momentum'         momentum' = factor * momentum + gradient
         arrived     residual = residual + momentum' - sent  momentum  = momentum'
 
-    A sparse codec's momentum starts anew where it was sent. While a message travels everything
-    stays as it was; the kept values change once all ranks' values are known to be finite. So a step
-    in which one rank overflows leaves nothing behind, and nothing changes of a tensor that no rank
-    has values for.
-    Source: Deep Gradient Compression (momentum, masking), arXiv:1712.01887;
-    two-sided error compensation, arXiv:1905.05957.
-
-    All values are of shape (ranks, segment), float32.
+    A sparse codec's momentum starts anew where it was sent. The kept values change once all ranks'
+    values are known to be finite, so that a step in which one rank overflows leaves nothing behind.
+    All are of shape (ranks, segment), float32.
+    Source: arXiv:1712.01887 (momentum, masking), arXiv:1905.05957 (two-sided error compensation).
 
     Args:
-        codec: Codec whose options decide which values are kept.
-        buffer: The buffer that is averaged.
         factors: Factor of momentum by tensor of the buffer; the same while a message travels.
     """
 
@@ -235,10 +225,7 @@ class _ErrorFeedback:
         own.copy_(if_sound(sound, average, own))
 
     def share_momentum(self) -> int:
-        """Have all ranks go on from one momentum at the end of a warm-up; each rank must call.
-
-        The average momentum is that of the average gradients. Returns the bytes sent.
-        """
+        """Have all ranks go on from their average momentum; each must call. Returns bytes sent."""
         if not self.shares_momentum or self._momentum is None:
             return 0
         ranks = self._buffer.ranks
@@ -246,10 +233,7 @@ class _ErrorFeedback:
         return ring_share(2 * self._momentum.numel(), ranks.size) * self._momentum.element_size()
 
     def own_state(self) -> State:
-        """Return what this rank keeps; of the averages that it owns, only what lies in them.
-
-        What decoding has left between the tensors is kept, too: it is in the scales of blocks.
-        """
+        """Return what this rank keeps; of the averages that it owns, only what lies in them."""
         own: State = {}
         for kind, flat, places in self._own_parts():
             own[kind] = {name: flat[one] for name, one in places.items()}
@@ -319,14 +303,7 @@ _ROW_ALIGN = 8  # of the widest type, so that each field can be seen in its own
 
 
 class _Field(NamedTuple):
-    """One tensor in a row of bytes.
-
-    Attributes:
-        dtype: Type of the tensor.
-        shape: Shape of the tensor.
-        start: Index in the row of the tensor's first byte.
-        stop: Index in the row one past its last byte.
-    """
+    """One tensor in a row of bytes, from `start` to `stop`."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -340,10 +317,6 @@ class _Form(NamedTuple):
         | sound | field 0 ... | field 1 ... |      each begins at a multiple of 8 bytes
 
     `sound` says whether the values were finite. A codec need not be able to say so.
-
-    Attributes:
-        fields: The tensors in the row, in order.
-        num_bytes: Length of the row.
     """
 
     fields: tuple[_Field, ...]
@@ -386,14 +359,10 @@ class _Travel:
     """One average on its way.
 
     Attributes:
-        out: Tensor for the average.
         scale: The loss scale that was in the values, if there was one.
         gradient: This rank's values, shape (W, segment); None where nothing of them is kept.
         sent: The encoded values, shape (W, num_bytes), one row for each rank.
-        sent_form: Form of the rows of `sent`.
         rows: The received rows, shape (W, num_bytes): this segment's values, then all averages.
-        form: Form of the rows of `rows`.
-        pending: Handle of the communication that fills `rows`.
         owned: In the second half, the values that this rank sends as its segment's average.
         owned_row: The encoded `owned`, held while it travels.
     """
@@ -411,12 +380,7 @@ class _Travel:
 
 
 class CodecExchange(Exchange):
-    """Averages one buffer through a codec.
-
-    Args:
-        codec: Codec that encodes and decodes segments.
-        buffer: The buffer that is averaged.
-    """
+    """Averages one buffer through a codec."""
 
     def __init__(self, codec: "Codec", buffer: FlatBuffer) -> None:
         super().__init__(buffer)
@@ -576,10 +540,7 @@ class CodecExchange(Exchange):
         self.tally.sent_bytes += (ranks.size - 1) * travel.form.num_bytes
 
     def _mean(self, travel: _Travel) -> tuple[Tensor, Tensor]:
-        """Return the average of the own segment, zero unless sound, and whether it is sound.
-
-        Values that are finite may have a sum that is not.
-        """
+        """Return the average of the own segment, zero unless it is sound, and whether it is."""
         travel.pending.wait()
         rows, form = travel.rows, travel.form
         if self._tells_usage:

@@ -1,8 +1,5 @@
 """A compressor, the settings of a way of compressing, and the exchange that it makes per buffer.
 
-    Compressor   settings, one for a model            TopK(ratio=0.01)
-    Exchange     one for each flat buffer             keeps what was not sent, counts steps
-
     begin   | proceed                   | wait
     encode  | sum what came, encode     | decode
     send    | send the average          |
@@ -10,8 +7,6 @@
 All three may start communication, so each rank must call them for its buffers in the same order;
 that of the next buffer's `begin` is a good moment for `proceed`, since then most of it moves while
 backward computes. Non-finite values stay visible: the average is NaN, and nothing of them is kept.
-
-An exchange sees the flat buffer that it averages so:
 
 values    [ slot ][ slot ]..[ slot ].......   . = gaps: alignment and padding, always zero
 segments  |-- rank 0 --|-- rank 1 --|         one for each rank, all of one size
@@ -39,10 +34,8 @@ class FlatBuffer:
 
     Attributes:
         layout: Layout of the tensors; it has one shard, or one per rank.
-        ranks: Group of the ranks that average the buffer.
         keeps_all: Whether each rank needs the full average, or its own segment only.
         number: Number that tells this buffer from the others of a model, for random streams.
-        device: Device of the values.
         dense_itemsize: Bytes of a value that travels uncompressed.
     """
 
@@ -137,14 +130,7 @@ class Turn(NamedTuple):
 
 @dataclass
 class Tally:
-    """Bytes that this rank has sent, and what it would have sent uncompressed (ring model).
-
-    An exchange counts the bytes of its averages, a strategy all that its steps send.
-
-    Attributes:
-        raw_bytes: Bytes that this rank would have sent uncompressed.
-        sent_bytes: Bytes that this rank has sent.
-    """
+    """Bytes that this rank has sent, and would have sent uncompressed (ring model)."""
 
     raw_bytes: int = 0
     sent_bytes: int = 0
@@ -159,10 +145,7 @@ class Tally:
 
 
 def if_sound(sound: Tensor, values: Tensor, otherwise: Tensor | None = None) -> Tensor:
-    """Return `values` if the bool scalar `sound` is true, else `otherwise`, by default zeros.
-
-    The host does not wait for a device, and on the CPU nothing is copied.
-    """
+    """Return `values` if the bool scalar `sound` is true, else `otherwise`; no host waits."""
     if sound.device.type != "cpu":
         return torch.where(sound, values, 0.0 if otherwise is None else otherwise)
     if sound:
@@ -184,18 +167,14 @@ class Exchange(ABC):
     """Averages one buffer again and again, with loss.
 
     Attributes:
-        buffer: The buffer that is averaged.
         step: Number of times that the buffer has been averaged.
-        tally: Bytes that this rank has sent, and would have sent uncompressed.
         loss_scale: Returns at each `begin` the loss scale that is in the values, a tensor of
-            shape () on the buffer's device, or None. State is kept without it from step to step,
-            so that it may change.
+            shape () on the buffer's device, or None. State is kept without it from step to step.
         keeps_momentum: Whether the sent values are summed over steps, so that micro-batches must
             be added up before.
         freezes_variance: Whether Adam's second moment is frozen once a warm-up is over.
         froze_variance: Whether the warm-up was over at the last average.
-        variance_steps: Number of Adam's own steps that a tensor needs before its second moment is
-            frozen.
+        variance_steps: Adam's own steps that a tensor needs before its second moment is frozen.
         sends_momentum: Whether Adam's momentum travels after the warm-up.
         momentum_factors: Factor of momentum, where momentum is kept, by tensor of the buffer.
         fills_variance: Whether a value that had no gradient in the warm-up is given the others'
@@ -228,8 +207,7 @@ class Exchange(ABC):
     def passes(self, values: Tensor, used: Sequence[bool] | None = None) -> bool:
         """Whether the caller has to average `values` itself, uncompressed, as in a warm-up.
 
-        Call before each `begin`, with the same `values` and `used`; True takes its place. Each
-        rank must call.
+        Each rank must call before each `begin`, with the same; True takes the place of `begin`.
         """
         return False
 
@@ -242,8 +220,7 @@ class Exchange(ABC):
             out: Tensor for the average, of shape (numel,), or (segment_numel,) for this rank's own
                 segment. May lie in `values`.
             used: By tensor of the buffer, whether this rank has values for it; None for all.
-                Nothing is sent for a tensor that no rank has values for, and its state does not
-                change, since an optimizer would pass over it.
+                Nothing is sent for a tensor that no rank has values for, and its state stays.
         """
 
     @abstractmethod
@@ -259,12 +236,7 @@ class Exchange(ABC):
         return {}
 
     def own_state(self) -> State:
-        """Return what further steps depend on that this rank alone keeps; no communication.
-
-        Returns:
-            Tensors by kind and tensor name, which may share memory with the kept ones; {} where
-            ranks keep nothing that differs.
-        """
+        """Return what this rank alone keeps, by kind and tensor name, without communication."""
         return {}
 
     def load_own(self, own: Mapping[str, Mapping[str, Tensor]]) -> None:  # noqa: B027
@@ -294,10 +266,9 @@ class Exchange(ABC):
 class StepBytes:
     """Counts the bytes that a rank sends for training steps, and would send without codecs.
 
-    Counted are all of training_step, backward and the optimizer's step: gradients, in a warm-up
-    dense ones, parameters, buffers, flags of usage and overflow, norms, and what the step itself
-    logs over ranks. Set-up, validation, checkpoints and the last round of a fit are not. Dense,
-    gradients would be sent in the format that the strategy gives them, and all else as it is.
+    Counted are all of training_step, backward and the optimizer's step. Set-up, validation,
+    checkpoints and the last round of a fit are not. Dense, gradients would be sent in the format
+    that the strategy gives them, and all else as it is.
 
     Args:
         sent: Returns all bytes that this rank has sent so far.

@@ -1,10 +1,4 @@
-"""One bit for each value, its sign, and one scale for each block.
-
-    warm-up    gradients, dense        Adam as ever
-    then       momentum, one bit each  Adam's second moment stays as it is
-
-Source: 1-bit Adam, arXiv:2102.02888.
-"""
+"""One bit for each value, its sign, and one scale for each block (1-bit Adam, arXiv:2102.02888)."""
 
 from collections.abc import Sequence
 from math import inf

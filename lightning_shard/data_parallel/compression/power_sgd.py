@@ -6,11 +6,9 @@
     wait      average M = P Q'       the next Q: this one, each column scaled to 1 at most
 
 Both averages are sums of linear functions of M, so they need no gathering and no second loss.
-Vectors, and matrices too small to gain, travel with P. In float32 nothing of them is lost, but
-what another compressor has lost of them, and a checkpoint has brought, travels with them once.
-In bfloat16 all of this is half as long. P is made orthonormal after it has travelled, so that its
-rounding costs nothing; what rounding takes from this rank's Q and vectors, it sends later.
-P also tells which tensors have values on any rank; of one that has none, nothing is taken away.
+Vectors, and matrices too small to gain, travel with P. P is made orthonormal after it has
+travelled, so that its rounding costs nothing; what rounding takes from this rank's Q and vectors,
+it sends later. P also tells which tensors have values on any rank.
 Source: PowerSGD, arXiv:1905.13727.
 """
 
@@ -50,11 +48,6 @@ class VectorAverage:
 
     Gloo's and MPI's all-reduce would sum in bfloat16; so what is rounded goes through a codec.
 
-    Args:
-        numel: Number of elements of the vector.
-        buffer: Buffer whose ranks and device are used; its layout is not.
-        dtype: Format of the values on the wire; sums are in float32.
-
     Attributes:
         values: Shape (numel,), float32: this rank's, and after `wait` the average, the same bits on
             all ranks. Not finite there, unless all ranks' values are.
@@ -85,10 +78,7 @@ class VectorAverage:
         return 2 * (self._exchange.tally.sent_bytes - sent_before)  # the way back is as long
 
     def wait(self) -> None:
-        """Return once `values` holds the average; each rank must call, in the order of `begin`.
-
-        In bfloat16 the way back begins here.
-        """
+        """Return once `values` holds the average; each rank must call, in the order of `begin`."""
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
@@ -100,13 +90,10 @@ class Factors:
 
         M (m, n)  ≈  P (m, rank), orthonormal columns  ·  Q' (rank, n)
 
-    Source: PowerSGD, arXiv:1905.13727.
-
     Attributes:
-        slot: Slot of the matrix in the buffer: its first dimension are the rows, all others
-            together the columns.
+        slot: Slot of the matrix: its first dimension are the rows, all others the columns.
         q: Shape (columns, rank): the next power iteration starts from it; no value is over 1.
-        p: Shape (rows, rank), with orthonormal columns: a view of the vector averaged first.
+        p: Shape (rows, rank): a view of the vector averaged first.
         next_q: Shape (columns, rank): a view of the vector averaged second.
     """
 
@@ -125,11 +112,9 @@ class Factors:
         self.p.copy_(torch.linalg.qr(scaled(p, otherwise=p)).Q)
 
     def start_from(self, q: Tensor) -> None:
-        """Begin the next iteration with `q`, shape (columns, rank).
+        """Begin the next iteration with the directions of the columns of `q`, (columns, rank).
 
-        Only the directions of its columns matter, since P is made orthonormal. Their lengths must
-        not stay: they would grow with each gradient, and one that is large enough would make all
-        later P overflow.
+        Lengths would grow with each gradient until all later P overflow, so they do not stay.
         """
         self.q.copy_(scaled(q, otherwise=self.q))
 
@@ -204,12 +189,7 @@ class PowerSGD(Compressor):
 
 
 class LowRankExchange(Exchange):
-    """Averages one buffer by PowerSGD.
-
-    Args:
-        settings: The compressor: rank, warm-up, seed and formats.
-        buffer: The buffer that is averaged.
-    """
+    """Averages one buffer by PowerSGD."""
 
     keeps = True
 

@@ -4,11 +4,9 @@
                    "layout": "5f0c..."}
     of a rank     {"residual": {name: tensor}, "momentum": {...}, "owned": {name: elements}}
 
-As many ranks with the same buffers go on with what each has kept, to the bit. Others take up means:
-a residual is then what is still to be sent, on average over the ranks, the average of what each has
-kept of its gradients and what owners have kept of their segments. Only the average matters for what
-will have been sent in the end, so that nothing is lost. Older checkpoints have the means in what is
-shared.
+As many ranks with the same buffers go on with what each has kept, to the bit. Others take up means,
+which lose nothing: only the average of residuals matters for what will have been sent in the end.
+Older checkpoints have the means in what is shared.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,14 +21,7 @@ from lightning_shard.data_parallel.compression.compressor import Compressor, Exc
 
 
 class ReadWhenAsked(Mapping[Any, Any]):
-    """Tensors by name that are made whenever somebody asks for one, and then forgotten.
-
-    So a rank takes up what a checkpoint holds tensor by tensor, with no copy of all of it beside.
-
-    Args:
-        names: Names of all of them.
-        read: Makes the tensor of a name.
-    """
+    """Tensors by name that are made whenever somebody asks for one; no copy of all is held."""
 
     def __init__(self, names: Collection[Any], read: Callable[[Any], Any]) -> None:
         self._names, self._read = dict.fromkeys(names), read
@@ -63,9 +54,6 @@ def mean_of_ranks(
         ranks: By name what each rank has kept, in any format; the same names on each.
         parts: By name, and by rank in order, a part of one more tensor, of shape (n,), which is
             added to the mean: together they have its elements in order. {} where there is none.
-
-    Returns:
-        Means by name, in the format that they have on the first rank.
     """
 
     def read(name: str) -> Tensor:
@@ -91,12 +79,7 @@ _SETTINGS = {"compressor", "step", _FREEZES, _FREEZES_BEFORE, _LAYOUT}  # all bu
 
 
 def shared_by_all(compressor: Compressor, exchanges: Sequence[Exchange]) -> dict[str, Any]:
-    """Return the state that is the same on all ranks, with tensors on the CPU; no communication.
-
-    Args:
-        compressor: The compressor that has made the exchanges.
-        exchanges: Exchanges of all buffers, in the same order on every rank.
-    """
+    """Return the state that is the same on all ranks, with tensors on the CPU; no communication."""
     shared: dict[str, Any] = {"compressor": type(compressor).__name__, "step": {}}
     shared[_FREEZES] = any(exchange.freezes_variance for exchange in exchanges)
     shared[_LAYOUT] = layout_of(exchanges)
@@ -109,11 +92,7 @@ def shared_by_all(compressor: Compressor, exchanges: Sequence[Exchange]) -> dict
 
 
 def own_state(exchanges: Sequence[Exchange]) -> State:
-    """Return what this rank keeps by kind and parameter name; no communication.
-
-    Returns:
-        Views of the kept tensors, on their device.
-    """
+    """Return what this rank keeps by kind and parameter name, as views; no communication."""
     own: State = {}
     for exchange in exchanges:
         for kind, tensors in exchange.own_state().items():
@@ -122,12 +101,7 @@ def own_state(exchanges: Sequence[Exchange]) -> State:
 
 
 def with_means(shared: Mapping[str, Any], kept: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return a shared state with the means over the ranks that it lacks, none of which is read.
-
-    Args:
-        shared: What `shared_by_all` has returned.
-        kept: What `own_state` has returned on each rank, in order.
-    """
+    """Return a shared state with the means that it lacks, of what each rank in order has kept."""
     if not shared or not kept:
         return shared
     owned = [one.get("owned", {}) for one in kept]
@@ -157,14 +131,10 @@ def load_state(
     """Take up the state of any number of ranks and any buffers; no communication.
 
     Of another kind of compressor only the residual is taken, which is in gradients in any case. A
-    compressor that freezes Adam's second moment now and did not before is another kind, and has
-    its warm-up.
+    compressor that freezes Adam's second moment now and did not before is another kind.
 
-    Args:
-        compressor: The compressor that has made the exchanges.
-        exchanges: Exchanges of all buffers.
-        shared: The shared state, with means where this rank has kept nothing that fits.
-        own: What this rank has kept for itself, where there were as many ranks; else None.
+    `shared` has means where this rank has kept nothing that fits; `own` is what it has kept for
+    itself, where there were as many ranks.
     """
     freezes = any(exchange.freezes_variance for exchange in exchanges)
     is_same = shared.get("compressor") == type(compressor).__name__

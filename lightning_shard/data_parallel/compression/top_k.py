@@ -106,10 +106,7 @@ def _counted(places: Tensor, numel: int) -> Tensor:
 
 
 def greatest(sizes: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` greatest values, shape (count,), in any order.
-
-    A sample tells about where these values begin, so that only a few have to be sorted.
-    """
+    """Return indices of the `count` greatest values in any order; only a sample is sorted."""
     if sizes.device.type == "cpu" and sizes.numel() > _MANY and count < sizes.numel() // 8:
         sample = sizes[:: sizes.numel() // (_MANY // 4)]
         rank = min(sample.numel(), 2 + 2 * count * sample.numel() // sizes.numel())

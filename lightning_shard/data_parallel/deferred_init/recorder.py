@@ -4,9 +4,9 @@
     to_meta=False    those that code puts there itself: `torch.device("meta")` in configure_model
 
 To the code that builds the module its tensors are on the CPU: initialisers that do nothing on meta
-(torch's `trunc_normal_`, Hugging Face's `init_weights`) do what they would, and numbers that code
-asks for are computed. Tensors that are made of data or count something have their elements at once.
-Hugging Face's `from_pretrained`, which uses meta itself and ends with values, is left alone.
+(torch's `trunc_normal_`, Hugging Face's `init_weights`) do what they would. Tensors that are made
+of data or count something have their elements at once. Hugging Face's `from_pretrained`, which uses
+meta itself and ends with values, is left alone.
 """
 
 import sys
@@ -65,11 +65,7 @@ def current_tape() -> Tape | None:
 
 
 def read_at_start(tensor: Tensor, read: Callable[[], Tensor]) -> bool:
-    """Where a module is being built on meta, note that a tensor of its is read from elsewhere.
-
-    Args:
-        tensor: A parameter or buffer.
-        read: Returns its values, in any format.
+    """Note, while a module is built on meta, that all values of a tensor of it are read later.
 
     Returns:
         Whether that was noted; False for a tensor with elements, and where nothing is noted.

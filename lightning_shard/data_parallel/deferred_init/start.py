@@ -1,9 +1,4 @@
-"""Values for a model on meta when a run begins: buffers at once, parameters unit by unit.
-
-model on meta ──MetaStart.of──> a recipe for each tensor, or an error that names it
-     │                                           │ fill(param, memory)
-     └── engine, unit by unit: memory of one unit ┘ ──> shards; the unit's memory is given back
-"""
+"""Values for a model on meta when a run begins: buffers at once, parameters unit by unit."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -39,13 +34,9 @@ from lightning_shard.errors import ConfigError, some_of
 
 
 def digest(recipes: Mapping[str, Recipe | None]) -> str:
-    """Return a text that differs where values would.
+    """Return a text that differs where the values of tensors on meta, whose names are given, would.
 
-        name, note ─┐
-        operations ─┼──> blake2b    constants and random states by bytes, files by the word "read"
-
-    Args:
-        recipes: By the names of tensors on meta, the notes of their values.
+    Constants and random states count by their bytes, files by the word "read".
     """
     made = blake2b(digest_size=16)
     tapes: dict[int, int] = {}
@@ -89,8 +80,6 @@ class MetaStart:
 
     Args:
         model: The model, of which no other rank has another.
-        device: Where its tensors are to be.
-        rank: This rank, for error messages.
         state: State of the CPU's generator at the beginning of the run, for modules that nobody
             saw being built.
 
@@ -157,11 +146,7 @@ class MetaStart:
         return digest({name: recipe for name, _, recipe in self._tensors()})
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse state that an optimizer has made of values that are not there yet.
-
-        Raises:
-            ConfigError: Some state is on meta.
-        """
+        """Raise ConfigError for state that an optimizer has made of values that are not there."""
         for optimizer in optimizers:
             values = [one for state in optimizer.state.values() for one in state.values()]
             if any(isinstance(one, Tensor) and one.is_meta for one in values):
@@ -280,18 +265,11 @@ def values_at_start(
     *,
     in_full_on: Callable[[MetaStart | None], torch.device | None],
 ) -> MetaStart | None:
-    """Give buffers on meta their values, and return who knows those of the parameters.
+    """Give buffers on meta their values, and return who knows those of the parameters, if needed.
 
-    Args:
-        model: The model that a run begins with.
-        device: Where its tensors are to be.
-        rank: This rank's number, for messages.
-        state: The generator's when ranks have started; None for the present one.
-        in_full_on: Called on every rank with who knows the values. Returns the device on which all
-            parameters get theirs now; None where that is done later.
-
-    Returns:
-        None where all parameters have their values.
+    `state` is the generator's when ranks have started; None for the present one. `in_full_on` is
+    called on every rank with who knows the values, and returns the device on which all parameters
+    get theirs now; None where that is done later.
     """
     start = MetaStart.of(model, device, rank, state)
     at_once = in_full_on(start)
@@ -316,10 +294,8 @@ def note_initialisers(model: nn.Module, tensors: Collection[Tensor], state: Tens
         the module's own: reset_parameters,           of a Hugging Face model initialize_weights,
         _reset_parameters                             which calls _init_weights
 
-    That is what the constructors of torch's layers and of Hugging Face's models do, in their order.
-    A weight that two modules share has the values of the first, as if it had been tied afterwards.
-
-    The generator is left as it is.
+    A weight that two modules share has the values of the first, as if it had been tied
+    afterwards. The generator is left as it is.
     """
     tape, wanted = Tape(), {id(one) for one in tensors}
     with torch.random.fork_rng(devices=[]):

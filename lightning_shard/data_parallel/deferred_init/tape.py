@@ -9,12 +9,6 @@
 A tensor on meta is known by its storage and by how it lies in it, so views, ties and copies are
 what they would be. Each draw is done once when it is noted, on memory that is given back, so that
 the generator goes on from where it would be. Values that code asks for at once are computed.
-
-A tape notes tensors by how they lie, tensors with elements, and operations on both:
-
-Ref         a tensor without elements: storage 3, shape (4, 4), strides (4, 1)
-Constant    a tensor with elements, as it was
-Node        func(Ref, Constant, 0.5), and the generator's state before it
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,15 +42,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor of a tape: how it lies in which storage.
-
-    Attributes:
-        storage: Number of the storage on its tape.
-        dtype: Format of the elements.
-        size: Shape of the tensor.
-        stride: Elements from one index of a dimension to the next.
-        offset: Elements of the storage before the first.
-    """
+    """A tensor without elements: how it lies in which storage of its tape."""
 
     storage: int
     dtype: torch.dtype
@@ -103,15 +89,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class Node:
-    """One operation.
+    """One operation on tensors with and without elements.
 
     Attributes:
         func: What is called; None for memory that nobody has written.
         args: Its arguments, with notes in the place of tensors.
-        kwargs: Its keyword arguments, likewise.
-        reads: Storages of the arguments.
         outs: The tensors that it returns in new storages, by their place in the flat result.
-        writes: The tensors that it writes to.
         fills: The storage whose every element it writes without reading it; None where there is
             none.
         state: The generator's state before it; None if nothing is drawn.
@@ -203,11 +186,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass
 class _Storage:
-    """A storage without memory.
+    """A storage without memory, held so that no other gets its address.
 
     Attributes:
-        held: The storage, so that no other gets its address.
-        nbytes: Bytes that it would take.
         writers: Numbers of the operations that make or change its content.
     """
 
@@ -292,12 +273,7 @@ class Tape:
         return result
 
     def note_read(self, target: Tensor, read: Callable[[], Tensor]) -> None:
-        """Note that all of a meta tensor is read from elsewhere, as a file.
-
-        Args:
-            target: The tensor, which lies in its memory without gaps.
-            read: Returns the values, shaped as `target`.
-        """
+        """Note that all of a meta tensor, which lies without gaps, is read from elsewhere."""
         ref = self._noted(target)
         made = ((0, ref),)  # what is read is the tensor's memory: no second one is made
         self._add(Node(read, (), {}, frozenset(), made, (ref,), self._filled(ref)))
@@ -370,12 +346,9 @@ class Tape:
 
     @torch.no_grad()
     def fill(self, ref: Ref, target: Tensor) -> None:
-        """Write the values of a noted tensor.
+        """Write the values of a noted tensor to one of its shape, of any format and on any device.
 
-        Args:
-            ref: The tensor's note.
-            target: Shaped as it, of any format and on any device; contiguous memory on the CPU in
-                the tensor's own format is written in place.
+        Contiguous memory on the CPU in the tensor's own format is written in place.
         """
         nbytes = self._storages[ref.storage].nbytes
         in_place = target.dtype == ref.dtype and target.device.type == "cpu"
@@ -532,14 +505,12 @@ _ATTRIBUTE = "_lightning_shard_values"  # set on tensors and modules
 
 @dataclass(frozen=True)
 class Recipe:
-    """A note of a tensor's values.
+    """A note of a tensor's values, on a tape.
 
     A parameter keeps it as an attribute, which casts (`module.half()`) and the copies that ranks of
     one process are given leave there; a cast buffer is another tensor, so its module keeps it, too.
 
     Attributes:
-        tape: The tape that it is on.
-        ref: The tensor on it.
         tensor_id: The `id` of the tensor that the note was left at; a copy of it has another.
         version: The tensor's own count of changes then: later ones are on no tape.
     """

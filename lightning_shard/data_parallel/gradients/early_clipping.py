@@ -3,14 +3,11 @@
     dense, half formats, int8    gradient ──average──> clip                   as on one device
     error feedback, momentum     gradient ──clip──> + what is kept ──average──>
 
-What is clipped after the average would be a momentum, or what many steps have left: a spike would
-stay in what is kept, and come back for as many steps. So each rank's own gradient is clipped, as
-Deep Gradient Compression does (arXiv:1712.01887, section 3.2), but all by one factor, of the norm
-of their average: ranks average sums of elements by random signs, few for many, whose squares add up
-to the squared norm in the mean over signs. A dense warm-up averages gradients, which are clipped
-again.
-
-Source of the sums: Charikar, Chen, Farach-Colton, Finding frequent items in data streams, 2002.
+Clipped after the average, a spike would stay in what is kept, and come back for as many steps. So
+each rank's own gradient is clipped, as Deep Gradient Compression does (arXiv:1712.01887, section
+3.2), but all by one factor, of the norm of their average. That is nearly the norm of sums of
+elements by random signs, few for many (Charikar, Chen, Farach-Colton, Finding frequent items in
+data streams, 2002). A dense warm-up averages gradients, which are clipped again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,10 +51,7 @@ class EarlyClipping:
             exchange.clips_by = None
 
     def ask(self, params: Iterable[nn.Parameter], limit: float, norm_type: float | None) -> bool:
-        """Return whether this step's gradients were clipped so before they were sent.
-
-        Those of later steps are. Arguments are as for `expect`.
-        """
+        """Return whether this step's gradients were clipped already; those of later steps are."""
         if not self._gradients:
             return False
         before = self._rule
@@ -104,10 +98,7 @@ class EarlyClipping:
         return norm
 
     def _sums(self) -> Tensor:
-        """Return a few sums of a gradient's elements, by fixed random signs, shape (_COLUMNS,).
-
-        They are linear, and their norm is nearly the gradient's (exactly that of a short one).
-        """
+        """Return sums of a gradient's elements by fixed random signs, shape (_COLUMNS,)."""
         params = [param for one, _ in self._gradients for param in one.flat.params]
         grads = [grad for one, _ in self._gradients for grad in one.sent_next]
         end = sum(param.numel() for param in params) // _COLUMNS + 1 + _COLUMNS

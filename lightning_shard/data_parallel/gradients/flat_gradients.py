@@ -9,11 +9,9 @@
             backward to its reduction     to it at every backward
     With a master copy, stages 0 and 1 keep `full` in its format: micro-batches add up there.
     With compression an `Exchange` reduces, in two halves that begin where dense reductions do.
-    Where the state has several copies, what is reduced into shards is averaged over them, too.
 
-A parameter's gradient is copied into its view once, when autograd hands it over. Where it lies from
-then on is its `GradientState`; the memory, and what stands in `.grad`, are those of a
-`GradientBuffer`; here is when they arrive and travel.
+Where a gradient lies is its `GradientState`; the memory, and what stands in `.grad`, are those of
+a `GradientBuffer`; here is when they arrive and travel.
 """
 
 from collections.abc import Sequence
@@ -46,11 +44,10 @@ _HELD_BYTES = 1 << 20  # of gradients that wait, beside those of one parameter
 
 
 class OwnGradients:
-    """The gradients of one buffer that user code has made or edited.
+    """The gradients of one buffer that user code has made or edited, a rank's own until averaged.
 
-    They are a rank's own until they are averaged: `HandEdits` asks every buffer, compares ranks and
-    has gradients averaged again. Under stage 0 that is done in place; from stage 1 on such
-    gradients are reduced as those of a backward are, see `FlatGradients.reduce_given`.
+    `HandEdits` asks every buffer, compares ranks and has gradients averaged again: in place under
+    stage 0, else as those of a backward are, see `FlatGradients.reduce_given`.
     """
 
     def __init__(self, buffer: GradientBuffer, ranks: Collectives) -> None:
@@ -195,10 +192,8 @@ class Arrivals:
         later ones         a: begins | b c d wait | e: b to e are taken | f g wait | h: the last
 
     To take one gradient costs the host a dozen calls, most of which can be made for many at once.
-    Those at which others are taken come a few kilobytes after one another, so that no more is held
-    twice. If gradients come in another order, they are taken at another time, at the latest when
-    the buffer is reduced. Nobody waits where user code is called with a gradient that has been
-    added up.
+    Others are taken every few kilobytes, so that no more is held twice, and at the latest when the
+    buffer is reduced. Nobody waits where user code is called with a gradient that is added up.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -242,7 +237,6 @@ class InBackward(State):
 
     ARRIVING ── its modules are left ──> LEFT ── a reduction begins ──> DONE
         └────── a reduction begins ────> SENT ── its modules are left ──> DONE
-
     """
 
     ARRIVING = "LEFT SENT"
@@ -259,8 +253,6 @@ class _Travel(NamedTuple):
     """A reduction that has begun.
 
     Attributes:
-        work: What is waited for.
-        out: Where the average comes to lie.
         is_synchronised: Whether no micro-batch follows the one that is being reduced.
         copies_differ: Whether it is the average over the ranks of one copy of the state, and one
             over the copies has to follow.
@@ -276,18 +268,12 @@ class FlatGradients:
     """The gradients beside one `FlatParameters`, as they arrive and travel.
 
     Args:
-        flat: The parameters whose gradients these are.
         groups: Groups of the data-parallel ranks, made for gradients.
         waits_for_end: Whether the reduction begins at the end of backward only.
         exchange: Averages gradients compressed; None sends them uncompressed.
 
     Attributes:
-        buffer: The memory in which the gradients lie.
-        states: States of the parameters' gradients, in buffer order.
         accumulates: Whether gradients stay here until a backward that synchronises.
-        arrivals: Gradients that have come, and wait to be taken.
-        own: The gradients that user code has made or edited.
-        state: What this backward has done yet.
         is_owed: Whether gradients were accumulated that no reduction has taken, on any rank.
     """
 
@@ -368,11 +354,7 @@ class FlatGradients:
 
     @unrecorded
     def take(self, index: int, grad: Tensor) -> None:
-        """Take a gradient computed outside autograd's own pass, in the parameter's own shape.
-
-        Raises:
-            ConfigError: The gradient came twice in one backward, after the first was reduced.
-        """
+        """Take a gradient computed outside autograd's own pass, in the parameter's own shape."""
         self._expect(index)
         if self.flat.params[index].grad is self.buffer.views[index]:
             self.buffer.views[index].add_(grad)
@@ -384,10 +366,7 @@ class FlatGradients:
 
     @as_they_are
     def _with_users(self, index: int, grad: Tensor) -> Tensor:
-        """Return the sum of a gradient and the user's own in `.grad`, in place of what was there.
-
-        Autograd's own pass adds so by itself.
-        """
+        """Return the sum of a gradient and the user's own in `.grad`, as autograd adds them."""
         own = OWN_GRAD(self.flat.params[index])
         if own is None or isinstance(own, AveragedGradient):
             return grad
@@ -395,11 +374,7 @@ class FlatGradients:
         return grad + (own.to_dense() if own.is_sparse else own).detach()
 
     def accept(self, index: int) -> None:
-        """Take the gradient that autograd has just put on a parameter.
-
-        Raises:
-            ConfigError: The gradient came twice in one backward, after the first was reduced.
-        """
+        """Take the gradient that autograd has just put on a parameter."""
         param = self.flat.params[index]
         if not param.requires_grad:  # frozen since its forward: autograd drops what has come
             return
@@ -565,10 +540,7 @@ class FlatGradients:
 
     @unrecorded
     def continue_reduce(self) -> None:
-        """Start the second half of a compressed reduction, or of one over several copies.
-
-        Each rank must call, in the order of `begin_reduce`; waits for the first half.
-        """
+        """Wait for the first half of a reduction that has two, and start the other; collective."""
         travel = self._travel
         if travel is not None and isinstance(travel.work, Exchange):
             travel.work.proceed()

@@ -5,9 +5,8 @@
     host     the same in host memory, under offload, once a backward has synchronised
     stash    what `local` held while `full`, of which it is a part, takes new gradients
 
-Where each rank keeps the full average, the view of `full` is the parameter's `.grad`. Elsewhere an
-`AveragedGradient` stands in `.grad`: it takes later micro-batches, tells of `zero_grad`, and looks
-as the full gradient does. The buffer learns what user code has done to `.grad` when it looks there.
+Where each rank keeps the full average, the view of `full` is the parameter's `.grad`, elsewhere an
+`AveragedGradient`. The buffer learns what user code has done to `.grad` when it looks there.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -35,9 +34,7 @@ _YES = 1
 
 
 class GradientStates:
-    """The states of a buffer's gradients: 1 for each that something holds for, in buffer order.
-
-    The states of the gradients of one buffer: where each lies, and which ranks used its parameter.
+    """Where each gradient of a buffer lies, and which ranks used its parameter, in buffer order.
 
         NONE ──arrive──> LOCAL ──leave──> NONE ──come──> REDUCED ──arrive──> BOTH ──leave──> REDUCED
                            any state ──forget──> NONE
@@ -46,11 +43,9 @@ class GradientStates:
         REDUCED    in the shard: an average since the last zero_grad
         BOTH       an average in the shard, and in the full buffer what is to be added to it
 
-    A gradient leaves the full buffer when its reduction begins, and comes to lie in the shard of
-    gradients when the reduction has ended; what backward makes meanwhile arrives for the next one.
-
-    A buffer may have thousands of gradients, and most events are of all of them: so a state is one
-    byte in each of a few arrays, and an event of all, or a question about any, is one operation.
+    A gradient leaves the full buffer when its reduction begins, and comes to lie in the shard when
+    it has ended. A buffer may have thousands of gradients, and most events are of all of them: so
+    a state is one byte in each of a few arrays, and an event of all is one operation.
 
     Attributes:
         is_local: Whether some of the gradient is still to be reduced: LOCAL or BOTH.
@@ -157,12 +152,9 @@ _OWN_REFERENCES = 2  # to a view that nobody else holds: that of the list, and g
 class KeptAverages:
     """Knows whether others hold the memory of some averages.
 
-        one device     zero_grad leaves it the gradient, and backward makes a new one
-        here           averages come to lie where the last ones did, unless those are kept: then the
-                       engine goes on in new memory, and the optimizer has the old one
-
-    An average to which the next one is added, since it was not zeroed, is changed as on one device;
-    of a buffer where some are zeroed and some are not, this holds for the tensors that the
+    On one device zero_grad leaves the user the gradient, and backward makes a new one. Here an
+    average comes to lie where the last one did, unless that is kept: then the engine goes on in new
+    memory. Of a buffer where some are zeroed and some are not, this holds for the tensors that the
     optimizer saw, not for views that it has made of them.
     """
 
@@ -186,14 +178,11 @@ def moved_along(left: Sequence[Tensor], views: list[Tensor], stay: Collection[in
 
 
 class KeptViews:
-    """Keeps one buffer while it is not needed.
+    """Keeps the views of one buffer while it is not needed, since making many anew takes long.
 
-        needed       flat   [ v0 | v1 | v2 ]
-        given back   ordinary memory   freed; the views keep their shapes and places
-                     shared memory     idle; who needs memory there first takes it, and the views go
-
-    To make the views of small parameters anew takes longer than to copy gradients into them, and so
-    many new objects have Python collect garbage.
+    needed       flat   [ v0 | v1 | v2 ]
+    given back   ordinary memory   freed; the views keep their shapes and places
+                 shared memory     idle; who needs memory there first takes it, and the views go
     """
 
     def __init__(self, memory: FlatMemory) -> None:
@@ -201,12 +190,7 @@ class KeptViews:
         self._kept: tuple[Tensor, list[Tensor]] | None = None
 
     def keep(self, flat: Tensor, views: list[Tensor]) -> None:
-        """Give the memory of a buffer back, which nobody reads any more, and keep its views.
-
-        Args:
-            flat: The buffer, all of its memory.
-            views: Its views, in any order.
-        """
+        """Give the memory of a buffer back, which nobody reads any more, and keep its views."""
         self._kept = flat, views  # before others may ask for it
         if flat.untyped_storage().resizable():
             flat.untyped_storage().resize_(0)
@@ -238,13 +222,8 @@ class HostGradients:
     A backward after that, without `zero_grad` between (several `manual_backward` calls, say), is
     copied down as well, and added on the host.
 
-    Args:
-        copier: Copies of this rank.
-        views_of: Returns each parameter's elements as views of a tensor like the buffer.
-
     Attributes:
         tensor: Shape (S,): the averages that are on the host; None before the first.
-        views: View of each parameter's elements.
         are_here: Whether what has been averaged since `zero_grad` is on the host.
     """
 
@@ -265,12 +244,7 @@ class HostGradients:
 
     @torch.no_grad()
     def land(self, averages: Tensor, held: Sequence[bool]) -> None:
-        """Copy averages down; those that are here already are added to.
-
-        Args:
-            averages: Shape (S,): new averages, on the device.
-            held: Whether each parameter has an average here since `zero_grad`.
-        """
+        """Copy averages (S,) down, adding to those held here since `zero_grad`, by parameter."""
         if self.tensor is None:
             self.tensor = self._copier.empty(averages)
             self.views = self._views_of(self.tensor)
@@ -299,15 +273,9 @@ class HostGradients:
 class GradientBuffer:
     """Gradient memory beside one `FlatParameters`.
 
-    Args:
-        flat: The parameters whose gradients these are.
-
     Attributes:
-        states: States of the parameters' gradients, in buffer order.
         full: This rank's own gradients; None while there is no memory.
-        views: View of each gradient in `full`.
         local: This rank's shard of the averages.
-        local_views: View of each gradient's elements in `local`.
         host: The averages in host memory; None without offload.
         accumulates: Whether gradients stay in `full` until a backward that synchronises.
         is_plain: Whether `.grad` stays a full gradient once it is an average.
@@ -374,11 +342,7 @@ class GradientBuffer:
 
     @as_they_are
     def renew(self) -> None:
-        """Where user code has kept what shows gradients that are gone, leave it the memory.
-
-        A view of `.grad`, what `.grad.detach()` or `.numpy()` gave and the like would show the next
-        gradients.
-        """
+        """Leave user code that has kept views of gradients that are gone the memory of these."""
         if self.full is None:
             return
         if self.sets_aside:
@@ -437,9 +401,7 @@ class GradientBuffer:
     def target(self, dtype: torch.dtype, *, travels_on: bool) -> Tensor:
         """Return the tensor for a new average: `local`, or new memory when `local` is taken.
 
-        Args:
-            dtype: Format in which gradients travel.
-            travels_on: Whether the average is sent again, in that format.
+        It travels in `dtype`, and `travels_on` if it is sent again in that format.
         """
         if not self.accumulates:
             self._part_from_kept()
@@ -485,11 +447,9 @@ class GradientBuffer:
         self.states.arrive(index)
 
     def store_all(self, indices: Sequence[int], grads: list[Tensor]) -> None:
-        """Put the first gradients of some parameters into `full`, and show them.
+        """Put the first gradients of parameters, dense and in no graph, into `full`, and show them.
 
-        Args:
-            indices: Parameters whose gradients are NONE.
-            grads: Their gradients, dense and in no graph; nothing must be set aside for them.
+        Their state is NONE, and nothing must be set aside for them.
         """
         views = [self.views[index] for index in indices]
         _out_of_graphs(views)
@@ -521,10 +481,7 @@ class GradientBuffer:
         self.forget([index for index, grad in grads if grad is None])
 
     def give_up_zeroed(self) -> None:
-        """Under stage 3, free the averages' memory where user code has zeroed all of them.
-
-        A backward that begins needs as much for the full gradients of some units.
-        """
+        """Under stage 3, free averages' memory, which backward needs, where all are zeroed."""
         if self.local is None or not self.flat.reshards:
             return
         self.forget_absent()
@@ -580,8 +537,7 @@ class GradientBuffer:
     def land(self, *, synchronised: bool) -> None:
         """Once a reduction is over, under offload, let its averages follow those on the host.
 
-        Args:
-            synchronised: Whether no micro-batch follows, so that all averages go there.
+        All go there if it is `synchronised`: no micro-batch follows.
         """
         if self.host is None or self.local is None:
             return
@@ -684,10 +640,7 @@ class GradientBuffer:
 
     @as_they_are
     def release(self) -> None:
-        """After a reduction, let `.grad` stand for the averages that lie in shards.
-
-        A tensor that stands there has come since the reduction began, and waits to be taken.
-        """
+        """After a reduction, let `.grad` stand for averages, but for tensors that came since."""
         if self.is_plain:
             return
         grads = enumerate(map(OWN_GRAD, self.flat.params))
@@ -735,10 +688,7 @@ class GradientBuffer:
 
     @as_they_are
     def take_back(self, outer: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """End the optimizer's view of the gradients: keep what user code made of them.
-
-        In `.grad` stand the tensors that were presented, or those that user code has put there.
-        """
+        """End the optimizer's view: keep what user code made of the presented gradients."""
         for index, (param, one) in enumerate(zip(self.flat.params, self.presented(), strict=True)):
             grad = param.grad
             if one is None or grad is one:

@@ -3,9 +3,8 @@
     p.grad.norm() of the first parameter ──> the norms of all, in one collective call per group
     q.grad.norm() of the next            ──> known already, until a gradient changes
 
-A model has hundreds of parameters, and who logs the norm of one gradient logs them all. Ranks
-agree on what is known, because all of them see the same events: gradients that arrive, operations
-on `.grad`, the optimizer's view.
+Ranks agree on what is known, because all of them see the same events: gradients that arrive,
+operations on `.grad`, the optimizer's view.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -87,8 +86,7 @@ class LentMemory:
     what is written there                          ──> back into the shards, with the next operation
     the hook or step ends                          ──> the memory goes, unless user code holds it
 
-    A shard has no memory of its own shape, so that an address or a storage of it would be another
-    tensor's, or nobody's: files and arrays were garbage. Each rank must ask.
+    A shard has no memory of its own shape: files and arrays of it were garbage.
     """
 
     def __init__(self) -> None:
@@ -96,14 +94,10 @@ class LentMemory:
 
     @torch.no_grad()
     def of(self, shard: ShardedTensor, function: str) -> Tensor:
-        """Return all elements in memory that stays as long as user code may use it.
+        """Return all elements in memory that stays as long as user code uses it; collective.
 
         What is known by its address is there for the next one to ask, so that rank 0 alone may
         write a file of tensors whose storages all ranks have compared, as Hugging Face's does.
-
-        Args:
-            shard: What user code asks of; each rank must call.
-            function: Name of the function that user code has called.
         """
         known = self._lent.get(_key(shard))
         if known is not None and known.is_by_address and not known.is_stale:
@@ -148,10 +142,7 @@ class ParameterSpread:
     """The spread of one parameter's gradient over ranks.
 
     Attributes:
-        name: Name of the parameter.
         shape: Shape of the full gradient.
-        param: The parameter itself.
-        split: How the model is split over other ranks.
         shard_groups: Returns the groups over whose ranks the elements of this rank's part of the
             model lie.
         device: Device of this rank's elements.
@@ -251,18 +242,13 @@ class GradientShards:
     """Lends the gradients of a model to user code, one parameter at a time.
 
     Attributes:
-        lent: The memory of shards that user code was given.
         num_changes: How often gradients have changed on this rank.
 
     Args:
-        gradients: All gradient buffers of the engine.
         named_params: All parameters of the model, the same on every rank.
-        split: How the model is split over other ranks.
-        device: Device of this rank's gradients.
         shard_groups: Returns the groups over whose ranks the elements of gradients lie now.
         reduce_owed: Averages gradients that were only accumulated; each rank must call.
         all_ranks: Group over which gradients are averaged.
-        phases: What the engine does now.
     """
 
     def __init__(
@@ -416,10 +402,7 @@ class _Source:
     """Gives access to the gradient of one parameter; see `GradientSource`.
 
     Attributes:
-        shards: The gradients of the whole model.
         number: Index of the parameter among all of the model.
-        note: Note of the gradient's stand-ins.
-        spread: How the gradient's elements are spread over ranks.
         place: The gradient's buffer and index there; None where only other ranks have it.
     """
 
@@ -476,10 +459,9 @@ class _Source:
         self.shards.changed()
 
     def operand(self, tensor: Tensor, operation: str) -> Tensor:
-        """Return a tensor that is computed with, the same on all ranks that share the gradient.
+        """Return an operand that is the same on all ranks of the gradient; each rank must call.
 
-        Each rank must call. The result of `torch.autograd.grad` is a rank's own: it is averaged
-        where it is added, as the gradient was.
+        A result of `torch.autograd.grad`, a rank's own, is averaged where it is added.
         """
         ranks, own_shape = self.shards.ranks_of_operands(self), self.spread.own_shape
         if ranks is None or own_shape is None:
@@ -501,10 +483,7 @@ class _Source:
 
 
 class AbsentGradients:
-    """Shows in `.grad` of parameters that only other ranks have whether they have a gradient.
-
-    So code that goes through all parameters of the model finds the same gradients on every rank.
-    """
+    """Shows in `.grad` of parameters that only other ranks have whether they have a gradient."""
 
     def __init__(
         self,

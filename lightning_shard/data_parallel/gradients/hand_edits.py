@@ -5,13 +5,10 @@
     a tensor of the user's            copied into the buffer         reduced as a backward's
     the buffer, edited in place       averaged where ranks differ    (see `averaged_gradient`)
 
-The result of `torch.autograd.grad` is a rank's own. The average of equal values changes nothing, so
-edits of averages stay as they are; a sum of an average and a rank's own gradient becomes the
-average of the sums. Ranks compare the content of their buffers, and only where it differs do values
-travel.
-
-Ranks compare at every update of a module that may edit (manual optimization, or hooks that meet
-gradients), since one of them may have had nothing to edit; otherwise where they notice an edit.
+A sum of an average and a rank's own gradient becomes the average of the sums. Ranks compare the
+content of their buffers, and only where it differs do values travel. They compare at every update
+of a module that may edit (manual optimization, or hooks that meet gradients), since one of them may
+have had nothing to edit; otherwise where they notice an edit.
 """
 
 from collections.abc import Sequence

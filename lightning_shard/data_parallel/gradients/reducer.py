@@ -10,10 +10,9 @@ reverse of registration, then the order in which rank 0's first backward complet
 
 Under stage 3 backward unshards, too. A rank that waits for a reduction while another waits for an
 unshard would wait for ever; so a block is reduced when backward has left it, whatever it used, and
-the root unit's parameters, of which some rank may use less, after all blocks. Backward tells where
-it leaves a block whose input has a gradient; another one, on raw features say, is begun at the end
-by ranks that have not used all of it, and nobody waits for it before. Where units stay for a step
-blocks are watched once a unit that was not complete has held others up.
+the root unit's parameters, of which some rank may use less, after all blocks. A block whose input
+has no gradient is begun at the end by ranks that have not used all of it, and nobody waits for it
+before. Where units stay for a step blocks are watched once an incomplete unit has held others up.
 """
 
 from collections import deque

@@ -4,10 +4,8 @@ A parameter that no rank used has no gradient on a single device, and an optimiz
 alone; one that any rank used has. After the gradients, ranks take the maximum of one byte per
 parameter. Only a rank that did not use some parameter itself has to read the answer.
 
-Under stage 3 a digest of the units that this rank unsharded, in order, travels along: ranks that
-unshard different units of one size would mix their shards without a word. Its complement travels
-too, so that the maximum of both is one's own only where all ranks have the same. A rank reads it
-when its own digest is not the one last read, as in every first step.
+Under stage 3 a digest of the units that this rank unsharded, in order, and its complement travel
+along: ranks that unshard different units of one size would mix their shards without a word.
 
 An optimizer's step may raise on one rank alone, where user code catches it. The others' shards are
 updated then, and that rank's are not: it tells, and asks whether there is a rank without the error.

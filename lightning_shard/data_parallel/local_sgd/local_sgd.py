@@ -9,21 +9,12 @@
 
 The **consensus** is what all ranks agree on at any moment: the mean of their parameters, or with an
 outer optimizer the parameters that it keeps. Validation and checkpoints see it; training goes on
-from where each rank was.
-
-What user code sets is not what a rank has trained, and no outer gradient: what it sets between two
-steps is averaged as it is when its turn comes, and what it sets in a validation all ranks go on
-from.
+from where each rank was. What user code sets is no outer gradient: what it sets between two steps
+is averaged as it is, and what it sets in a validation all ranks go on from. Alone, buffers (running
+statistics) are each rank's own, too.
 
 Source: local SGD, arXiv:1805.09767; post-local SGD, arXiv:1808.07217; DiLoCo, arXiv:2311.08105;
 streaming DiLoCo, arXiv:2501.18512.
-
-The data-parallel engine has a switch: average gradients, or leave each rank to itself.
-
-    together    backward ──all-reduce──> the average      as stage 0
-    alone       backward ──────────────> the rank's own   nothing is sent
-
-Alone, buffers (running statistics) are each rank's own, too.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -58,12 +49,7 @@ class LocalEngine(DataParallelEngine):
     """An engine of stage 0 whose gradients are averaged over changing groups of ranks."""
 
     def reduce_over(self, groups: DataGroups, *, alone: bool) -> None:
-        """Average gradients over other ranks from now on; between two optimizer steps.
-
-        Args:
-            groups: Groups of the ranks to average over, made for gradients. Each rank must call.
-            alone: Whether these groups hold this rank only.
-        """
+        """Average over other ranks, or this one alone, from now on; between optimizer steps."""
         if alone:
             self.buffers.end()  # as the next step together would
         for gradients in self.gradients:
@@ -76,17 +62,13 @@ class LocalEngine(DataParallelEngine):
 
 
 def cut_into_fragments(numels: Mapping[str, int], num_fragments: int) -> list[list[str]]:
-    """Assign each parameter to a fragment.
+    """Assign each parameter, whose number of elements is given, to a fragment.
 
         parameters   a b c d e f g h      2 fragments   a b c | d e f g h
 
     A fragment is a run of full parameters: an outer optimizer and a compressor see their shapes,
     and sizes come out more even than with whole blocks, of which streaming DiLoCo
     (arXiv:2501.18512) makes its fragments.
-
-    Args:
-        numels: Number of elements of each parameter, by name, in order.
-        num_fragments: Number of fragments.
     """
     if num_fragments > len(numels):
         raise ConfigError(
@@ -131,11 +113,7 @@ class LocalParameters:
 
     @property
     def views(self) -> dict[str, Tensor]:
-        """Each parameter that can have a gradient, by name and in its own shape.
-
-        These are views into the engine's memory, which moves when user code has assigned to
-        `param.data`.
-        """
+        """Views of parameters that can have a gradient; they move when `.data` is assigned."""
         lists = [flat.local_views for flat in self._flats]
         if len(lists) != len(self._lists) or any(map(is_not, lists, self._lists)):
             self._lists = lists
@@ -217,12 +195,7 @@ class LocalParameters:
 
     @torch.no_grad()
     def set(self, values: Mapping[str, Tensor], *, keep: float = 0.0) -> None:
-        """Overwrite parameters, here and in the module.
-
-        Args:
-            values: New values by name, in the parameters' shapes.
-            keep: Share of the old values that stays, 0 to 1.
-        """
+        """Overwrite parameters, here and in the module; a share of the old values stays."""
         for flat in self._flats:
             flat.see_assigned()  # else it would come back over these values
         for name, value in values.items():
@@ -255,7 +228,6 @@ class LocalSGD:
 
     Args:
         engine: An engine of stage 0, which is alone now; every rank has the same parameters.
-        schedule: Schedule of the steps at which ranks exchange fragments.
         make_rule: Makes the rule from the parameters that are trained.
         collectives: Group of the ranks that meet, whose operations may stay in flight.
         step: Number of steps of the run so far. Each rank must construct this at the same step.
@@ -296,11 +268,7 @@ class LocalSGD:
         engine.surround_methods(self._around_methods)
 
     def watch(self, *, has_stepped: bool) -> None:
-        """Note what user code has set, or that from now on it is user code that sets something.
-
-        Args:
-            has_stepped: Whether an optimizer has just stepped; else a step is about to begin.
-        """
+        """Note what user code has set before this step, or that from now on it sets something."""
         if self._watches:
             self._own.know() if has_stepped else self._own.look()
 
@@ -411,10 +379,7 @@ class LocalSGD:
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Let the module hold the consensus inside, and its own values after; each rank must enter.
-
-        Entering again inside changes nothing.
-        """
+        """Let the module hold the consensus inside, and its own values after; collective."""
         if self._kept is not None:
             yield
             return
@@ -522,11 +487,9 @@ class LocalSGD:
         }
 
     def own_state(self) -> dict[str, Any]:
-        """Return what this rank alone has, right after `state_dict`; no communication.
+        """Return what this rank alone has, as views, right after `state_dict`; no communication.
 
-        Returns:
-            Its own values of parameters that may differ between ranks, its buffers where training
-            has moved them, and what compression keeps; views of the tensors.
+        It is parameters and buffers that may differ between ranks, and what compression keeps.
         """
         own = self._own.views if self._kept is None else self._kept
         moved, buffers = self._moved(), list[Tensor]()
@@ -549,9 +512,7 @@ class LocalSGD:
     ) -> None:
         """Go on from what `state_dict` gave on any number of ranks; no communication.
 
-        Args:
-            state: What `state_dict` returned.
-            kept: What `own_state` returned on this rank of as many; None to go on from the mean.
+        `kept` is what `own_state` returned on this rank of as many; None to go on from the mean.
         """
         means, mine = state["own"], kept["parameters"] if kept else {}
         names = list({**dict.fromkeys(means), **dict.fromkeys(mine)})
@@ -602,13 +563,7 @@ class LocalSGD:
 
 
 def check_model(engine: LocalEngine, schedule: SyncSchedule, compressor: Compressor | None) -> None:
-    """Raise ConfigError if training alone cannot begin with this model, or with more unfrozen.
-
-    Args:
-        engine: The engine that holds the model.
-        schedule: Schedule of the steps at which ranks exchange fragments.
-        compressor: Compresses the fragments; None for none.
-    """
+    """Raise ConfigError if training alone cannot begin with this model, or with more unfrozen."""
     own = LocalParameters(engine)
     numels = {name: view.numel() for name, view in own.views.items()}
     cut_into_fragments(numels, schedule.fragments)

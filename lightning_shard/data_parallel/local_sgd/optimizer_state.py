@@ -18,8 +18,7 @@ _StateKey = tuple[int, str]  # the parameter's number and the key of its state
 def averaged_state(optimizer: Optimizer, collectives: Collectives) -> Iterator[None]:
     """Let an optimizer hold the mean of the ranks' states inside; each rank must enter.
 
-    A parameter that some ranks have never used has state on the others only: the mean is over the
-    others. Counters stay each rank's own.
+    The mean of a parameter is over the ranks that have state. Counters stay each rank's own.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     own, shown = dict(optimizer.state), dict[nn.Parameter, dict[str, Any]]()
@@ -66,13 +65,9 @@ def with_state_by_name(
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
 ) -> dict[str, Any]:
-    """Return a `state_dict` with this rank's own state in the place of the mean.
+    """Return a checkpoint's `state_dict` with this rank's own state in the place of the mean.
 
-    Args:
-        packed: The `state_dict` of a checkpoint.
-        own: What `state_by_name` has returned on this rank.
-        optimizer: The optimizer, whose parameters are in the same order.
-        names: Names of the parameters.
+    The own state is what `state_by_name` has returned; the parameters are in the same order.
     """
     if "state" not in packed:  # there is no optimizer, or it has a form of its own
         return dict(packed)

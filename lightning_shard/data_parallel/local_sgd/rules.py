@@ -4,11 +4,9 @@
     OuterOptimization    send global - own (the outer     global = outer step by the mean
                          gradient of the last steps)      common = global
 
-The second is DiLoCo (arXiv:2311.08105): with Nesterov momentum as the outer optimizer it tolerates
-hundreds of steps between two exchanges. With plain SGD of learning rate 1 it is the first.
-
-For one exchange tensors of many shapes are one flat buffer, in which narrow formats travel in
-float32: a step is often too small for them to represent.
+The second is DiLoCo (arXiv:2311.08105); with plain SGD of learning rate 1 it is the first. For one
+exchange tensors of many shapes are one flat buffer, in which narrow formats travel in float32: a
+step is often too small for them to represent.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,11 +68,7 @@ def _as_complex(part: Tensor) -> Tensor:
 
 
 class SyncRule:
-    """The rule by which ranks come to common values: this one takes the mean of the ranks' own.
-
-    Attributes:
-        sends: Whether ranks send their parameters or the changes of these.
-    """
+    """The rule by which ranks come to common values: this one takes the mean of the ranks' own."""
 
     sends: Sent = "values"
 
@@ -107,13 +101,7 @@ class SyncRule:
 
 
 class OuterOptimization(SyncRule):
-    """Common values are kept, and an outer optimizer moves them.
-
-    Args:
-        values: The common values now, by name.
-        factory: Makes the optimizer from a list of tensors. The optimizer may see some of them
-            without a gradient in a step.
-    """
+    """Common values are kept, and an outer optimizer moves them, maybe some without a gradient."""
 
     sends: Sent = "changes"
 
@@ -200,11 +188,7 @@ _HOW = (
 
 
 def outer_factory(outer: OuterOptimizer) -> OuterFactory | None:
-    """Return the function that makes the outer optimizer; None where there is none.
-
-    Raises:
-        ConfigError: The option names no optimizer, or its class does not take the arguments.
-    """
+    """Return the function that makes the outer optimizer; None where there is none."""
     factory = _factory(outer)
     if factory is None:
         return None

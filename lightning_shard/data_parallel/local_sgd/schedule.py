@@ -6,11 +6,8 @@
     fragment 0           b   l                   b   l
     fragment 1                       b   l                   b   l
 
-Steps count from the end of the warm-up. Each fragment has its turn every `sync_every` steps, and
-the turns are spread evenly, so that at no time more than a part of the model travels.
-
-Source: streaming DiLoCo, arXiv:2501.18512; with one fragment DiLoCo, arXiv:2311.08105, and local
-SGD, arXiv:1805.09767.
+Steps count from the end of the warm-up. Turns are spread evenly, so that at no time more than a
+part of the model travels. Source: streaming DiLoCo, arXiv:2501.18512.
 """
 
 from dataclasses import dataclass

@@ -48,11 +48,9 @@ class Sender:
         return bool(self._exchanges)
 
     def send(self, buffer: Tensor, fragment: int | None = None) -> Arrival:
-        """Start to average a buffer in place.
+        """Start to average a buffer, shape (n,), in place.
 
-        Args:
-            buffer: The values, of shape (n,), overwritten by the mean.
-            fragment: Number of the fragment; None for other values, which are not compressed.
+        Values of no fragment are not compressed.
         """
         exchange = self._exchanges[fragment] if self.compresses and fragment is not None else None
         if exchange is None or exchange.passes(buffer):
@@ -77,9 +75,7 @@ class Sender:
     def load(self, state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
         """Take over what `state` returned for any fragments and any number of ranks.
 
-        Args:
-            state: What `state` returned.
-            own: What `own_state` returned on this rank of as many; None to go on from averages.
+        `own` is what `own_state` returned on this rank of as many; None to go on from averages.
         """
         if self._compressor is not None:
             load_state(self._compressor, self._exchanges, state, own)

@@ -1,8 +1,5 @@
 """Takes values over that user code has assigned to parameters, before anything reads our buffers.
 
-flats ──assigned()──> values ──adopt──> buffers      and the weights are known to have changed
-places ──put_back──> replaced parameters ──┘   and optimizers hear of them
-
 An optimizer on one device goes on with the parameter that it has: what user code puts in its place
 is trained only if it gives it to the optimizer. `load_state_dict(assign=True)` loads values, which
 are trained on.
@@ -33,12 +30,7 @@ FullParameters = Callable[..., Iterable[tuple[nn.Parameter, Tensor]]]
 
 @dataclass(frozen=True, eq=False)
 class _Tie:
-    """Elements that two parameters have in common.
-
-    Attributes:
-        params: The two parameters.
-        places: For each, where the elements lie in the flattened full tensor: shape (N,), int64.
-    """
+    """Elements that two parameters have in common, and where they lie in each, flattened: (N,)."""
 
     params: tuple[nn.Parameter, nn.Parameter]
     places: tuple[Tensor, Tensor]
@@ -57,9 +49,8 @@ class Ties:
 
     decoder.weight.data = encoder.weight.data.t()     on one device a step changes both from now on
 
-    Ranks have a place for each parameter, so that a copy is taken of what is assigned. As long as
-    both keep their values, or the assignment comes again before the next step, as a teacher's that
-    is never trained, that is the same; else this says so.
+    Ranks copy what is assigned. As long as both keep their values, or the assignment comes again
+    before the next step, as a teacher's that is never trained, that is the same; else this says so.
     """
 
     def __init__(self, model: nn.Module, rank: int) -> None:

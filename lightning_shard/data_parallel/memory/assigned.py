@@ -5,8 +5,7 @@
 
 The first is noticed by the address that a parameter shows: wherever it is about to show another
 view, before anything reads our buffers, and once a step. The second is noticed once a step, too,
-and before anything is saved. The value is copied, so that a tensor which was
-assigned to several parameters, or lies in our own buffers, is shared by nobody afterwards.
+and before anything is saved. The value is copied, so that nobody shares it afterwards.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,11 +22,7 @@ from lightning_shard.errors import ConfigError
 
 
 class ShownViews:
-    """The views that the parameters of a buffer show.
-
-    Args:
-        params: The parameters of one flat buffer, in its order.
-    """
+    """The views that the parameters of a flat buffer show, in its order."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
@@ -88,13 +83,9 @@ class _ParameterPath:
 
 @dataclass(frozen=True, eq=False)
 class ReplacedParameter:
-    """A parameter of the model that is in its place again, and what user code had put there.
+    """A parameter of the model that is in its place again, and the newcomer that was put there.
 
-    Attributes:
-        name: Name of the place in the model.
-        module: The module that holds it.
-        newcomer: The parameter that user code had put there.
-        param: The model's own, which has the newcomer's value now.
+    It has the newcomer's value now.
     """
 
     name: str
@@ -107,8 +98,6 @@ class ParameterPlaces:
     """Watches which parameter objects a model holds, and puts them back after user code.
 
     Args:
-        model: The model to watch.
-        rank: Global rank of this process, for error messages.
         fixed_modules: Whether modules that hold parameters must stay, since their hooks are needed.
     """
 

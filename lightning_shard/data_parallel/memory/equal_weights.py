@@ -4,8 +4,8 @@
     a hook edits in place ──> a counter has moved: one byte of `UsageAgreement` says so
     end of a backward     ──> where any rank says so, ranks compare what their parameters hold
 
-Gradients are averages, so ranks that once differ do so for good, without a word. Edits past the
-version counters, `weight.data.normal_()` say, are found when ranks compare now and then anyway.
+Edits past the version counters, `weight.data.normal_()` say, are found when ranks compare now and
+then anyway.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,6 @@ class EqualWeights:
     Args:
         buffers: All buffers of an engine, each with the group of the ranks that must have the same
             values. Those of stage 0 are compared, where there are several ranks.
-        ranks: Group of all ranks that agree.
         device: Where the numbers that ranks exchange lie.
     """
 
@@ -69,12 +68,8 @@ class EqualWeights:
     def agree(self, message: Tensor) -> None:
         """Compare if any rank has changed something, or now and then; each rank must call.
 
-        Args:
-            message: `have_moved` of any rank, shape (); read on the CPU alone, as elsewhere the
-                device would have to be waited for in every step.
-
-        Raises:
-            ConfigError: Parameters differ between ranks; raised on every rank.
+        `message` is `have_moved` of any rank, shape (), which is read on the CPU alone: elsewhere
+        every step would have to wait for the device.
         """
         self._num_agreements += 1
         is_due = self._num_agreements % _COMPARE_EVERY == 0

@@ -1,11 +1,8 @@
 """The memory of flat buffers: the backend chooses it, so that ranks reach what moves often best.
 
-On shared memory peers read parameters and gradients in place; elsewhere this is ordinary memory.
-
 Blanks are memory whose elements tell whether they were written, by a NaN that nothing computes.
-
-While a module loads a checkpoint, its parameters are full and hold blanks. Elements that its own
-hooks leave alone, all or some rows of a parameter, keep the value that the shards have.
+While a module loads a checkpoint, its parameters are full and hold blanks: elements that its own
+hooks leave alone keep the value that the shards have.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +28,7 @@ def full_views(full: Tensor, layout: FlatLayout) -> list[Tensor]:
 
 
 def shard_views(shard: Tensor, layout: FlatLayout, index: int) -> list[Tensor]:
-    """Return one rank's 1-D part of each slot, possibly empty.
-
-    Args:
-        shard: Shape (S,), that rank's part of a full-sized flat tensor.
-        layout: How the full tensor is laid out and cut.
-        index: Number of the shard.
-    """
+    """Return one rank's 1-D part of each slot, possibly empty, in its shard, shape (S,)."""
     return [shard[part.shard_offset : part.shard_stop] for part in layout.shard_slices(index)]
 
 

@@ -14,15 +14,12 @@ A parameter can show itself in two ways, and `param.data` is pointed at one or t
                       device keeps none
 
 Resharding resizes the storage of `full` to zero and unsharding gives it back, so that views which
-autograd has saved stay valid. While it is resharded, no parameter points at it.
+autograd has saved stay valid. While it is resharded, no parameter points at it. What user code has
+pointed `param.data` at is taken over before a parameter shows another view, and before anything
+reads the buffers.
 
-User code may point `param.data` at memory of its own: before a parameter shows another view, and
-before anything reads the buffers, that value is taken over.
-
-Tensors stand in the parameters' `.grad` for averages in shards. A parameter has one for each shape
-and format in which it shows itself, and for each device: under offload its shard is the host's.
-They share a note. User code may keep them: one that nobody has kept stands for the next gradient,
-too.
+For averages in shards a tensor stands in `.grad` for each shape, format and device in which a
+parameter shows itself; they share a note, and one that nobody has kept stands for the next, too.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -127,12 +124,7 @@ class StandIns:
         return lifted
 
     def leave(self, indices: Iterable[int], elements: Callable[[int], Tensor | None]) -> None:
-        """Note that parameters' gradients are gone, also for code that has kept a `.grad`.
-
-        Args:
-            indices: Places of the parameters in the buffer.
-            elements: Returns a copy of what this rank has of a gradient; None for nothing.
-        """
+        """Note that gradients are gone: code that has kept a `.grad` has a copy, or nothing."""
         for index in indices:
             made = self._made[index]
             for form in list(made):
@@ -207,7 +199,6 @@ class FlatParameters:
         named_params: Name and parameter in buffer order; all of one dtype and device. Rank 0's
             values are taken by every rank.
         groups: The data-parallel ranks, each of which must construct this.
-        stage: ZeRO stage, 0 to 3.
         compute_dtype: Format of the full parameters in forward and backward, until `gather_in`.
         reduce_dtype: Format in which their gradients travel; None for that of the full parameters.
         is_split: Whether some of the parameters are tensor-parallel parts, or other ranks of the
@@ -215,13 +206,10 @@ class FlatParameters:
             are shown to the optimizer alone.
         owners: Rank of the shard group that has each parameter full, in ascending order; none for
             parameters that are cut evenly.
-        copier: Copies to host memory, where the optimizer's shard then lies; None without offload.
         keeps_shard: Whether the device keeps a shard beside that on the host.
         start: Knows the values of parameters on meta, which get memory here.
 
     Attributes:
-        groups: The data-parallel ranks.
-        memory: Makes flat buffers where the ranks reach them best.
         stand_ins: What stands in `.grad` for averages that lie in shards.
         host: The optimizer's shard in host memory; None without offload.
         common: The full parameters where they exist once per host, of which `shard` is a part under
@@ -345,14 +333,7 @@ class FlatParameters:
         return full[slice(*self.layout.shard_bounds(self.shard_index))]
 
     def shard_views(self, shard: Tensor) -> list[Tensor]:
-        """Return each parameter's local shard as a view of a shard-sized tensor.
-
-        Args:
-            shard: Shape (S,), laid out as `self.shard`.
-
-        Returns:
-            1-D shards, possibly empty; the parameters' own shapes where one rank holds all.
-        """
+        """Return parameters' shards, 1-D, as views of a tensor like `shard`; full where owned."""
         if self.stage == 0:
             return full_views(shard, self.layout)
         return shard_views(shard, self.layout, self.shard_index)
@@ -436,10 +417,9 @@ class FlatParameters:
     @as_they_are
     @unrecorded
     def adopt(self, values: Mapping[int, Tensor]) -> None:
-        """Write values into the buffers, as if user code had written them into the shown tensors.
+        """Write values into the buffers, as if user code had written them into what is shown.
 
-        Args:
-            values: By a parameter's index, its value in the shape that it shows or in its own.
+        They are in the shape that a parameter shows, or in its own, by index.
         """
         if values:
             self._move()
@@ -460,10 +440,7 @@ class FlatParameters:
         return self.master_views if self._shown.are is self.master_views else self.local_views
 
     def _move(self) -> None:
-        """Leave the shown memory to the tensors that user code has kept, and go on in new memory.
-
-        Code that swaps weights keeps the old tensors to assign them again: `kept = param.data`.
-        """
+        """Go on in new memory if user code kept tensors to assign again: `kept = param.data`."""
         left, shows_full = self._shown.are, self._shown.are is self.full_views
         is_part = self.shard.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
         shows_host = self.host is not None and left is self.master_views
@@ -510,10 +487,7 @@ class FlatParameters:
         return self._edited(local, self._own_part(index, self.full_views[index]).to(local.device))
 
     def as_shown(self, index: int, value: Tensor) -> Tensor:
-        """Return a tensor of a parameter's own shape as it shows itself; any other as is.
-
-        To user code a sharded parameter shows its own shape.
-        """
+        """Return a tensor of a parameter's own shape as that shows itself; any other as is."""
         shape = self.layout.slots[index].shape
         is_full = value.shape == shape and self.params[index].shape != shape
         return self._own_part(index, value) if is_full else value
@@ -612,10 +586,7 @@ class FlatParameters:
 
     @unrecorded
     def load(self, index: int, value: Tensor) -> None:
-        """Overwrite one parameter by a tensor of its own shape, however it shows itself now.
-
-        Blank elements keep their value.
-        """
+        """Overwrite a parameter by a tensor of its own shape, without the blank elements."""
         if self.is_unsharded:
             overwrite(self.full_views[index], value)
         overwrite(self.local_views[index], self._own_part(index, value))
@@ -653,14 +624,7 @@ class FlatParameters:
 
     @unrecorded
     def gather_shards(self, shard: Tensor) -> list[Tensor]:
-        """Bring any shard-shaped tensor together in the parameters' own shapes.
-
-        Args:
-            shard: Shape (S,), laid out as `self.shard`; each rank must call.
-
-        Returns:
-            Views of a new buffer, in slot order.
-        """
+        """Bring a tensor like `shard` together, as views in parameters' shapes; collective."""
         shard = shard.to(self.full.device)
         if self.layout.num_shards == 1:
             return full_views(shard, self.layout)

@@ -13,14 +13,7 @@ _LEFTOVER = "_lightning_shard_shard"  # set on such parameters
 def give_back(flat: FlatParameters, *, keep: bool) -> None:
     """Give a buffer's parameters full memory of their own, and let go of its; each rank must call.
 
-        before    parameters are views of the buffer, or shards
-        after     each parameter has full memory of its own, and the buffer none
-
-    The layout says how optimizers' states are cut, where those stay in shards.
-
-    Args:
-        flat: The buffer whose memory is meant.
-        keep: Whether this rank keeps the values; else it has NaNs without memory.
+    Those not kept are NaNs without memory. The layout says how optimizers' states are cut.
     """
     for param, value in zip(flat.params, flat.full_values(), strict=True):
         param.data = value.clone() if keep else blank((), value.dtype).expand(value.shape)

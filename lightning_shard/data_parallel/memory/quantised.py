@@ -4,8 +4,7 @@
     bitsandbytes, 8 bits    the layer keeps the elements once more, full      stages 0 to 2
     torchao                 one tensor made of several                        refused
 
-None of these packages is imported: a parameter is known by its attributes. Stages of a pipeline put
-stand-ins in the place of other stages' parameters, which have none of these attributes.
+None of these packages is imported: a parameter is known by its attributes.
 """
 
 from torch import Tensor, nn
@@ -43,16 +42,7 @@ def is_quantised(tensor: Tensor) -> bool:
 
 
 def refuse_quantised_parts(model: nn.Module, rank: int, scheme: str) -> None:
-    """Raise for quantised weights where other ranks have other parts of a model.
-
-    Args:
-        model: The module, on this rank, whose parameters are looked at.
-        rank: Number of this rank, for messages.
-        scheme: What splits the model.
-
-    Raises:
-        ConfigError: Names the first such parameter.
-    """
+    """Raise ConfigError for quantised weights where a scheme gives ranks other parts of them."""
     for name, param in model.named_parameters():
         if is_quantised(param) or hasattr(type(param), "__tensor_flatten__"):
             raise ConfigError(

@@ -1,11 +1,8 @@
 """Tensors that share a parameter's memory without being it: no rank could keep them tied.
 
-    b.weight = a.weight              one parameter in two places: tied, as everywhere
-    b.weight.data = a.weight.data    two parameters on one memory: a step on one device moves both
-    self.first = a.weight.data[0]    a tensor that follows the parameter on one device
-
-Flat buffers have a place for each parameter, so that the second and third kind would come apart in
-silence.
+b.weight = a.weight              one parameter in two places: tied, as everywhere
+b.weight.data = a.weight.data    two parameters on one memory: a step on one device moves both
+self.first = a.weight.data[0]    a tensor that follows the parameter on one device
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -33,10 +33,6 @@ def put_values(
 def give_memory(param: nn.Parameter, value: Tensor) -> None:
     """Let a parameter on meta lie in memory; it stays the same object, with all that is set on it.
 
-    Args:
-        param: The parameter, which optimizers and modules may hold.
-        value: The memory, of the parameter's shape, in any format.
-
     Raises:
         ConfigError: Something refers to the parameter in a way that does not allow it.
     """

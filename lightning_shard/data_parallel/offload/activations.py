@@ -3,10 +3,9 @@
     forward    block 0 | block 1 | block 2 | ...             backward   ... block 1 | block 0
     copies         down 0  | down 1  | down 2                       up 1  |  up 0
 
-Each stretch of memory goes once each way, however many tensors are saved of it. It travels beside
-what computes: on the device are what was saved last and what backward needs next, together at most
-`in_flight_bytes`, or one stretch. What has not left yet when backward asks for it is used where it
-is. On CPU ranks the same code runs, with a second buffer for the device.
+Each stretch of memory goes once each way, however many tensors are saved of it. On the device are
+what was saved last and what backward needs next, together at most `in_flight_bytes`, or one
+stretch. What has not left yet when backward asks for it is used where it is.
 
 What is held anyway stays: parameters and their views (whose memory ZeRO stage 3 takes and gives
 back), buffers, the batch; so do small tensors, those of other classes than torch's own, and what a
@@ -51,15 +50,10 @@ class Saved(Protocol):
 
 
 class HostActivations:
-    """The activations of one rank.
-
-    Args:
-        device: The rank's device.
+    """The activations of one rank, in a pool of host memory.
 
     Attributes:
-        device: The rank's device.
         in_flight_bytes: Bytes that may be on the device while they travel.
-        pool: Host memory that they lie in.
     """
 
     in_flight_bytes: ClassVar[int] = 512 * 2**20
@@ -275,8 +269,7 @@ def stretch_bytes(tensor: Tensor) -> int:
 def _ends(tensor: Tensor) -> tuple[int, int]:
     """Return the first element of a tensor's stretch in its storage, and the one after the last.
 
-    It is all of the storage, whose other views may be saved as well, but where the tensor is a
-    small part of it, such as a batch of a data set that lies on the device.
+    It is all of the storage, but where the tensor is a small part of it, as a batch of a data set.
     """
     numel = tensor.untyped_storage().nbytes() // tensor.itemsize
     if not tensor.numel():

@@ -4,8 +4,7 @@
     up      host ──> device    updated shards
 
 On a GPU a stream of its own copies, beside what computes, from and to pinned memory. On CPU ranks
-the same calls copy between two buffers, one of which stands for the device: nothing is saved, and
-what is copied, when and how much is the same.
+the same calls copy between two buffers, one of which stands for the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +21,7 @@ from lightning_shard.data_parallel.content import content
 
 
 class HostCopier:
-    """Copies of one rank.
-
-    Attributes:
-        traffic: Calls, elements and bytes of "down" and "up" so far.
-    """
+    """Copies of one rank; `traffic` counts calls, elements and bytes of "down" and "up" so far."""
 
     def __init__(self, device: torch.device) -> None:
         self.traffic = Traffic()
@@ -61,11 +56,9 @@ class HostCopier:
         self._is_busy = True
 
     def up(self, source: Tensor, target: Tensor) -> None:
-        """Start a copy to the device, in the device's format; its users must `join` first.
+        """Start a copy of what `empty` gave to the device, whose users must `join` first.
 
-        Args:
-            source: Host memory from `empty`, which must not change before `finish`.
-            target: Tensor on the device.
+        The source must not change before `finish`.
         """
         self.traffic.count("up", target.numel(), target.itemsize)
         with self.running():
@@ -110,24 +103,14 @@ class HostCopier:
 
 
 class HostShard:
-    """This rank's elements of one flat buffer, as the optimizer has them.
-
-    The shard of one flat buffer that the optimizer updates, in host memory.
+    """This rank's elements of one flat buffer in host memory, as the optimizer has them.
 
         offload="optimizer"     the device keeps these elements, too, in the format of forward and
                                 backward: a part of the full parameters, or stage 3's shard
         offload="parameters"    the device has them only while their block is unsharded (stage 3)
 
     User code may have changed what the device has: its content is known, so that an unchanged one
-    is not copied down to look.
-
-    Args:
-        values: Shape (S,): the elements, on the device, in the optimizer's format.
-        copier: Copies of this rank.
-
-    Attributes:
-        tensor: Shape (S,): the elements in host memory.
-        copier: Copies of this rank.
+    is not copied down to look. All parts have the shape (S,) of `tensor`.
     """
 
     @torch.no_grad()
@@ -137,11 +120,7 @@ class HostShard:
         self._known: Tensor | None = None
 
     def know(self, part: Tensor) -> None:
-        """Note that a part on the device holds these elements.
-
-        Args:
-            part: Shape (S,): in the format of forward and backward.
-        """
+        """Note that a part on the device holds these elements."""
         self._known = content(part)
 
     def move(self) -> None:
@@ -156,12 +135,7 @@ class HostShard:
             self.know(part)
 
     def unshard(self, part: Tensor, gather: Callable[[], Pending | None]) -> "Pending | Uploaded":
-        """Start sending the elements up, and bringing all ranks' together from there.
-
-        Args:
-            part: Shape (S,): this rank's part of the full parameters.
-            gather: Starts bringing all parts together; None where there is one.
-        """
+        """Start sending the elements up, and bringing all ranks' together from there."""
         with self.copier.running():
             self.send_up(part)
             pending = gather()

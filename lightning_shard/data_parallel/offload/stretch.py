@@ -3,9 +3,7 @@
     LEAVING ──leave──> AWAY ──bring──> COMING ──here──> BACK
        └───────────── here: it has not left yet ─────────^
 
-The source is held until the copy down is done, as far as the streams can tell; from then on nothing
-of it stays on the device. Source: torch's `save_on_cpu`; that what is kept for a while need not
-come back is torchtune's idea.
+The source is held until the copy down is done, as far as the streams can tell.
 """
 
 from collections import defaultdict
@@ -29,9 +27,6 @@ class HostPool:
         batch k      take 4 MB, take 1 MB, give 4 MB, take 4 MB, give ...      nothing new
         batch k + n  what nobody has taken for n batches goes
 
-    Args:
-        make: Returns new host memory of the shape and format of a tensor.
-
     Attributes:
         num_bytes: Bytes of all buffers, lent ones included.
         most_bytes: The most that they have been.
@@ -45,11 +40,7 @@ class HostPool:
         self.num_bytes = self.most_bytes = 0
 
     def take(self, like: Tensor) -> Tensor:
-        """Return a buffer.
-
-        Args:
-            like: Tensor of shape (N,) in the format of the buffer.
-        """
+        """Return a buffer for a tensor of shape (N,)."""
         size = like.numel(), like.dtype
         free = self._free[size]
         if not free:
@@ -80,10 +71,7 @@ class HostPool:
 class ChangedError(ConfigError):
     """A tensor that backward needs was changed in place since forward.
 
-    Args:
-        shape: Shape of the tensor.
-        found: Number of changes of its memory by now.
-        expected: That number when it was saved.
+    Its memory should have been changed `expected` times, and was `found` times.
     """
 
     def __init__(self, shape: Sequence[int], found: int | None, expected: int) -> None:
@@ -98,8 +86,6 @@ class Stretch:
     """Elements of one storage, from forward to backward.
 
     Attributes:
-        first: Index of the first element.
-        num_bytes: Bytes of the stretch.
         is_leaving: Whether the source is held.
         is_ahead: Whether it was brought before anyone asked for it.
     """
@@ -143,10 +129,7 @@ class Stretch:
         self._mark = self._copier.copy("up", self._host, self._device)
 
     def elements(self) -> Tensor:
-        """Return the elements on the device, for what the current stream does next.
-
-        Returns:
-            Shape (N,).
+        """Return the elements (N,) on the device, for what the current stream does next.
 
         Raises:
             ConfigError: They were changed after they had been saved.

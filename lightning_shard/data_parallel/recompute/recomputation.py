@@ -5,8 +5,7 @@
     backward    input ──> block again ──> gradients
 
 The checkpoint is around `forward`, so hooks of the block are outside of it and run once: stage 3
-unshards a block for its backward, and what is computed again finds its parameters there. The
-recomputation draws the forward's random numbers and leaves everything beside its tensors as it was.
+unshards a block for its backward, and what is computed again finds its parameters there.
 """
 
 from collections import Counter, defaultdict
@@ -66,14 +65,12 @@ def by_position(
 ) -> tuple[Callable[..., Any], list[Any]]:
     """Return a function of positional arguments alone, and those of a first call.
 
-    A block's arguments as torch's checkpoint keeps them: every tensor as one that autograd saves.
-
         block(x, mask=m)   ──>   called(x, m)                  torch keeps tensors by position alone
         block(part of x)   ──>   called(holder of the part)    the block is given the part again
 
     A checkpoint saves its positional tensors, so that hooks of saved tensors see them; all else it
-    holds. A tensor of which each rank has a part is another matter: autograd, where it has hooks,
-    would gather it. So its part is kept by itself.
+    holds. A tensor of which each rank has a part autograd would gather where it has hooks, so its
+    part is kept by itself.
     """
     values, num_args, names = [*args, *kwargs.values()], len(args), list(kwargs)
     if keep is not None:
@@ -165,9 +162,8 @@ def policy(
         forward          mm ──> kept    add    gelu    mm ──> kept
         recomputation    found          add    gelu    found             as often as a backward asks
 
-    Operations come in the same order both times: the results of each kind are found by counting.
     torch's own modes keep results on the device, and for one backward: these keep them wherever
-    they are put, and for any number. In compiled code torch's partitioner goes by the same policy.
+    they are put, and for any number.
     """
     is_kept = _is_kept(operation, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -193,10 +189,7 @@ class KeptResults:
         return _Mode(self._note)
 
     def finding(self) -> TorchDispatchMode:
-        """Make the mode of one recomputation, which finds them.
-
-        What it runs raises ConfigError where a result was changed in place.
-        """
+        """Make the mode of a recomputation, which finds results, or tells that one was changed."""
         return _Mode(_Finder(self._kept).find)
 
     def _note(self, operation: Any, compute: Callable[[], Any]) -> Any:

@@ -2,8 +2,7 @@
 
 random numbers of Python and numpy    drawn again, and put back; torch's checkpoint has its own
 running statistics of norms           left as they are, since no result in training needs them
-numbers, texts, tensors and lists     as forward has left them: attributes of the block's modules
-    in attributes
+attributes of the block's modules     as forward has left numbers, texts, tensors and lists
 other buffers, parameters             refused where a recomputation changes them
 """
 

@@ -1,8 +1,5 @@
 """The model's full values: brought together one parameter after the other, and taken in.
 
-    saving, restoring   shards of all ranks ──> full value ──> the next parameter
-    loading             full value ──> this rank's shard, in place
-
 No rank ever holds more full values than those of one unit, unless the caller keeps them.
 """
 
@@ -31,12 +28,9 @@ def bring_together(flats: Iterable[FlatParameters]) -> None:
 def publishing_edits(
     flats: Sequence[FlatParameters], ranks: Collectives, device: torch.device
 ) -> Iterator[None]:
-    """Bring those buffers up to date whose shards user code on any rank changes inside.
+    """Bring buffers up to date whose shards user code on any rank changes inside; collective.
 
-    Args:
-        flats: Buffers whose full parameters stay between the steps; the same on all ranks.
-        ranks: Group of all ranks that hold the model; each must enter and leave.
-        device: Where the numbers that ranks exchange lie.
+    Their full parameters stay between the steps, and they are the same on all ranks.
     """
     for flat in flats:
         flat.take_in_edits()

@@ -35,13 +35,8 @@ def look_full(
 ) -> None:
     """Let parameters look full whenever they are in shards and user code runs.
 
-    Args:
-        units: Units of a model, from stage 1 on; of one that is split over other ranks, too, at
-            stage 3 only.
-        shards: The engine's gradients, which know how each parameter's elements are spread.
-        unsharder: Unshards units for autograd; None below stage 3.
-        split: How the model is split over other ranks.
-        user_code: Knows whether user code runs.
+    There are shards from stage 1 on, but of a model that is split over other ranks, too, at stage 3
+    only. Below it, no `unsharder` unshards units for autograd.
     """
     units = [*units]
     named = {

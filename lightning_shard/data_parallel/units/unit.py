@@ -41,27 +41,22 @@ class Passage:
 
 
 class Passages:
-    """The passages through the blocks of a unit.
-
-    Where a backward enters a unit's blocks and leaves them: few hooks on the graph, few objects.
+    """Where backwards enter a unit's blocks and leave them: few hooks on the graph, few objects.
 
         forward     x ──> block 0 ──> block 1 ──> block 2 ──> y     one passage: each block is given
         backward    left <──────────────────────────── entered     what the one before it returned
 
-    A block that is given what the block before it has returned goes on with the other's passage:
-    backward comes through them one after the other, so that the first one's inputs tell of the end
-    of all. It may enter at each of them, as the gradient of an intermediate result does.
-
-    With 200 small blocks, a passage for each made so many objects that collecting garbage took as
-    long as all hooks together.
+    Backward comes through such blocks one after the other, so that the first one's inputs tell of
+    the end of all. It may enter at each of them, as the gradient of an intermediate result does.
+    With 200 small blocks, a passage for each took as long to collect as all hooks together.
 
     Attributes:
         on_entry: Called with a passage when a backward enters one of its blocks; twice or more in
             one that goes through several.
         on_exit: Called with a passage when a backward has left its first block.
         open_calls: Passages whose backward has not reached their inputs yet.
-        open_backwards: Passages that a backward has entered, and whose inputs it has not reached
-            yet; a second one through a retained graph has no open call.
+        open_backwards: Passages that a backward has entered and not left; a second one through a
+            retained graph has no open call.
     """
 
     def __init__(self) -> None:
@@ -146,19 +141,14 @@ class Unit:
     """The parameters of some modules, unsharded and resharded together.
 
     Attributes:
-        name: Name of the unit, for error messages.
         modules: The blocks whose forward needs the parameters; empty for the root unit.
         flats: One flat buffer per format and `requires_grad`.
-        passages: What backwards have entered of the blocks, and what they have left.
-        on_unshard: Called when an unshard begins.
         stays: Whether the parameters stay for a whole step: those of the root unit, and all where
             they exist once per host, so that giving them back would free nothing.
-        state: Where the full parameters are.
-        digits: Which digits they have.
+        digits: Which digits the full parameters have.
         kept: Whether the unit stays unsharded until the step ends, or an optimizer updates it,
             since a backward that its hooks do not see may need it.
-        was_met: Whether user code has run while the unit was unsharded, or had it brought, and may
-            have changed it until it is resharded.
+        was_met: Whether user code may have changed the unit since it was unsharded.
     """
 
     def __init__(
@@ -236,10 +226,7 @@ class Unit:
                 flat.present_shards(sharded=True)
 
     def widen(self, *, for_good: bool) -> None:
-        """Have full parameters as their shards are, for code outside autocast; each must call.
-
-        Graphs keep what they have saved of rounded ones.
-        """
+        """Have full parameters unrounded, for code outside autocast; each rank must call."""
         is_due, exact = self.digits is Digits.ROUNDED, for_good or self.digits is Digits.EXACT
         self.digits = self.digits.to(Digits.EXACT if exact else Digits.WIDENED)
         if not is_due:

@@ -8,9 +8,8 @@
     |- norm, head      root unit
 
 A block's parameters are only used inside the block's own forward, so stage 3 may reshard them in
-between; a `Sequential` of different modules in a list is a block, too. Everything else, and every
-parameter that two units share (tied weights), is in the root unit. No unit reaches across the
-border of a part that has a match: see `MatchingParts`.
+between. Everything else, and every parameter that two units share (tied weights), is in the root
+unit. No unit reaches across the border of a part that has a match: see `MatchingParts`.
 """
 
 import difflib
@@ -57,16 +56,14 @@ _Family = list[_ModulePart]  # of equal shapes
 
 @dataclass(frozen=True)
 class MatchingParts:
-    """The parameters in parts of the model that have a match.
+    """The parameters in parts of the model that have a match, by structure alone.
 
     net       [ embed | blocks ... | last ]      cut alike on every rank, so that code which goes
     teacher   [ embed | blocks ... | last ]      through both element by element meets equal shards
     head      [ ... ]                            in no buffer with `net`: the cuts would move
 
-    A buffer is cut wherever the cuts happen to fall, so equal tensors are cut alike only where
-    whole buffers are equal. Each matching part has buffers of its own for that, split by what
-    requires gradients in any of the matching parts. It is decided by structure alone: every rank
-    must come to the same.
+    Equal tensors are cut alike only where whole buffers are equal. So each matching part has
+    buffers of its own, split by what requires gradients in any of the matching parts.
     """
 
     parts: Mapping[nn.Parameter, int] = field(default_factory=dict)
@@ -188,10 +185,7 @@ def find_units(
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's class, as the model has it.
-
-    A class that stands for the model's own while it is split says so as `stands_for`.
-    """
+    """Return the name of a module's class, or of the class that it `stands_for` while split."""
     kind = type(module)
     return str(vars(kind).get("stands_for", kind.__name__))
 
@@ -203,16 +197,12 @@ def named_blocks(
     option: str = "units",
     undivided: Container[nn.Module] = (),
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost blocks by name: none lies inside another.
+    """Yield the outermost blocks by name: none lies inside another, or in `undivided` lists.
 
-    Args:
-        model: Module in which blocks are looked for.
-        classes: Class names of the blocks; None takes the repeated children of lists.
-        option: Name of the option that has named them.
-        undivided: Lists in which no blocks are looked for.
+    Without `classes`, these are the repeated children of lists.
 
     Raises:
-        ConfigError: `classes` names a class that the model does not contain.
+        ConfigError: The `option` that has named the classes names one that the model lacks.
     """
     if classes is None:
         yield from _repeated_children("", model, undivided)
@@ -250,10 +240,7 @@ def _repeats(module: nn.Module) -> bool:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether a module of a list is one block, not itself a list of blocks.
-
-    Sequences of different modules are, such as a norm and an attention.
-    """
+    """Whether a module of a list is one block, as sequences of different modules are."""
     if not isinstance(module, _CONTAINERS):
         return True
     is_called = isinstance(module, nn.Sequential) and not _repeats(module)

@@ -57,12 +57,11 @@ class ShardCopies:
 
     self.ema = copy.deepcopy(net)     each parameter of the copy is this rank's shard, also before
                                       the first step, when the model itself is still full
-    ema and net, element by element   equal shards meet
     self.ema(x)                       gathered for the call, and in shards again after it
     the end of the run                gathered for good
 
-    A copy's modules carry the hooks of the modules that they were copied from: these are what tells
-    of its calls. Each rank must make, call and keep the same copies.
+    The hooks that a copy's modules carry along tell of its calls. Each rank must make, call and
+    keep the same copies.
     """
 
     def __init__(self, flats: Sequence[FlatParameters], shows_full: Callable[[], bool]) -> None:
@@ -240,13 +239,7 @@ class Since(State):
 
 
 class Unsharder:
-    """Unshards and reshards the units of a model.
-
-    Attributes:
-        since: What has been since the parameters were laid out.
-        record: The units that have been unsharded since the ranks last agreed.
-        copies: Copies of the parameters that user code has made.
-    """
+    """Unshards and reshards the units of a model."""
 
     def __init__(
         self,
@@ -385,10 +378,7 @@ class Unsharder:
         self._handles.append(module.register_forward_hook(last, always_call=True))
 
     def _as_copy(self, called: nn.Module, act: Callable[[nn.Module], None]) -> bool:
-        """Call `act` with a module that is a copy of one of the model's, and return whether it is.
-
-        Copies keep the hooks for good, after which they are modules as any.
-        """
+        """Call `act` with a module that copies one of the model's, and return whether it does."""
         if self._handles and self.copies.own(called):
             act(called)
             return True
@@ -430,10 +420,7 @@ class Unsharder:
         return any(unit.passages.open_calls or unit.kept for unit in self._units)
 
     def hold(self) -> None:
-        """Unshard everything for good: ranks may take different numbers of steps.
-
-        Each rank must call.
-        """
+        """Unshard everything: ranks may take different numbers of steps. Each rank must call."""
         self.reshard_all()
         for unit in self._units:
             unit.widen(for_good=False)  # which ranks could not do later
@@ -449,10 +436,7 @@ class Unsharder:
     def at_hand(
         self, params: Collection[nn.Parameter], *, unrounded: bool = False
     ) -> Iterator[None]:
-        """Keep parameters unsharded inside, for a backward that does not pass their blocks' hooks.
-
-        Such a backward may begin and end within a block, whose hooks then miss its end.
-        """
+        """Keep parameters unsharded inside, for a backward that may miss their blocks' hooks."""
         wanted = set(params)
         resharded = [unit for unit in self._units if unit.is_resharded]
         used = [unit for unit in self._units if unit.has_any_of(wanted)]
@@ -637,10 +621,7 @@ class Unsharder:
         self._prefetch(self._previous, unit)
 
     def catch_up(self, entered: Passage | None = None) -> None:
-        """Unshard and leave, as other ranks do, the blocks that backward has passed by here.
-
-        What such a block has returned on this rank needs no gradient: it used no parameter.
-        """
+        """Unshard and leave, as other ranks do, the blocks that backward has passed by here."""
         while self._awaited:
             passage, unit = self._awaited.popitem()
             if passage is entered:
@@ -686,11 +667,8 @@ class Unsharder:
 class TracedHook:
     """A hook of a module, which runs another function in a copy of the module, as EMA makes one.
 
-    Compiled code checks its class: it is compiled once for all blocks that are alike.
-
-    Args:
-        function: The function that the hook runs.
-        of_copy: The function that it runs in a copy of the module; it must not copy an unsharder.
+    Compiled code checks its class: it is compiled once for all blocks that are alike. The function
+    for a copy must not copy an unsharder.
     """
 
     def __init__(
@@ -709,9 +687,7 @@ class TracedHook:
 class _Hook(TracedHook):
     """A hook that runs uncompiled, also where the module that calls it is compiled.
 
-    Compiled code ends before its call and begins again after it; traced hooks are part of compiled
-    code, which sees that they have nothing to do. Were each hook an untraced function of its own,
-    every block would be compiled for itself.
+    Were each hook an untraced function of its own, every block would be compiled for itself.
     """
 
     @untraced

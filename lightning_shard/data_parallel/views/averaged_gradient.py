@@ -6,12 +6,9 @@
 
 The shards lie elsewhere, but `.grad` must go on telling the truth: None means that there is no
 gradient (user code zeroes it so), anything else that there is one, and autograd adds to it. So a
-tensor without memory stands there. It has the shape that the parameter shows at the moment, as
-torch demands of a `.grad`, but to user code it looks as the full gradient does. It notes what
-autograd adds and whether it was zeroed.
-
-What user code computes from it element by element is an `AveragedGradient`, too, with elements of
-its own, and can be put into `.grad` in turn.
+tensor without memory stands there, of the shape that the parameter shows at the moment, as torch
+demands. What user code computes from it element by element has elements of its own, and can be put
+into `.grad` in turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +68,6 @@ class GradientNote:
     """Records the events of the stand-ins of one parameter's gradient.
 
     Attributes:
-        param_name: Name of the parameter, for error messages.
         arrival: Gradient that autograd has added since the last `take_arrival`.
         zeroed: Whether user code has called `zero_`.
         source: Access to the gradient's elements; None before an engine has them.
@@ -101,7 +97,6 @@ class AveragedGradient(SeesCalls, SeesOperations):
     """Stands for the averaged gradient of one parameter; holds no memory.
 
     Attributes:
-        note: The note that the stand-ins for the parameter's full shape and its shard share.
         own: Elements that user code has computed; None in a stand-in of the engine.
     """
 
@@ -149,9 +144,7 @@ class AveragedGradient(SeesCalls, SeesOperations):
     def lose(self, elements: Tensor | None) -> None:
         """Stand for a gradient that is in no `.grad` any more, for user code that has kept this.
 
-        Args:
-            elements: This rank's, which nobody else writes to; None where they are gone, so that
-                user code gets an error.
+        Without this rank's elements, which nobody else writes to, user code gets an error.
         """
         if self.own is not None:
             return
@@ -173,9 +166,6 @@ class AveragedGradient(SeesCalls, SeesOperations):
     def settle(self, note: GradientNote) -> None:
         """Write the result that user code has put into `.grad` into the gradient's elements.
 
-        Args:
-            note: Note of the parameter in whose `.grad` this object stands.
-
         Raises:
             ConfigError: This is the gradient of another parameter, or one that is gone.
         """
@@ -195,12 +185,7 @@ class AveragedGradient(SeesCalls, SeesOperations):
     @classmethod
     @override
     def called(cls, func: Function, types: Sequence[type], args: Args, kwargs: Kwargs) -> Any:
-        """Compute what user code asks of the full gradient, on each rank with its own elements.
-
-        Raises:
-            ConfigError: The function is neither elementwise nor yields a number for the full
-                gradient.
-        """
+        """Compute what user code asks of the full gradient, on each rank with its own elements."""
         if not all(issubclass(one, AveragedGradient) for one in types):
             return NotImplemented  # together with a sharded parameter, which knows what to do
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,8 +1,7 @@
 """Numbers that are made of all elements of a sharded tensor, the same on every rank.
 
-Each function takes the operation and its arguments, computes of this rank's elements what can be
-combined, and combines it over the groups. Sums are in float64, so that neither the number of ranks
-nor where the cuts fall shows in the result. Each rank must call, in the same order.
+Sums are in float64, so that neither the number of ranks nor where the cuts fall shows in the
+result. Each rank must call, in the same order.
 """
 
 from collections.abc import Callable, Sequence

@@ -107,11 +107,9 @@ class _Step:
 
 
 class ShardView(_ComputedInFull):
-    """Some of the elements of a `ParameterShard`, brought together whenever they are used.
+    """Some elements of a `ParameterShard`, by the `steps` that take them from the full tensor.
 
-    Attributes:
-        base: The sharded parameter whose elements the view shows.
-        steps: The operations that take these elements from the full tensor.
+    They are brought together whenever they are used.
     """
 
     base: ParameterShard
@@ -191,11 +189,7 @@ _NEEDS_FULL = ("reduce_ex", "reduce", *MOVES_MEMORY)
 
 
 def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute what user code asks for with shards among the arguments.
-
-    Raises:
-        ConfigError: A shard is to be pickled, or moved to other memory.
-    """
+    """Compute what user code asks for with shards among the arguments."""
     if func in _OF_WRAPPER:
         return func(*args, **kwargs)
     name = name_of(func)
@@ -306,10 +300,7 @@ def _views(
 
 
 def on_full_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compute on full copies, and carry changes of them over to the shards.
-
-    Each rank must call. Random values are drawn for all elements, as on a single device.
-    """
+    """Compute on full copies, and carry changes of them over to the shards; each rank must call."""
     written = written_by(func, args, kwargs)
     is_random = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
     overwrites = is_random and len(_bases((args, kwargs))) == 1

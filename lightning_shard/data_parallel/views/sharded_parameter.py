@@ -87,9 +87,7 @@ class ParameterHome:
     """The part of the engine that a sharded parameter knows.
 
     Attributes:
-        spread: How the parameter's elements are spread over ranks.
         note: Note of its gradient's stand-ins; None for a copy, which has no gradient.
-        user_code: Knows whether user code runs on this rank.
         bring: Makes the parameter full until the step ends, for autograd; returns False outside of
             a step. Each rank must call.
         named: The parameters of the model that this rank has, by name.
@@ -146,8 +144,7 @@ def move_out(param: nn.Parameter) -> None:
 class KeptParameter(nn.Parameter):
     """A parameter that user code has kept, in a list say: it computes as its module's does.
 
-    In the steps of tensor and pipeline parallel modules show a weight in full, or a stand-in for
-    it, where the parameter itself is a part or has no elements.
+    In steps of tensor and pipeline parallel the parameter itself is a part, or has no elements.
     """
 
     @classmethod
@@ -201,12 +198,7 @@ def show_kept(
 
 
 def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
-    """Let user code see full parameters where there are shards, or plain ones.
-
-    Args:
-        params: Parameters that have settled in.
-        sharded: Whether they are in shards.
-    """
+    """Let user code see full parameters where there are shards, or plain ones."""
     for param in params:
         if type(param) in _CLASSES:
             full: Any = KeptParameter if _KEPT in vars(param) else nn.Parameter
@@ -214,13 +206,7 @@ def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
 
 
 def bring_full(param: Tensor) -> bool:
-    """Make a parameter full, until the step ends, where it is in shards; each rank must call.
-
-    Ranks that have nothing of it take part for what else is in its unit.
-
-    Returns:
-        Whether it is full; False for shards outside of a step.
-    """
+    """Make a parameter full until the step ends, or return False outside; each rank must call."""
     if type(param) is ShardedParameter:
         return _home_of(param).bring_for_user()
     bring: Callable[[], bool] | None = vars(param).get(_BRING)

@@ -77,7 +77,6 @@ class ShardedTensor(SeesOperations):
     Attributes:
         gathers: Whether operations that shards do not suffice for are computed on full copies.
         local: This rank's elements, in whatever shape they lie.
-        spread: How the elements are spread over ranks.
         norm_of_all: Returns the full tensor's norm of an order, together with other tensors'; None
             computes it for this tensor alone.
         on_change: Called when the elements have been changed in place; None for no call.
@@ -118,11 +117,7 @@ class ShardedTensor(SeesOperations):
     @classmethod
     @override
     def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute element by element, or over the groups.
-
-        Raises:
-            ConfigError: The operation is neither elementwise nor a known reduction.
-        """
+        """Compute element by element, or over the groups."""
         name = func._schema.name.partition("::")[2]
         if name in REDUCTIONS:
             with reading(_first((args, kwargs)).spread.name):

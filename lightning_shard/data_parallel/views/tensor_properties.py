@@ -1,7 +1,6 @@
 """Properties of tensors as functions that are written in C, to `map` over the tensors of a buffer.
 
-A step asks every parameter a dozen questions. Asked in a loop of Python, each costs the host some
-three times as much. Parameters that may be in shards are asked `as_they_are`.
+A loop of Python costs three times as much. Parameters that may be in shards are `as_they_are`.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,8 +24,7 @@ _R = TypeVar("_R")
 def unrecorded(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let autograd record nothing of what a function does.
 
-    torch's own decorator makes, enters and leaves a context at every call: some microseconds. Where
-    autograd records nothing already, this one only asks.
+    torch's own decorator makes a context at every call; where nothing is recorded, this asks only.
     """
 
     @wraps(function)

@@ -21,11 +21,7 @@ NEED_ELEMENTS.append(in_transform)  # they look into results, of which stand-ins
 
 
 def transform_refused(what: str) -> ConfigError:
-    """Return the error for what is computed inside of a function transform.
-
-    Args:
-        what: What is computed there: `OF_RANKS`, `OF_STAGES` or `OF_SHARDS`.
-    """
+    """Return the error for what is computed inside of a transform: `OF_RANKS` or the like."""
     return ConfigError(
         f"{what} is computed inside torch.func.grad, vmap or another of torch's function "
         f"transforms, which see what one rank does only. Leave the layer out of the plan, "
@@ -34,15 +30,7 @@ def transform_refused(what: str) -> ConfigError:
 
 
 def refuse_transforms(what: str, *given: Tensor) -> None:
-    """Raise inside of a function transform.
-
-    Args:
-        what: As of `transform_refused`.
-        *given: What may tell of one: rows of `torch.autograd.grad(is_grads_batched=True)`.
-
-    Raises:
-        ConfigError: A transform runs now.
-    """
+    """Raise ConfigError inside of a transform, of which batched rows among `given` tell, too."""
     if in_transform() or any(map(is_batched, given)):
         raise transform_refused(what)
 

@@ -1,13 +1,11 @@
 """Calls that torch shows to no class of tensors, as user code makes them with shards.
 
-    tensor.data = shard, torch.tensor(param)    a mode sees them, while a hook runs
-    plain_param.data = shard                    a property in its place asks the shard's class
-    torch.to_dlpack(param), as_subclass         a function in its place asks classes and modes
-    torch.Tensor(param), nn.Parameter(param)    made of a view, of which these are asked
-    torch.FloatTensor(param), vmap, scripted    what is in their place, while user code runs, too
-    pickle.dumps(param)                         without the engine's notes on it
-
-Without it such a call took this rank's shard for all of the parameter, or memory that nobody has.
+tensor.data = shard, torch.tensor(param)    a mode sees them, while a hook runs
+plain_param.data = shard                    a property in its place asks the shard's class
+torch.to_dlpack(param), as_subclass         a function in its place asks classes and modes
+torch.Tensor(param), nn.Parameter(param)    made of a view, of which these are asked
+torch.FloatTensor(param), vmap, scripted    what is in their place, while user code runs, too
+pickle.dumps(param)                         without the engine's notes on it
 """
 
 from collections.abc import Callable, Iterator
