@@ -21,6 +21,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.on_pytorch_lightning import mirror
 from tests.examples.commands import ignore_upstream_warnings, set_arguments
 from tests.processes import check, run_alone
+from tests.trainers import SILENT
 
 pytestmark = [
     *ignore_upstream_warnings,
@@ -80,14 +81,7 @@ def model_of(package: Any) -> Any:
 
 
 def trainer_of(package: Any, **options: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-    }
+    defaults: dict[str, Any] = {"accelerator": "cpu", **SILENT, "max_epochs": 1}
     return package.Trainer(**(defaults | options))
 
 

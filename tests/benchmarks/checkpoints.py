@@ -42,6 +42,7 @@ from typing_extensions import override
 from lightning_shard import DDPStrategy, ZeRO3Strategy
 from tests.benchmarks import checkpoints
 from tests.processes import run_processes
+from tests.trainers import cpu_trainer
 
 NUM_RANKS = 2
 NUM_BLOCKS = 12
@@ -319,16 +320,11 @@ def seconds_to_first_step(name: str, width: int, path: Path | None) -> float:
 
 def fit(name: str, width: int, callback: L.Callback, path: Path | None) -> None:
     """Train two steps, or one more than a checkpoint has."""
-    L.Trainer(
+    cpu_trainer(
         strategy=CONTENDERS[name](),
-        accelerator="cpu",
         devices=NUM_RANKS,
         max_steps=2 if path is None else 3,
         callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     ).fit(Model(width), ckpt_path=path, weights_only=False)
 
 

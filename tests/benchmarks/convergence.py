@@ -55,6 +55,7 @@ from lightning_shard.core.reporting.output import new_figure
 from lightning_shard.data_parallel.compression import OneBit, PowerSGD, TopK
 from tests.benchmarks.convergence_tasks import TASKS
 from tests.data_parallel.async_sgd.programs import let_others_run
+from tests.trainers import cpu_trainer
 
 NUM_RANKS = 4
 NUM_CURVE_POINTS = 10
@@ -186,8 +187,7 @@ def train(run: Run) -> Run:
     L.seed_everything(run.seed)
     method, seen = METHODS[run.name], Course()
     model, data = TASKS[run.task]()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = cpu_trainer(
         devices=NUM_RANKS,
         strategy=method.strategy(backend="in_process", num_ranks=NUM_RANKS, **method.options),
         max_steps=run.num_steps,
@@ -197,10 +197,6 @@ def train(run: Run) -> Run:
         val_check_interval=run.num_steps // NUM_CURVE_POINTS,
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(model, datamodule=data)
     return replace(run, losses=seen.losses, sent_bytes=seen.sent_bytes, staleness=seen.staleness)

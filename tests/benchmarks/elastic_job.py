@@ -28,6 +28,7 @@ from typing_extensions import override
 from examples.train_gpt import GPT, Text
 from lightning_shard import ElasticStrategy, ZeRO2Strategy
 from lightning_shard.elastic.membership.generation import Generation
+from tests.trainers import cpu_trainer
 
 NEVER = 1 << 40
 TURN_STEPS = 20  # that count; there is one more, which warms up
@@ -233,18 +234,13 @@ def main() -> None:
     strategy: Any = ZeRO2Strategy(backend="gloo")
     if options.scheme == "elastic":
         strategy = Timed(snapshot_every=options.snapshot_every)
-    trainer = L.Trainer(
+    trainer = cpu_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=options.ranks,
         max_epochs=-1,
         limit_val_batches=0,
         gradient_clip_val=1.0,
         callbacks=[diary],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     gpt, text = GPT(width=options.width), Text(batch_size=options.batch_size)
     if options.waits:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from tests.benchmarks.contenders import ADAMW, Contender, Phase
 from tests.benchmarks.model import Batch
 from tests.benchmarks.ranks import own_device
+from tests.trainers import SILENT
 
 _MANY = 1_000_000  # steps: a loader without a length is read one batch ahead
 
@@ -61,10 +62,7 @@ class Fitted(Contender):
             plugins=[_AlreadyThere()],
             callbacks=[self._last],
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **SILENT,
             use_distributed_sampler=False,
         )
 

@@ -28,6 +28,7 @@ from typing_extensions import override
 from examples.train_gpt import GPT
 from lightning_shard import ZeRO3Strategy
 from lightning_shard.core.reporting.output import format_bytes
+from tests.trainers import cpu_trainer
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 CONTEXT = 8
@@ -109,19 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     L.seed_everything(7, verbose=False)
     warnings.filterwarnings("always", message="The fit leaves")
     phases = Phases(options.leave)
-    trainer = L.Trainer(
+    trainer = cpu_trainer(
         strategy=ZeRO3Strategy(
             backend="in_process", checkpoint_format="sharded", offload=options.offload
         ),
-        accelerator="cpu",
         devices=options.ranks,
         precision="bf16-true",
         max_steps=1,
         callbacks=[phases],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     phases.tell("imports")
     with trainer.init_module(empty_init=not options.normal):

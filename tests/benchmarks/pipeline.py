@@ -40,6 +40,7 @@ from lightning_shard.profiling.pipeline_timeline import ActionClock, IdleShares,
 from tests.benchmarks.ranks import NUM_RANKS, on_ranks
 from tests.benchmarks.tensor_parallel import Block
 from tests.benchmarks.timing import LOSS_TOLERANCE, LossMismatchError, Ratio, Record, turn_order
+from tests.trainers import cpu_trainer
 
 GOAL = 1.05
 LENGTH = 64
@@ -153,16 +154,8 @@ def inside_trainers(
         return
     model, *others = models
     inner = Inside(lambda one: inside_trainers(others, make_strategy, function, (*trainers, one)))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=NUM_RANKS,
-        strategy=make_strategy(),
-        callbacks=[inner],
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = cpu_trainer(
+        devices=NUM_RANKS, strategy=make_strategy(), callbacks=[inner], max_steps=1
     )
     trainer.fit(model, DataLoader(TensorDataset(torch.zeros(1))))
 

@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tests.trainers import cpu_trainer
+
 NUM_STEPS = 20
 TWO: dict[str, Any] = {"backend": "in_process", "num_ranks": 2}
 FOUR: dict[str, Any] = {"backend": "in_process", "num_ranks": 4}
@@ -44,7 +46,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def losses() -> dict[str, list[str]]:
     """Train with the package that is on the path; the losses are exact, in hexadecimal."""
-    import lightning as L  # noqa: N812
     import torch
     from lightning.pytorch.callbacks import Callback
 
@@ -64,14 +65,9 @@ def losses() -> dict[str, list[str]]:
     for name, (kind, options) in RUNS.items():
         torch.manual_seed(0)
         model, curve = GPT(num_layers=2, width=32), Curve()
-        trainer = L.Trainer(
+        trainer = cpu_trainer(
             strategy=getattr(lightning_shard, kind)(**options),
-            accelerator="cpu",
             max_steps=NUM_STEPS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             num_sanity_val_steps=0,
             callbacks=[curve],
         )

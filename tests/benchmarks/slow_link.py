@@ -40,6 +40,7 @@ from lightning_shard.data_parallel.compression import OneBit, PowerSGD
 from tests.benchmarks.contenders import ADAMW
 from tests.benchmarks.model import Batch, build_model, make_batch
 from tests.benchmarks.namespaces import two_hosts, why_not
+from tests.trainers import cpu_trainer
 
 NUM_RANKS = 2
 WARMUP_STEPS = 2  # the first steps of every contender are dense, or make connections
@@ -169,18 +170,13 @@ def run_rank(name: str, num_steps: int, interface: str) -> Result:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     clock = Clock(interface)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = cpu_trainer(
         devices=1,
         num_nodes=NUM_RANKS,
         strategy=CONTENDERS[name](),
         max_steps=WARMUP_STEPS + num_steps,
         callbacks=[clock],
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     batches = Batches(int(os.environ["RANK"]), WARMUP_STEPS + num_steps)
     loader = DataLoader(batches, batch_size=None)

@@ -12,6 +12,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.testing import Fault, injected_faults
+from tests.trainers import cpu_trainer
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -115,16 +116,8 @@ class HasAMistake(BoringModel):
 
 
 def test_an_error_of_a_hook_that_saves_is_the_users_own(tmp_path: Path) -> None:
-    trainer = pl.Trainer(
-        strategy="elastic_in_process",
-        accelerator="cpu",
-        devices=2,
-        max_steps=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
+    trainer = cpu_trainer(
+        strategy="elastic_in_process", devices=2, max_steps=3, default_root_dir=tmp_path
     )
     with pytest.raises(LookupError, match="mine"):
         trainer.fit(HasAMistake())

@@ -14,17 +14,12 @@ from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.testing import run_ranks
 from tests.docs.pages import NAMES, Block, blocks
 from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.trainers import SILENT
 
 PRELUDE = blocks("docs/start.md", "python")[0]
 WITH_RAY = "docs/ray.md"  # its blocks run in tests/ray, where there is a cluster
 WITH_PYTHON = [name for name in NAMES if blocks(name, "python") and name != WITH_RAY]
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-}
+QUIET = {**SILENT, "accelerator": "cpu"}
 _RAISES = re.compile(r"# raises (\w+)$", flags=re.MULTILINE)
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{message}")

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import ElasticStrategy
 from tests.elastic.runs import Attempt, Classifier, Journal
+from tests.trainers import cpu_trainer
 
 NUM_SAMPLES = 198  # no multiple of a step's samples, so that an epoch's last step is smaller
 BATCH_SIZE = 4
@@ -140,15 +141,11 @@ def train(
         folder = Path(job.folder, "checkpoints")
         saver = ModelCheckpoint(folder, every_n_train_steps=job.saves_every, save_top_k=-1)
         callbacks = [*callbacks, saver]
-    trainer = L.Trainer(
+    trainer = cpu_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=1 if strategy_options["backend"] == "in_process" else job.num_ranks,
         max_epochs=job.max_epochs,
-        logger=False,
         enable_checkpointing=bool(job.saves_every),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         callbacks=callbacks,
     )

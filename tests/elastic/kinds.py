@@ -22,6 +22,7 @@ import lightning_shard
 from lightning_shard import fabric as of_fabric
 from tests.hosts.program import Model
 from tests.strategies.parity import ignore_upstream_warnings
+from tests.trainers import cpu_trainer
 
 NUM_RANKS = 2
 NUM_STEPS = 4
@@ -49,16 +50,11 @@ def run_of(kind: str, backend: str, devices: int, num_nodes: int) -> float:
         return _loop(model, data, backend, devices, num_nodes)
     name, _, dies = kind.partition(", ")
     scheme, options = _KINDS[name]
-    trainer = pl.Trainer(
+    trainer = cpu_trainer(
         strategy=getattr(lightning_shard, scheme)(backend=backend, timeout=60, **options),
-        accelerator="cpu",
         devices=devices,
         num_nodes=num_nodes,
         max_steps=NUM_STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Dies()] if dies else [],
     )
     trainer.fit(model, DataLoader(data, batch_size=4))

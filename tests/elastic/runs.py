@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import ElasticStrategy
 from lightning_shard.testing import Fault, injected_faults
+from tests.trainers import SILENT
 
 NUM_SAMPLES = 100  # no multiple of the 16 samples of a step: the last one of an epoch is smaller
 BATCH_SIZE = 4
@@ -163,10 +164,7 @@ def fit(
         devices=1,
         **{
             "max_epochs": max_epochs,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
+            **SILENT,
             "num_sanity_val_steps": 0,
             **options_of_trainer,
             "callbacks": [Hooks(), *options_of_trainer.get("callbacks", [])],

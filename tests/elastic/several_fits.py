@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ElasticStrategy
 from tests.elastic.runs import Classifier, Journal, samples
+from tests.trainers import cpu_trainer
 
 DEATH = 40  # the step of the second fit in which rank 1 dies, once
 
@@ -43,15 +44,10 @@ class Mortal(Classifier):
 
 
 def trainer_of(max_epochs: int) -> L.Trainer:
-    return L.Trainer(
+    return cpu_trainer(
         strategy=ElasticStrategy(backend="gloo", snapshot_every=3, timeout=120),
-        accelerator="cpu",
         devices=2,
         max_epochs=max_epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
 
 

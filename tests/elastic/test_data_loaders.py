@@ -28,6 +28,7 @@ from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
 from lightning_shard.elastic.epoch_order import EpochOrder
 from lightning_shard.errors import ConfigError
 from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.trainers import cpu_trainer
 
 DATA = torch.arange(23)
 
@@ -227,17 +228,7 @@ def train_alone(num_epochs: int, *, shuffle: bool) -> Regression:
 def test_lightning_takes_the_steps_of_a_single_device(num_ranks: int) -> None:
     model = Regression()
     strategy = Assigning(backend="in_process", num_ranks=num_ranks)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision="64-true",
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = cpu_trainer(devices=1, strategy=strategy, precision="64-true", max_epochs=3)
     trainer.fit(model, DataLoader(regression_data(), batch_size=2))  # type: ignore[arg-type]
     assert trainer.global_step == 9
     alone = train_alone(3, shuffle=num_ranks > 1)

@@ -25,6 +25,7 @@ from tests.elastic.runs import (
     samples,
 )
 from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.trainers import cpu_trainer
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
@@ -151,15 +152,10 @@ def test_a_newcomer_with_another_order_of_samples_ended_the_job() -> None:
 
 def new_trainer() -> L.Trainer:
     L.seed_everything(1, verbose=False)
-    return L.Trainer(
+    return cpu_trainer(
         strategy=ElasticStrategy(backend="in_process", num_ranks=3, snapshot_every=3),
-        accelerator="cpu",
         devices=1,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
 
 

@@ -13,6 +13,7 @@ from examples import fabric_gpt
 from examples.train_gpt import GPT, Text
 from tests.examples.commands import ignore_upstream_warnings
 from tests.processes import run_processes
+from tests.trainers import cpu_trainer
 
 pytestmark = ignore_upstream_warnings
 STEPS = 20
@@ -31,18 +32,13 @@ class Losses(L.Callback):
 def trainers(strategy: str, steps: int = STEPS, path: Path | None = None) -> list[float]:
     L.seed_everything(0, verbose=False)
     losses = Losses()
-    trainer = L.Trainer(
+    trainer = cpu_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=2,
         max_steps=steps,
         gradient_clip_val=1.0,
         limit_val_batches=0,
         callbacks=losses,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(GPT(), datamodule=Text(), ckpt_path=path, weights_only=False)
     return losses.noted

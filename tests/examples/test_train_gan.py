@@ -1,6 +1,5 @@
 """The two networks of the GAN example train as on one device under every stage."""
 
-import lightning as L  # noqa: N812
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -8,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_shard  # noqa: F401  the import registers the names of the strategies
 from examples.train_gan import GAN
 from tests.examples.commands import ignore_upstream_warnings, run_example
+from tests.trainers import cpu_trainer
 
 pytestmark = ignore_upstream_warnings
 NUM_RANKS, OWN, NUM_STEPS = 2, 4, 6
@@ -36,17 +36,12 @@ class OnBoth(GAN):
 def trained(strategy: str, devices: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = OnBoth(width=16)
-    trainer = L.Trainer(
+    trainer = cpu_trainer(
         strategy=strategy,
         devices=devices,
-        accelerator="cpu",
         max_epochs=1,
         precision="64-true",
         use_distributed_sampler=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        logger=False,
     )
     trainer.fit(model)
     assert trainer.global_step == 2 * NUM_STEPS

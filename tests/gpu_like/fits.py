@@ -24,6 +24,7 @@ from tests.gpu_like.ranks import GpuLikeAccelerator, OneOfSeveral, use_lonely_gr
 from tests.gpu_like.watch import Watch
 from tests.strategies.models import CONTEXT, ExampleGPT
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
+from tests.trainers import SILENT
 
 BATCH_SIZE = 8
 NUM_BATCHES = 8
@@ -216,10 +217,7 @@ def trainer_of(case: Case, backend: str, **options: Any) -> pl.Trainer:
         max_epochs=1,
         accumulate_grad_batches=case.accumulates,
         gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **SILENT,
         use_distributed_sampler=False,
         **options,
     )

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import ElasticStrategy, ZeRO3Strategy
+from tests.trainers import cpu_trainer
 
 TIMEOUT_SECONDS = 15
 
@@ -42,16 +43,8 @@ class Model(pl.LightningModule):
 def fit(strategy: Any, num_steps: int, seconds: float, devices: int, num_nodes: int) -> float:
     """Train; return the sum of the weights."""
     pl.seed_everything(1, verbose=False)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=devices,
-        num_nodes=num_nodes,
-        max_steps=num_steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = cpu_trainer(
+        strategy=strategy, devices=devices, num_nodes=num_nodes, max_steps=num_steps
     )
     model = Model(seconds)
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(640, 8)), batch_size=4))

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_shard
 from examples.train_gpt import GPT, Text
+from tests.trainers import cpu_trainer
 
 NUM_STEPS = 20
 NUM_RANKS = 4
@@ -57,17 +58,12 @@ def losses_of(scheme: str, options: dict[str, Any], devices: int, num_nodes: int
     kind, own = SCHEMES[scheme]
     pl.seed_everything(0, verbose=False)
     curve = Curve()
-    trainer = pl.Trainer(
+    trainer = cpu_trainer(
         strategy=getattr(lightning_shard, kind)(**own, **options),
-        accelerator="cpu",
         devices=devices,
         num_nodes=num_nodes,
         max_steps=NUM_STEPS,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[curve],
     )
     # Four blocks, so that each rank of a pipeline has one.

@@ -25,6 +25,7 @@ from lightning_shard.strategies import auto_strategy
 from lightning_shard.strategies.auto_strategy import DECIDED
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.trainers import SILENT
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
@@ -89,10 +90,7 @@ def trainer(strategy: Any, folder: Path, devices: int = 4, **options: Any) -> L.
             "accelerator": "cpu",
             "devices": devices,
             "max_steps": 3,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
+            **SILENT,
             "default_root_dir": folder,
             **options,
         }

@@ -13,6 +13,7 @@ from lightning_shard.profiling import HeldBytesTable
 from lightning_shard.profiling.held_bytes import render_held_bytes
 from lightning_shard.strategies.trainer.hook_advice import may_edit_gradients
 from tests.examples.commands import ignore_upstream_warnings, largest_shares
+from tests.trainers import cpu_trainer
 
 pytestmark = ignore_upstream_warnings
 
@@ -47,15 +48,10 @@ class TwoOptimizers(BoringModel):
 
 
 def fit(model: pl.LightningModule, strategy: str, num_ranks: int, **options: int) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = cpu_trainer(
         strategy=strategy,
         devices=num_ranks,
         callbacks=[HeldBytesTable()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=0,
         **options,
     )

@@ -12,6 +12,7 @@ import pytest
 
 from tests.docs.pages import blocks
 from tests.processes import REPOSITORY
+from tests.trainers import cpu_trainer
 
 pytestmark = [
     pytest.mark.ray,
@@ -43,16 +44,8 @@ def test_the_example_trains_as_in_process(tmp_path: Path) -> None:
     )
     result = ray_gpt.run(argparse.Namespace(**vars(options), name="gpt", storage=tmp_path))
     L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(
-        strategy="zero3_in_process",
-        accelerator="cpu",
-        devices=2,
-        max_steps=4,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = cpu_trainer(
+        strategy="zero3_in_process", devices=2, max_steps=4, gradient_clip_val=1.0
     )
     trainer.fit(GPT(), datamodule=Text())
     assert result.metrics["step"] == 4

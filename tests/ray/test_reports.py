@@ -16,6 +16,7 @@ from lightning_shard.ray.training import _in_turns
 from lightning_shard.testing import run_ranks
 from tests.ray.fake import FakeWorker
 from tests.ray.workers import Net, samples
+from tests.trainers import cpu_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning"),
@@ -74,16 +75,7 @@ def test_a_reported_checkpoint_lies_in_the_runs_folder_and_is_resumed(
     assert path.parent == tmp_path / "run"
     assert (path / "checkpoint.ckpt").is_dir() == (checkpoint_format == "sharded")
     assert [type(one).__name__ for one in trainer.checkpoint_callbacks] == ["RayReportCallback"]
-    again = L.Trainer(
-        strategy="zero3_in_process",
-        accelerator="cpu",
-        devices=2,
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    again = cpu_trainer(strategy="zero3_in_process", devices=2, max_epochs=2)
     loader = DataLoader(samples(32), batch_size=4)
     again.fit(Net(), loader, ckpt_path=path / "checkpoint.ckpt", weights_only=False)
     assert again.global_step == 8

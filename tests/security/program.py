@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.trainers import cpu_trainer
+
 STEPS, STEP_OF_ATTACK = 8, 4
 _PATIENCE_SECONDS = 200
 
@@ -65,16 +67,11 @@ def fit(strategy: str, folder: Path | None = None) -> float:
     """Train two ranks; return the sum of the weights."""
     pl.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(64, 8))
-    trainer = pl.Trainer(
+    trainer = cpu_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=2,
         max_steps=STEPS,
         callbacks=[] if folder is None else [WaitForAttack(folder)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     model = Model()
     trainer.fit(model, DataLoader(data, batch_size=4))

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_shard import DDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from tests.strategies.models import MODELS, PIPELINE_MODELS, SPLIT_MODELS, ConvNetOfRanks, Trained
+from tests.trainers import SILENT
 
 STRATEGIES: dict[str, type[DataParallelStrategy]] = {
     "shard_ddp": DDPStrategy,
@@ -154,10 +155,7 @@ def quiet_trainer(**options: Any) -> L.Trainer:
         "max_steps": NUM_STEPS,
         "accumulate_grad_batches": ACCUMULATE,
         "gradient_clip_val": CLIP,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **SILENT,
     }
     return L.Trainer(**(defaults | options))
 

@@ -28,6 +28,7 @@ from lightning_shard import ZeRO2Strategy
 from tests.mpirun import mpirun, read_log
 from tests.patience import patient
 from tests.processes import free_port
+from tests.trainers import cpu_trainer
 
 WORLD_SIZE = 3
 EVERYBODY = -1
@@ -137,18 +138,14 @@ def train_rank(folder: Path, rank: int, training: Training) -> None:
     callbacks: list[pl.Callback] = [WritesSteps(folder / f"steps_{rank}", waits=hangs)]
     if training.saves:
         callbacks.append(OnExceptionCheckpoint(folder, "stopped"))
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = cpu_trainer(
         devices=WORLD_SIZE,
         strategy=ZeRO2Strategy(backend=training.backend, timeout=training.timeout),
         max_steps=training.max_steps,
         max_epochs=-1,
         limit_val_batches=0,
         callbacks=callbacks,
-        logger=False,
         enable_checkpointing=training.saves,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     error: BaseException | None = None
     try:

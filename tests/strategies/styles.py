@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_shard import DDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
+from tests.trainers import SILENT
 
 STRATEGIES = [DDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy]
 GLOBAL_BATCH = 12
@@ -343,13 +344,7 @@ def train(style: type[Automatic], strategy: Any = "auto", **options: Any) -> Aut
 
 
 def make_trainer(strategy: Any, callbacks: list[Callback], **options: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    defaults: dict[str, Any] = {"max_epochs": 2, **SILENT}
     return L.Trainer(
         accelerator="cpu",
         devices=1,

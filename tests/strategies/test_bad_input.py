@@ -20,6 +20,7 @@ from lightning_shard.errors import (
     ShardError,
 )
 from tests.processes import run_processes
+from tests.trainers import SILENT
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:.*does not have many workers"),
@@ -58,10 +59,7 @@ def trainer(strategy: Any, **options: Any) -> L.Trainer:
         "accelerator": "cpu",
         "devices": 2,
         "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **SILENT,
         "use_distributed_sampler": False,
     }
     return L.Trainer(strategy=strategy, **(defaults | options))

@@ -6,12 +6,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard.backends.shm import backend as shm_backend
 from tests.processes import run_processes
+from tests.trainers import cpu_trainer
 
 WIDTH, NUM_RANKS = 96, 2  # of whose matrices pages hold elements of two ranks
 
@@ -165,16 +166,8 @@ def fit(script: type[Model], strategy: str, backend: str) -> tuple[list[float], 
         shared.append(share(*args))
         return shared[-1]
 
-    trainer = Trainer(
-        strategy=f"{strategy}_{backend}",
-        accelerator="cpu",
-        devices=NUM_RANKS,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
+    trainer = cpu_trainer(
+        strategy=f"{strategy}_{backend}", devices=NUM_RANKS, max_epochs=2, num_sanity_val_steps=0
     )
     with patch("lightning_shard.backends.shm.backend.share", noted):
         trainer.fit(model, DataLoader(data, batch_size=4), DataLoader(data, batch_size=12))

@@ -18,6 +18,7 @@ from lightning_shard import (
 )
 from lightning_shard.errors import ConfigError
 from tests.strategies.offload.places import WARNINGS
+from tests.trainers import cpu_trainer
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in WARNINGS]
 
@@ -104,15 +105,8 @@ def kept(model: Keeps, data: Data) -> dict[str, Tensor]:
 
 
 def trainer(strategy: Any, devices: int) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        strategy="auto" if strategy is None else strategy(),
-        devices=devices,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    return cpu_trainer(
+        strategy="auto" if strategy is None else strategy(), devices=devices, max_epochs=1
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_shard
 from lightning_shard import CheckpointError, ConfigError
 from lightning_shard.precision.scaler import ShardedGradScaler
+from tests.trainers import SILENT
 
 STRATEGIES = ["shard_ddp", "zero1", "zero2", "zero3"]
 pytestmark = [
@@ -34,10 +35,7 @@ def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
         "max_epochs": 1,
         "limit_train_batches": 4,
         "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **SILENT,
     }
     return pl.Trainer(strategy=name, **{**defaults, **options})
 

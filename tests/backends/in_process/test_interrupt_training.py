@@ -6,13 +6,13 @@ import threading
 import time
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_shard.backends.in_process import current_rank, current_world
 from tests.backends.in_process.test_rank_globals import snapshot
+from tests.trainers import cpu_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -37,16 +37,8 @@ class Interrupted(BoringModel):
 @pytest.mark.parametrize("rank_to_press", [0, 1])
 @pytest.mark.parametrize("computes", [False, True])
 def test_ctrl_c_in_training(rank_to_press: int, computes: bool, tmp_path: Any) -> None:
-    trainer = pl.Trainer(
-        strategy="zero2_in_process",
-        accelerator="cpu",
-        devices=2,
-        max_steps=50,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
+    trainer = cpu_trainer(
+        strategy="zero2_in_process", devices=2, max_steps=50, default_root_dir=tmp_path
     )
     model = Interrupted(rank_to_press, computes)
     before, handler = snapshot(), signal.getsignal(signal.SIGINT)

@@ -1,12 +1,12 @@
 """Training on 64 ranks of one process."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_shard  # noqa: F401 - registers the strategies
+from tests.trainers import cpu_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -32,16 +32,11 @@ class Model(BoringModel):
 
 def trained(num_ranks: int) -> dict[str, torch.Tensor]:
     model = Model(64 // num_ranks)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = cpu_trainer(
         devices=num_ranks,
         strategy="zero2_in_process" if num_ranks > 1 else "auto",
         max_epochs=2,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(model)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}

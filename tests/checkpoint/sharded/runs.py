@@ -20,6 +20,7 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from tests.checkpoint.kept_runs import Regressor
+from tests.trainers import SILENT
 
 GLOBAL_BATCH = 12
 SAVED_AFTER = 2
@@ -98,10 +99,7 @@ def quiet_trainer(strategy: Any, **options: Any) -> L.Trainer:
         "accelerator": "cpu",
         "devices": 1,
         "max_steps": NUM_STEPS,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
+        **SILENT,
         "limit_val_batches": 0,
     }
     if not isinstance(strategy, str):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import TensorParallelStrategy, ZeRO2Strategy, ZeRO3Strategy
 from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.trainers import cpu_trainer
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
@@ -47,17 +48,7 @@ class Materialises(L.LightningModule):
 def trained(question: str, strategy: Any = "auto") -> dict[str, Tensor]:
     torch.manual_seed(7)
     module = Materialises(question)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = cpu_trainer(devices=1, strategy=strategy, max_steps=1, use_distributed_sampler=False)
     trainer.fit(module, DataLoader(TensorDataset(torch.eye(4)), 4))
     return module.state_dict()
 

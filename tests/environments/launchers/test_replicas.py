@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.environments.launchers.replicas import told_once
 from tests.examples.commands import ignore_upstream_warnings
+from tests.trainers import cpu_trainer
 
 pytestmark = [
     *ignore_upstream_warnings,
@@ -58,17 +59,13 @@ class Model(BoringModel):
 
 def rows_of(strategy: str, devices: int) -> list[Any]:
     logger = Rows()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = cpu_trainer(
         strategy=strategy,
         devices=devices,
         logger=[logger],
         max_steps=3,
         log_every_n_steps=1,
         limit_val_batches=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(Model())
     assert not set(vars(logger)) & {"log_metrics", "save", "finalize"}  # as it was

@@ -22,6 +22,7 @@ from lightning_shard.elastic.membership.membership_table import Bounds
 from lightning_shard.environments.launchers import InProcessLauncher
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.testing import Fault, injected_faults
+from tests.trainers import cpu_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .*dataloader.* does not have many workers"),
@@ -195,16 +196,12 @@ class Ends(pl.Callback):
 
 
 def make_trainer(*callbacks: pl.Callback) -> pl.Trainer:
-    return pl.Trainer(
+    return cpu_trainer(
         strategy=Alone(),
-        accelerator="cpu",
         max_epochs=2,
         limit_train_batches=4,
         limit_val_batches=0,
         log_every_n_steps=1,
-        logger=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
         enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
         callbacks=list(callbacks),
     )

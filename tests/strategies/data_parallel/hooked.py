@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from tests.strategies.styles import Net
+from tests.trainers import SILENT
 
 GLOBAL_BATCH = 12
 PLAN = {"net.blocks.*.layer": "colwise_gather_output"}
@@ -94,10 +95,7 @@ def fit(style: type[Hooked], strategy: Any = "auto") -> Hooked:
         "accelerator": "cpu",
         "devices": 1,
         "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **SILENT,
         "num_sanity_val_steps": 0,
     }
     L.Trainer(**{**options, **style.options}, strategy=strategy).fit(module)

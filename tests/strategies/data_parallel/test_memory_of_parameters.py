@@ -33,6 +33,7 @@ from lightning_shard import (
 from tests.processes import run_processes
 from tests.strategies.parity import UPSTREAM_WARNINGS, ignore_upstream_warnings
 from tests.strategies.styles import Net
+from tests.trainers import cpu_trainer
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
@@ -336,16 +337,8 @@ def fit(module: Asks, strategy: Any = "auto", devices: int = 1) -> Asks:
     torch.manual_seed(7)
     for param in module.parameters():
         nn.init.normal_(param, std=0.3)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+    trainer = cpu_trainer(
+        devices=devices, strategy=strategy, max_epochs=1, use_distributed_sampler=False
     )
     trainer.fit(module)
     return module

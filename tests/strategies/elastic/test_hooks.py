@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_shard import ElasticStrategy
 from lightning_shard.testing import Fault, injected_faults
 from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.trainers import cpu_trainer
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
@@ -81,15 +82,11 @@ def fit(
     if scheme:
         options = {"snapshot_every": 3, "global_batch_size": 12} | options
         strategy = ElasticStrategy(backend="in_process", scheme=scheme, **options)
-    trainer = L.Trainer(
+    trainer = cpu_trainer(
         strategy=strategy,
         devices=3 if scheme else 1,
-        accelerator="cpu",
         max_epochs=max_epochs,
-        logger=False,
         enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         callbacks=[*callbacks],

@@ -16,6 +16,7 @@ from lightning_shard import ConfigError, ElasticStrategy, RankFailedError
 from lightning_shard.testing import Fault
 from tests.elastic.runs import NUM_SAMPLES, Classifier, Journal, fit, samples
 from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.trainers import cpu_trainer
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
@@ -319,15 +320,10 @@ def test_a_smaller_dataset_of_a_later_epoch_was_taken_up_where_the_last_had_ende
 def fit_by_itself(module: L.LightningModule, **options: Any) -> None:
     """Fit a module that brings its own data."""
     L.seed_everything(1, verbose=False)
-    L.Trainer(
+    cpu_trainer(
         strategy=ElasticStrategy(backend="in_process", num_ranks=4),
-        accelerator="cpu",
         devices=1,
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     ).fit(module)
 

@@ -23,6 +23,7 @@ from tests.examples.commands import set_arguments
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, build, quiet_trainer
 from tests.strategies.stacks import WIDTH, Stack, fit
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
+from tests.trainers import SILENT
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
@@ -68,16 +69,7 @@ def test_a_yaml_file_configures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "zero_stage": 1,
     }
     strategy = {"class_path": "lightning_shard.TensorParallelStrategy", "init_args": init_args}
-    trainer = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_steps": 2,
-        "strategy": strategy,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    trainer = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "strategy": strategy, **SILENT}
     (tmp_path / "split.yaml").write_text(yaml.safe_dump({"seed_everything": 0, "trainer": trainer}))
     monkeypatch.chdir(tmp_path)
     set_arguments(monkeypatch, "train.py", "fit", "--config=split.yaml")

@@ -21,6 +21,7 @@ from tests.strategies.parity import (
     train,
 )
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
+from tests.trainers import cpu_trainer
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
 
@@ -65,16 +66,11 @@ def draw_over_gloo() -> tuple[list[float], int]:
     torch.manual_seed(int(os.environ["RANK"]))
     model = Dice()
     strategy = TensorParallelStrategy(backend="gloo", plan={"up": "colwise", "down": "rowwise"})
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = cpu_trainer(
         devices=2,
         strategy=strategy,
         max_epochs=5,
         callbacks=[EarlyStopping("drawn", patience=0, min_delta=10.0)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data = torch.utils.data.TensorDataset(torch.ones(8, 2))
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))

@@ -13,6 +13,7 @@ import lightning_shard
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.strategies.trainer.announcement import announcement
 from tests.examples.commands import ignore_upstream_warnings
+from tests.trainers import SILENT
 
 pytestmark = [
     *ignore_upstream_warnings,
@@ -80,10 +81,7 @@ def trainer_of(strategy: Any, **options: Any) -> L.Trainer:
         "strategy": strategy,
         "devices": 2,
         "max_steps": 3,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **SILENT,
     }
     return L.Trainer(**(defaults | options))
 

@@ -29,6 +29,7 @@ from lightning_shard import HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.trainer.batch_samplers import AssignedBatches
 from tests.examples.commands import ignore_upstream_warnings
+from tests.trainers import SILENT
 
 pytestmark = [
     *ignore_upstream_warnings,
@@ -117,10 +118,7 @@ def trainer_of(strategy: Any, **options: Any) -> L.Trainer:
         "accelerator": "cpu",
         "devices": 2,
         "strategy": f"{strategy}_in_process" if isinstance(strategy, str) else strategy,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **SILENT,
         "max_epochs": 1,
     }
     return L.Trainer(**(defaults | options))

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_shard import DDPStrategy, ZeRO3Strategy
 from tests.checkpoint.interrupted import IGNORED, RANKS, SaveAt, fit
+from tests.trainers import cpu_trainer
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in IGNORED]
 
@@ -229,15 +230,7 @@ def test_a_data_module_that_loads_a_state_is_left_alone(tmp_path: Path) -> None:
     fit(DDPStrategy(**RANKS), 2, [SaveAt(tmp_path / "a", 2)], make_module=Seeing)
     torch.manual_seed(0)
     model = Seeing()
-    trainer = L.Trainer(
-        strategy=DDPStrategy(**RANKS),
-        accelerator="cpu",
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = cpu_trainer(strategy=DDPStrategy(**RANKS), max_steps=3)
     trainer.fit(model, datamodule=PlacedModule(), ckpt_path=tmp_path / "a")
     assert len(model.seen) == 1
 

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from typing_extensions import override
 
 from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.trainers import cpu_trainer
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
@@ -61,10 +62,9 @@ def predict(
 ) -> Any:
     callbacks = options.pop("callbacks", [])
     torch.manual_seed(0)
-    trainer = L.Trainer(
-        strategy=strategy, devices=devices, accelerator="cpu", logger=False, callbacks=callbacks,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = cpu_trainer(
+        strategy=strategy, devices=devices, callbacks=callbacks,
+        )  # fmt: skip
     return trainer.predict(module(), loaders, **options)
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
+from tests.trainers import cpu_trainer
 
 pytestmark = pytest.mark.filterwarnings(
     r"ignore:.*`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -110,16 +111,12 @@ class Watched(Told):
 def told(strategy: str, devices: int = 2, module: Any = None) -> dict[str, Any]:
     """Return what rank 0's experiment has read; each rank has the same samples."""
     data = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = cpu_trainer(
         devices=devices,
         strategy=strategy,
         max_epochs=2,
         logger=Histograms(),
         use_distributed_sampler=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         log_every_n_steps=1,
     )
     trainer.fit(module or Told(), DataLoader(data, batch_size=4))

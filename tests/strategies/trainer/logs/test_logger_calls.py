@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy
 from lightning_shard.errors import ConfigError
 from tests.strategies.trainer.logs.test_experiments import Histograms
+from tests.trainers import cpu_trainer
 
 pytestmark = pytest.mark.filterwarnings(
     r"ignore:.*`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -81,16 +82,12 @@ def hybrid() -> Strategy:
 def written(strategy: Any, devices: int, steps: Any, change: Any = None) -> list[Any]:
     """Return the lines of rank 0's logger after an epoch of training and validation."""
     data = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = cpu_trainer(
         devices=devices,
         strategy=strategy,
         max_epochs=1,
         num_sanity_val_steps=0,
         logger=Lines(),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         log_every_n_steps=1,
     )
     module, loader = Writing(steps), DataLoader(data, batch_size=5)
