@@ -21,10 +21,11 @@ Because a gather is collective, each rank must do the same with its part.
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
@@ -49,8 +50,6 @@ from lightning_shard.tensor_parallel.regions import (
     own_slice,
     split_to_region,
 )
-
-_SHOWN = "_lightning_shard_shown"  # set on tensors that show a parameter to user code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,10 +226,15 @@ def register_rules(
 
 
 class DimShardedTensor(Tensor):
-    """A tensor of which this rank has a part; see the module."""
+    """A tensor of which this rank has a part; see the module.
 
+    What it knows lies in slots: its `__dict__` is that of the parameter that it shows.
+    """
+
+    __slots__ = ("_is_param", "_link", "_part", "_shown")
     _part: Part
     _link: "_Link"
+    _shown: Tensor
 
     @property
     def part(self) -> Part:
@@ -253,6 +257,10 @@ class DimShardedTensor(Tensor):
         if part.group is group or part.dim in dims:
             return None
         return part.widen(crossing(part.local, *args))
+
+    @property
+    def __deepcopy__(self) -> Any:  # before what an attribute says, which copies this rank's part
+        return partial(_copied, self)
 
     @property
     def is_in_graph(self) -> bool:
@@ -304,6 +312,13 @@ def own_part(value: Any) -> Any:
     return value.part.local if isinstance(value, DimShardedTensor) else value
 
 
+def _copied(wide: DimShardedTensor, memo: dict[int, Any]) -> Any:
+    """Return what `copy.deepcopy` makes: of a weight a full parameter; each rank must call."""
+    if parameter_behind(wide) is None:
+        return Tensor.__deepcopy__(wide, memo)  # type: ignore[no-untyped-call]
+    return nn.Parameter(_gather_detached(wide), wide.requires_grad)
+
+
 def _taken_apart(wide: DimShardedTensor) -> TakenApart:
     part = wide.part
     return part.local, replace(part, local=_nothing_like(part.local)).widen
@@ -313,15 +328,18 @@ take_apart_by(DimShardedTensor, _taken_apart)
 
 
 def showing(seen: Tensor, param: Tensor) -> Tensor:
-    """Return what user code sees of a parameter of which this rank has a part, and note which."""
+    """Return what user code sees of a parameter of which this rank has a part, and note which.
+
+    They share attributes: what a step keeps in `param.momentum`, hooks and later steps find.
+    """
     if seen is not param and isinstance(seen, DimShardedTensor):
-        vars(seen)[_SHOWN] = param
+        seen._shown, seen.__dict__ = param, vars(param)
     return seen
 
 
 def parameter_behind(key: object) -> Tensor | None:
     """Return the parameter that a tensor shows to user code; None for another object."""
-    return vars(key).get(_SHOWN) if isinstance(key, DimShardedTensor) else None
+    return getattr(key, "_shown", None) if isinstance(key, DimShardedTensor) else None
 
 
 def _gather(sharded: DimShardedTensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Steps and hooks that compute with weights and their averaged gradients, under every scheme."""
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -49,6 +50,30 @@ def _projected(param: Any) -> None:
     param.sub_(0.1 * (param.grad - along * param))
 
 
+def _keeps_momentum(param: Any) -> None:
+    if not hasattr(param, "momentum"):
+        param.momentum = torch.zeros_like(param)
+    param.momentum.mul_(0.9).add_(param.grad)
+    param.sub_(param.momentum, alpha=0.1)
+
+
+def _keeps_moments(param: Any) -> None:
+    mean = vars(param).setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+    square = vars(param).setdefault("square", torch.zeros_like(param))
+    square.mul_(0.9).addcmul_(param.grad, param.grad, value=0.1)
+    param.num_updates = getattr(param, "num_updates", 0) + 1
+    scale = 1 - 0.9**param.num_updates
+    param.addcdiv_(mean / scale, (square / scale).sqrt().add_(1e-3), value=-0.01)
+
+
+def _keeps_every_other(param: Any) -> None:
+    if hasattr(param, "last"):
+        param.sub_(0.1 * param.last)
+        del param.last
+    else:
+        param.last = param.grad.clone()
+
+
 UPDATES: dict[str, Callable[[Any], Any]] = {
     "data": lambda param: param.data.add_(param.grad, alpha=-0.1),
     "subtracted": lambda param: param.sub_(0.1 * param.grad),
@@ -66,6 +91,9 @@ UPDATES: dict[str, Callable[[Any], Any]] = {
     "projected": _projected,
     "norms": _by_norms,
     "filled": _filled,
+    "attribute": _keeps_momentum,
+    "attributes": _keeps_moments,
+    "deleted": _keeps_every_other,
 }
 
 
@@ -186,6 +214,128 @@ def test_a_hook_changes_gradients_by_the_weights_in_a_graph(name: str, scheme: s
     """Without `no_grad`, torch refused to write to views of the buffer of whole gradients."""
     own = {"update": staticmethod(GRADIENTS[name]), "graph": True}
     assert_as_alone(type("Hook", (InHook,), own), scheme)
+
+
+class Kept(Decoder):
+    """Draws weights to what one hook, or a step, has kept on each."""
+
+    where: str
+
+    def keep(self, where: str) -> None:
+        if where == type(self).where:
+            for number, param in enumerate(self.parameters()):
+                param.anchor, param.strength = 0.5 * param.detach(), 0.01 * number
+
+    def build(self) -> None:
+        self.double().keep("__init__")
+
+    def setup(self, stage: str) -> None:
+        self.keep("setup")
+
+    def configure_optimizers(self) -> Any:
+        self.keep("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        self.keep("on_train_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        params: Any = list(self.parameters())
+        return loss + sum(one.strength * (one - one.anchor).square().sum() for one in params)
+
+
+@pytest.mark.few_cases(6)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("where", ["__init__", "setup", "configure_optimizers", "on_train_start"])
+def test_a_step_finds_what_hooks_keep_on_weights(where: str, scheme: str) -> None:
+    """Under tensor parallel weights in steps had no attributes, and what was kept was lost."""
+    assert_as_alone(type("KeptWhere", (Kept,), {"where": where}), scheme)
+
+
+class KeptInStep(Decoder):
+    """Keeps on weights in steps what hooks, validation and later steps go on with."""
+
+    options: ClassVar[dict[str, Any]] = {"limit_val_batches": 1, "val_check_interval": 1}
+
+    def build(self) -> None:
+        self.head.weight = self.embed.weight
+        self.listed = [self.embed.weight, self.blocks[0].up.weight]
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        params: Any = list(self.parameters())
+        for param in params:
+            param.before, param.scale = param.detach().clone(), 1 / (batch_idx + 1)
+        loss = super().training_step(batch, batch_idx)
+        shift: Any = self.head.weight - getattr(self.embed.weight, "seen", 0.0)
+        return loss + 0.1 * shift.square().sum() + self.listed[1].scale * self.listed[1].sum()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for param in self.parameters():
+            param.grad.mul_(param.scale)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for param in self.parameters():
+            param.data = 0.7 * param.data + 0.3 * param.before
+            del param.before
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.listed[0].seen = 0.5 * self.embed.weight
+
+
+@pytest.mark.few_cases(3)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_hooks_and_steps_find_what_a_step_keeps_on_weights(scheme: str) -> None:
+    """Under tensor parallel it was on what one step had made, and `param.data = kept` crashed."""
+    assert_as_alone(KeptInStep, scheme)
+
+
+class PutBack(ByHand):
+    """Takes the gradient uphill, and assigns the weights of before, outside of `no_grad`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = Decoder.training_step(self, batch, batch_idx)
+        self.manual_backward(loss)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.old = param.data.clone()
+                param.add_(param.grad, alpha=0.05)
+        optimizer.zero_grad()
+        self.manual_backward(Decoder.training_step(self, batch, batch_idx))
+        for param in self.parameters():
+            param.data = param.old
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
+def test_a_step_assigns_what_it_kept_on_weights(scheme: str) -> None:
+    """Stage 3 of ZeRO raised torch's own error for weights of layers that are not split."""
+    assert_as_alone(PutBack, scheme)
+
+
+class Copied(Decoder):
+    """Draws weights to copies that its first step has made."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        params = list(self.parameters())
+        if not hasattr(self, "first"):
+            self.first = copy.deepcopy(params)
+            assert all(one.is_leaf and one.requires_grad for one in self.first)
+        loss = super().training_step(batch, batch_idx)
+        pairs = zip(params, self.first, strict=True)
+        return loss + 0.1 * sum((one - first.detach()).square().sum() for one, first in pairs)
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
+def test_a_step_copies_weights(scheme: str) -> None:
+    """Torch's own error said that a weight of tensor parallel was no leaf."""
+    assert_as_alone(Copied, scheme)
 
 
 class Adds(Decoder):

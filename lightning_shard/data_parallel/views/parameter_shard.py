@@ -206,8 +206,7 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if func == _DATA:
         return args[0].detach()
     if func == _SET_DATA or name in BY_PYTHON:
-        args[0].copy_(args[1] if func == _SET_DATA else func(*map(_full, args)))
-        return None if func == _SET_DATA else args[0]
+        return _written(func, args)
     if name == "deepcopy":
         return args[0].clone()
     if name in _NEEDS_FULL:
@@ -219,6 +218,15 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
     result = func(*args, **kwargs)
     return tree_map_only(ShardedTensor, lambda one: gradients.get(id(one), one), result)
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
+    """Write what is assigned to the data of a tensor, or what Python makes of its elements."""
+    if func != _SET_DATA:
+        return args[0].copy_(func(*map(_full, args)))  # type: ignore[no-any-return]
+    with torch.no_grad():  # as torch sets data
+        args[0].copy_(args[1])
+    return None
 
 
 def pickling_refused(name: str, function: str) -> ConfigError:

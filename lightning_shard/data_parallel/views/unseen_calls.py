@@ -51,7 +51,7 @@ class SeesUnseenCalls(TorchFunctionMode):
             args, kwargs = _in_full((tuple(args), kwargs))
         if in_hook and func == _SET_DATA and type(args[1]) is AveragedGradient:
             args = (args[0], args[1].full_tensor())
-        return func(*args, **kwargs)
+        return (_set_data if func == _SET_DATA else func)(*args, **kwargs)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -39,6 +39,7 @@ from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradie
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.views.unseen_calls import makers_seen
 from lightning_shard.errors import ConfigError
+from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 
 _PACKAGE = __name__.partition(".")[0]
 _LAYERS = f"{_PACKAGE}.tensor_parallel."
@@ -152,8 +153,9 @@ class WeightsInHooks:
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do one operation of a hook, with full tensors in place of shards."""
-        if func == _SET_DATA and isinstance(args[1], _SHARDED):
-            args = (args[0], args[1].full_tensor())
+        if func == _SET_DATA:  # of which torch asks no class
+            value = args[1].full_tensor() if isinstance(args[1], _SHARDED) else args[1]
+            args = (args[0], full_tensor(value))
         if func not in _OF_THE_OBJECT and func not in _OF_THE_SHAPE:
             args, kwargs = self._up_to_date(args, kwargs)
         given = tree_leaves((args, kwargs))
