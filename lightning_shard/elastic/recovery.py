@@ -28,9 +28,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.backends import liveness
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.backends.liveness.thread import TERMINATED_STATUS
 from lightning_shard.backends.pending import is_about_a_peer
 from lightning_shard.backends.rendezvous import unless_a_rank_fails
 from lightning_shard.checkpoint.rank_snapshot import (
@@ -89,7 +89,7 @@ class EarlyEnd:
             self._memory.close()
             self._fit.strategy.drop_generation()
             self._fit.ranks.membership.leave()
-        raise SIGTERMException(liveness.TERMINATED_STATUS)
+        raise SIGTERMException(TERMINATED_STATUS)
 
     def save_and_end(self, generation: Generation) -> None:
         """Save what there is, and end, in the last generation; each rank must call."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
 
-from lightning_shard.backends.in_process import current_rank, current_world
+from lightning_shard.backends.in_process.world import current_rank, current_world
 from lightning_shard.core.settings import Rendezvous
 from lightning_shard.errors import ConfigError
 

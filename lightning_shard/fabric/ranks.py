@@ -22,8 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard.backends.in_process import World, current_world
 from lightning_shard.backends.in_process.faults import faults_to_inject
+from lightning_shard.backends.in_process.world import World, current_world
 from lightning_shard.environments.launchers._copy import held_by
 from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.environments.launchers.replicas import copy_for_rank, memo_of, told_once

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shard.backends.in_process import current_world
+from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.checkpoint.files.new import new_file
 from lightning_shard.checkpoint.optimizer_state import params_of
 from lightning_shard.checkpoint.rank_snapshot import (

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_shard.backends.in_process import like_gloo
+from lightning_shard.backends.in_process.channel import like_gloo
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
 from lightning_shard.replay.group_of_one import Outcome, RecordedData, Replayer, Shelf, alone
 from lightning_shard.replay.rank_record import RankRecord, bits, read_record, read_records, versions

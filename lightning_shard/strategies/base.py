@@ -16,9 +16,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_shard.backends import liveness
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import RanksTermination
+from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.core import settings
 from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -54,7 +54,7 @@ from lightning_shard.strategies.trainer.step_collectives import gathered, reduce
 
 T = TypeVar("T")
 _GROUPS = (Collectives, DataGroups, RunGroups, dist.ProcessGroup)
-_OWN_KINDS = (*_GROUPS, liveness.Lifeline, RanksTermination, SettingsOfSteps)
+_OWN_KINDS = (*_GROUPS, Lifeline, RanksTermination, SettingsOfSteps)
 
 
 class ShardStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
@@ -67,7 +67,7 @@ class ShardStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     meets_at_steps: ClassVar[bool] = True  # whether all ranks begin each step together
     assigns_samples = False  # whether it assigns those of training itself
     may_share_memory = True  # whether CPU ranks of one host do, where no backend is named
-    _lifeline: liveness.Lifeline | RanksTermination | None = None
+    _lifeline: Lifeline | RanksTermination | None = None
 
     @takes(RunOptions)
     def __init__(self, options: RunOptions) -> None:

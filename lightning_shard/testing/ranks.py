@@ -11,7 +11,9 @@ import torch
 
 from lightning_shard.backends.base import DEFAULT_TIMEOUT
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.in_process import Fault, InProcessBackend, World, injected_faults
+from lightning_shard.backends.in_process import InProcessBackend
+from lightning_shard.backends.in_process.faults import Fault, injected_faults
+from lightning_shard.backends.in_process.world import World
 from lightning_shard.backends.traffic import OPERATIONS, OperationTraffic
 from lightning_shard.errors import ConfigError
 

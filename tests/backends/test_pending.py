@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.call_site import reading
+from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.pending import OperationContext, Pending, Span, StartedTransfer
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.errors import DeadlockError, RankFailedError
@@ -93,8 +94,8 @@ def test_a_failed_wait_stays_undone() -> None:
 
 
 @pytest.fixture
-def lifeline(monkeypatch: pytest.MonkeyPatch) -> liveness.Lifeline:
-    lifeline = liveness.Lifeline(
+def lifeline(monkeypatch: pytest.MonkeyPatch) -> Lifeline:
+    lifeline = Lifeline(
         rank=1,
         world_size=4,
         silence_seconds=60.0,
@@ -106,18 +107,18 @@ def lifeline(monkeypatch: pytest.MonkeyPatch) -> liveness.Lifeline:
     return lifeline
 
 
-def judge(lifeline: liveness.Lifeline) -> None:
+def judge(lifeline: Lifeline) -> None:
     verdict = {"kind": "verdict", "rank": 3, "event": "died", "doing": "it was in barrier"}
     lifeline.heard(verdict, monotonic())
 
 
-def test_no_operation_starts_after_a_verdict(lifeline: liveness.Lifeline) -> None:
+def test_no_operation_starts_after_a_verdict(lifeline: Lifeline) -> None:
     judge(lifeline)
     with pytest.raises(RankFailedError, match="in all_gather: rank 3 died"), Span(place()):
         raise AssertionError("started")
 
 
-def test_a_transports_error_is_explained_by_the_verdict(lifeline: liveness.Lifeline) -> None:
+def test_a_transports_error_is_explained_by_the_verdict(lifeline: Lifeline) -> None:
     def fail() -> None:
         judge(lifeline)
         raise RuntimeError("Application timeout caused pair closure")

@@ -22,7 +22,7 @@ from lightning_shard.core.options import checked_options
 from lightning_shard.data_parallel.compression import COMPRESSORS, Int8, TopK
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric import strategy as of_fabric
-from lightning_shard.ray.training import RayReportCallback
+from lightning_shard.ray import RayReportCallback
 from lightning_shard.replay.record_steps import RecordSteps
 
 PUBLIC = [getattr(lightning_shard, name) for name in lightning_shard.__all__]

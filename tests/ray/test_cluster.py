@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.ray.training import CHECKPOINT_NAME
+from lightning_shard.ray import CHECKPOINT_NAME
 from tests.ray import workers
 from tests.ray.conftest import SECOND_NODE
 from tests.ray.workers import NUM_STEPS, SCHEMES, losses_in_process

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_shard import ZeRO2Strategy
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
-from lightning_shard.ray import RayReportCallback
-from lightning_shard.ray.training import _in_turns
+from lightning_shard.ray import RayReportCallback, _in_turns
 from lightning_shard.testing import run_ranks
 from tests.ray.fake import FakeWorker
 from tests.ray.workers import Net, samples

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
 from lightning_shard import AutoStrategy
-from lightning_shard.backends.in_process import current_rank
+from lightning_shard.backends.in_process.world import current_rank
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.trainer import same_on_ranks
 from tests.processes import run_processes

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.in_process import ElasticWorld
 from lightning_shard.backends.in_process.faults import faults_to_inject
+from lightning_shard.backends.in_process.world import ElasticWorld
 from lightning_shard.backends.traffic import OPERATIONS
 from lightning_shard.errors import ConfigError, DeadlockError, RankFailedError
 from lightning_shard.testing import Expected, Fault, assert_traffic, injected_faults, run_ranks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.in_process import ElasticWorld, current_world
+from lightning_shard.backends.in_process.world import ElasticWorld, current_world
 from lightning_shard.environments.launchers._lightning import mark_interrupted
 
 _log = logging.getLogger(__name__)

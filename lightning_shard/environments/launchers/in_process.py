@@ -9,9 +9,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_shard.backends.in_process import ElasticWorld, World, current_world
 from lightning_shard.backends.in_process.faults import RankDropped, faults_to_inject
-from lightning_shard.backends.liveness import TERMINATED_STATUS
+from lightning_shard.backends.in_process.world import ElasticWorld, World, current_world
+from lightning_shard.backends.liveness.thread import TERMINATED_STATUS
 from lightning_shard.environments.launchers._lightning import (
     Launcher,
     TunerExit,

@@ -25,6 +25,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.in_process.world import RanksTermination, current_world
+from lightning_shard.backends.liveness.lifeline import Lifeline
+from lightning_shard.backends.liveness.thread import (
+    TERMINATED_STATUS,
+    RepeatedSignal,
+    Requeueable,
+    Terminable,
+)
 from lightning_shard.environments.launchers._lightning import mark_terminated
 from lightning_shard.errors import RankFailedError
 from lightning_shard.strategies.trainer._lightning import (
@@ -38,10 +45,10 @@ from lightning_shard.strategies.trainer._lightning import (
 class TerminationHandler:
     """Handles SIGTERM: tells the other ranks, and ends the process when the signal comes again."""
 
-    def __init__(self, lifeline: liveness.Terminable) -> None:
+    def __init__(self, lifeline: Terminable) -> None:
         self._lifeline = lifeline
         self._process = os.getpid()
-        self._sigterms = liveness.RepeatedSignal()
+        self._sigterms = RepeatedSignal()
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """Handle the signal."""
@@ -54,7 +61,7 @@ class TerminationHandler:
 class RequeueHandler:
     """Handles SLURM's signal before it requeues the job: tells the other ranks."""
 
-    def __init__(self, lifeline: liveness.Requeueable) -> None:
+    def __init__(self, lifeline: Requeueable) -> None:
         self._lifeline = lifeline
         self._process = os.getpid()
 
@@ -64,7 +71,7 @@ class RequeueHandler:
             self._lifeline.announce_requeue()
 
 
-def watch(trainer: "pl.Trainer") -> liveness.Lifeline | RanksTermination | None:
+def watch(trainer: "pl.Trainer") -> Lifeline | RanksTermination | None:
     """Handle signals for a run; call before Lightning registers its handlers.
 
     Earlier handlers stay as Lightning composes them.
@@ -87,7 +94,7 @@ def watch(trainer: "pl.Trainer") -> liveness.Lifeline | RanksTermination | None:
 
 
 def begin_step(
-    lifeline: liveness.Lifeline | RanksTermination | None,
+    lifeline: Lifeline | RanksTermination | None,
     trainer: "pl.Trainer | None",
     environment: ClusterEnvironment | None,
 ) -> None:
@@ -97,7 +104,7 @@ def begin_step(
     if lifeline.was_terminated or lifeline.requeues:
         if trainer is not None:
             mark_terminated(trainer)
-        raise SIGTERMException(liveness.TERMINATED_STATUS)
+        raise SIGTERMException(TERMINATED_STATUS)
     assert environment is not None
     rank, size = environment.global_rank(), environment.world_size()
     raise RankFailedError(

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_shard.backends.in_process import like_gloo
+from lightning_shard.backends.in_process.channel import like_gloo
 from lightning_shard.testing import run_ranks
 from tests.processes import run_processes
 

@@ -10,13 +10,9 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_shard.backends.in_process import (
-    ElasticWorld,
-    InProcessBackend,
-    current_rank,
-    current_world,
-)
+from lightning_shard.backends.in_process import InProcessBackend
 from lightning_shard.backends.in_process.rank import Status
+from lightning_shard.backends.in_process.world import ElasticWorld, current_rank, current_world
 from lightning_shard.errors import ConfigError, DeadlockError, RankFailedError
 from lightning_shard.testing import Fault
 

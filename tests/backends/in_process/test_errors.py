@@ -217,7 +217,8 @@ def test_group_of_a_world_that_has_ended() -> None:
 def test_outside_a_world() -> None:
     from datetime import timedelta
 
-    from lightning_shard.backends.in_process import InProcessBackend, current_rank, current_world
+    from lightning_shard.backends.in_process import InProcessBackend
+    from lightning_shard.backends.in_process.world import current_rank, current_world
 
     assert current_world() is None
     assert current_rank() is None

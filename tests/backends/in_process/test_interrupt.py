@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.backends import _c10d
-from lightning_shard.backends.in_process import current_world
+from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.errors import RankFailedError
 from lightning_shard.testing import run_ranks
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_shard.backends.in_process import current_rank, current_world
+from lightning_shard.backends.in_process.world import current_rank, current_world
 from tests.backends.in_process.test_rank_globals import snapshot
 from tests.trainers import cpu_trainer
 

@@ -18,7 +18,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_shard.backends.in_process import current_rank, rank_globals
+from lightning_shard.backends.in_process import rank_globals
+from lightning_shard.backends.in_process.world import current_rank
 from lightning_shard.testing import run_ranks
 
 

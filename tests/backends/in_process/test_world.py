@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from lightning_shard.backends.in_process import current_world
+from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.testing import run_ranks
 
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.authentication.token import JobAddress
-from lightning_shard.backends.liveness import meeting
-from lightning_shard.backends.liveness.meeting import connect
+from lightning_shard.backends.liveness import connect
 from lightning_shard.backends.liveness.thread import LifelineThread
 from lightning_shard.errors import RankFailedError
 from tests.patience import patient
@@ -170,7 +169,7 @@ def test_a_system_without_fork_could_not_import_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(os, "register_at_fork")
-    assert "start" in runpy.run_path(meeting.__file__)
+    assert "start" in runpy.run_path(str(liveness.__file__))
 
 
 def test_one_rank_needs_no_lifeline() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_shard.backends.in_process import current_rank
+from lightning_shard.backends.in_process.world import current_rank
 from lightning_shard.checkpoint.async_save.background_saves import StagedItems
 from lightning_shard.checkpoint.async_save.save_plans import SavePlans
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all

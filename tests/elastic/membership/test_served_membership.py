@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore
 from lightning_shard.backends.authentication.store import store_at
 from lightning_shard.backends.gloo import GlooBackend
-from lightning_shard.backends.liveness import interruption, meeting
+from lightning_shard.backends.liveness import interruption
 from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership import rendezvous_server as server_module
@@ -349,8 +350,8 @@ def go_on_without_the_one_that_died(folder: str) -> float:
     if generation.rank == 2:
 
         def die(*_: Any, **__: Any) -> None:
-            assert meeting._thread is not None
-            meeting._thread._connection._stream.shutdown(2)
+            assert liveness._thread is not None
+            liveness._thread._connection._stream.shutdown(2)
             vanish(membership)
             raise InterruptedError
 

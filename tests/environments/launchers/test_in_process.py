@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lightning_shard.backends.in_process import current_rank, current_world
+from lightning_shard.backends.in_process.world import current_rank, current_world
 from lightning_shard.environments import InProcessEnvironment
 from lightning_shard.environments.launchers import InProcessLauncher
 from lightning_shard.errors import ConfigError, RankFailedError

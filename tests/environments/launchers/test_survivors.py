@@ -15,10 +15,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_shard.backends.in_process import ElasticWorld, InProcessBackend, current_world
+from lightning_shard.backends.in_process import InProcessBackend
 from lightning_shard.backends.in_process.faults import RankDropped
-from lightning_shard.elastic.membership.in_process_membership import InProcessMembership
+from lightning_shard.backends.in_process.world import ElasticWorld, current_world
 from lightning_shard.elastic.membership.membership_table import Bounds
+from lightning_shard.elastic.membership.ranks import InProcessMembership
 from lightning_shard.environments.launchers import InProcessLauncher
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.testing import Fault, injected_faults

@@ -14,8 +14,9 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.trainer.trainer import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_shard.backends.liveness import TERMINATED_STATUS, Lifeline, thread
-from lightning_shard.backends.liveness.thread import TOGETHER_SECONDS
+from lightning_shard.backends.liveness import thread
+from lightning_shard.backends.liveness.lifeline import Lifeline
+from lightning_shard.backends.liveness.thread import TERMINATED_STATUS, TOGETHER_SECONDS
 from lightning_shard.strategies.trainer.termination import RequeueHandler, TerminationHandler
 from tests.processes import REPOSITORY
 from tests.strategies.models import ExampleGPT

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard.backends.in_process import ElasticWorld, InProcessBackend, current_rank
+from lightning_shard.backends.in_process import InProcessBackend
 from lightning_shard.backends.in_process.faults import FaultKind
+from lightning_shard.backends.in_process.world import ElasticWorld, current_rank
 from lightning_shard.elastic.membership.generation import Generation
-from lightning_shard.elastic.membership.in_process_membership import InProcessMembership
 from lightning_shard.elastic.membership.membership_table import Bounds
+from lightning_shard.elastic.membership.ranks import InProcessMembership
 from lightning_shard.errors import (
     ConfigError,
     DeadlockError,

@@ -1,14 +1,12 @@
-"""What a train function of Ray Train asks for: a checked Trainer, batches, and reports to Ray.
+"""Ray Train: its workers are ranks of any strategy, its reports and restarts have our checkpoints.
 
-Ray cuts a dataset into one shard for each worker. Ranks of one model must be given the same
-samples, and none may be left out: they take turns.
+RayEnvironment      which rank a worker is, and where the ranks meet
+prepare_trainer     checks a Trainer in a train function, and gives it this worker's device
+RayReportCallback   reports metrics and checkpoints to Ray
+latest_checkpoint   what a restarted worker group goes on from
+dataset_batches     this worker's batches of a Ray dataset; the ranks of one model get the same
 
-    batch            0         1         2         3
-    shard of rank 0  reads     .         reads     .
-    shard of rank 1  .         reads     .         reads      of the model of ranks 0 and 1
-    given to both    the same batch, which the one that read it has sent
-
-Shards begin an epoch together, so each rank reads its first batch ahead, before the first turn.
+Ray is imported when something of it is needed: `pip install 'lightning-shard[ray]'`.
 """
 
 import os
@@ -30,6 +28,16 @@ from lightning_shard.environments import RayEnvironment, _ray
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
+
+__all__ = [
+    "DatasetBatches",
+    "RayEnvironment",
+    "RayReportCallback",
+    "dataset_batches",
+    "latest_checkpoint",
+    "prepare_trainer",
+]
+
 
 CHECKPOINT_NAME = "checkpoint.ckpt"
 """Ray's own name for a checkpoint of Lightning in what it is told of."""
@@ -303,6 +311,13 @@ def _ranks_of_model(strategy: ShardStrategy) -> Collectives | None:
 
 
 def _in_turns(batches: Iterator[Any], group: Collectives) -> Iterator[Any]:
+    """Give the ranks of one model the same batches, read from their shards in turns.
+
+    shard of rank 0  reads     .         reads     .
+    shard of rank 1  .         reads     .         reads      of the model of ranks 0 and 1
+
+    Shards begin an epoch together, so each rank reads its first batch ahead.
+    """
     ahead = list(islice(batches, 1))  # none at the end
     for turn in count():
         reader = turn % group.size
