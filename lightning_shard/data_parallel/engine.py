@@ -13,7 +13,7 @@ The module keeps its own parameters, the optimizer keeps its own object; the eng
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,10 @@ from lightning_shard.backends.collectives import Collectives, begin_update
 from lightning_shard.backends.free_memory import keep_freed_memory
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.buffers import BufferSync
-from lightning_shard.data_parallel.building import (
-    build_gradients,
-    build_units,
-    exist_once,
-    placed,
-    reducing_of,
-    share_out,
-)
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.gradients.early_clipping import EarlyClipping
+from lightning_shard.data_parallel.gradients.flat_gradients import build_gradients, reducing_of
 from lightning_shard.data_parallel.gradients.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
 from lightning_shard.data_parallel.gradients.reducer import (
@@ -52,28 +45,30 @@ from lightning_shard.data_parallel.memory.leftovers import (
     refuse_leftover_shards,
 )
 from lightning_shard.data_parallel.memory.quantised import refuse_quantised
-from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
+from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit, share_out
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.phases import Phase, Phases
-from lightning_shard.data_parallel.shard_advice import (
-    explaining_gradients,
-    explaining_graphs,
-    explaining_shards,
-)
 from lightning_shard.data_parallel.torch_private import BatchNorm, gradient_hooks
 from lightning_shard.data_parallel.units.full_values import (
     FullValues,
     bring_together,
     publishing_edits,
 )
-from lightning_shard.data_parallel.units.presenting import cut_loaded, look_full
-from lightning_shard.data_parallel.units.unit import HERE, Unit
+from lightning_shard.data_parallel.units.presenting import (
+    cut_loaded,
+    explaining_gradients,
+    explaining_graphs,
+    explaining_shards,
+    look_full,
+)
+from lightning_shard.data_parallel.units.unit import HERE, Unit, build_units, exist_once
 from lightning_shard.data_parallel.units.unsharding import Unsharder
 from lightning_shard.data_parallel.views.sharded_parameter import move_out
 from lightning_shard.data_parallel.views.unseen_calls import SeesUnseenCalls, makers_seen
 
+T = TypeVar("T")
 _InsideOf = Callable[[Optimizer], AbstractContextManager[object]]
 
 
@@ -127,16 +122,22 @@ class DataParallelEngine:
         first = next((param.device for param in model.parameters()), torch.device("cpu"))
         self.device = first if options.start is None else options.start.device
         self.copier = None if options.offload is None else HostCopier(self.device)
-        self.owners = share_out(model, self.groups, options, self.split)
+        self.owners = share_out(
+            model, self.groups, self.split, stage=options.stage, owned=options.owned
+        )
         self.units = build_units(
             model, self.groups, options, self.split, self.owners.of_shards, self.copier
         )
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        self.gradients = build_gradients(self.units, reducing, options, self.split)
-        self._positions = placed(
+        unshards_in_backward = options.stage == 3 and not exist_once(self.units)
+        in_root = [flat for unit in self.units for flat in unit.flats if unit.is_root]
+        self.gradients = build_gradients(
+            self.flats, in_root if unshards_in_backward else (), reducing, options, self.split
+        )
+        self._positions = _placed(
             (one, gradients.flat) for one, gradients in enumerate(self.gradients)
         )
-        self._homes = placed((flat, flat) for flat in self.flats)
+        self._homes = _placed((flat, flat) for flat in self.flats)
         self._buffer_numbers = {id(param): one for param, (one, _) in self._positions.items()}
         self.phases = Phases()
         self.user_code = self.phases.user_code
@@ -634,3 +635,8 @@ class DataParallelEngine:
                 param.grad = None
                 param.data = flat.full.new_empty(slot.shape, dtype=flat.master_dtype)
                 mark_leftover(param)
+
+
+def _placed(flats: Iterable[tuple[T, FlatParameters]]) -> dict[nn.Parameter, tuple[T, int]]:
+    """Return by parameter the object paired with its buffer, and its index in that buffer."""
+    return {param: (of, index) for of, flat in flats for index, param in enumerate(flat.params)}

@@ -4,9 +4,9 @@ The engine keeps what is here in step with the ranks that hold the same; saving,
 norm of the gradient ask the split for the rest.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.layout.boxes import PlacedBox, whole
+from lightning_shard.core.layout.flat import assign_owners
 from lightning_shard.data_parallel.data_groups import DataGroups
 
 
@@ -170,3 +171,55 @@ def beyond_shards(shard: Sequence[Collectives], split: ModelSplit) -> list[Colle
 def in_place(shape: Sequence[int]) -> PlacedBox:
     """Return the place of a tensor that is full."""
     return PlacedBox(whole(shape), (0,) * len(shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owners:
+    """The owner of each parameter that lies here, or in part, and is updated full.
+
+    stage 1 to 3              the shard ranks have shards     one of them has it full, all the time
+    tensor parallel           the ranks of a layer have parts one gathers it for each update
+    both                      S x T ranks, of which one       shard rank s has its T ranks' parts
+                              updates                         full, and rank t of those gathers
+    """
+
+    rank: int = 0
+    of_shards: Mapping[nn.Parameter, int] = field(default_factory=dict)
+    of_parts: Mapping[nn.Parameter, int] = field(default_factory=dict)
+
+    def gathers(self, param: nn.Parameter) -> bool:
+        """Whether this rank gathers the parts of `param` that ranks of its layer have."""
+        return self.of_parts.get(param) == self.rank
+
+    def gathered_elsewhere(self, param: nn.Parameter) -> bool:
+        """Whether another rank of its layer gathers `param`, and has its state."""
+        return self.of_parts.get(param, self.rank) != self.rank
+
+
+def share_out(
+    model: nn.Module,
+    groups: DataGroups,
+    split: ModelSplit,
+    *,
+    stage: int,
+    owned: Container[nn.Parameter],
+) -> Owners:
+    """Give each parameter that is updated full an owner, trained ones first; no communication."""
+    parts = split.parts
+    num_shards = groups.shard.size if stage > 0 else 1
+    num_parts = 1 if parts is None else parts.group.size
+    if num_shards == num_parts == 1 and stage == 0:
+        return Owners()
+    full = [one for one in model.parameters() if one in owned and split.is_here(one)]
+    ranks: dict[nn.Parameter, int] = {}
+    for is_trained in (True, False):
+        some = [param for param in full if param.requires_grad is is_trained]
+        numels = [split.full_shape(param).numel() for param in some]
+        ranks.update(
+            zip(some, assign_owners(numels, num_ranks=num_shards * num_parts), strict=True)
+        )
+    return Owners(
+        rank=0 if parts is None else parts.group.rank,
+        of_shards={} if stage == 0 else {p: one % num_shards for p, one in ranks.items()},
+        of_parts={} if parts is None else {p: one // num_shards for p, one in ranks.items()},
+    )

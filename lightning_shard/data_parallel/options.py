@@ -12,12 +12,12 @@ from lightning_shard.core.options import AtLeastZero, ClassNames, Limit, Options
 from lightning_shard.data_parallel.bucket_sizes import BucketMB, default_mb
 from lightning_shard.data_parallel.compression import Compression, Compressor
 from lightning_shard.data_parallel.memory.values_at_start import ValuesAtStart
-from lightning_shard.data_parallel.recompute.checkpointed_blocks import ActivationCheckpointing
 from lightning_shard.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
 ZeroStage: TypeAlias = Annotated[int, Limit("from 0 to 3", STAGES.__contains__)]
 Offload = Literal["optimizer", "parameters"]
+ActivationCheckpointing = Literal["full", "selective"] | ClassNames
 Inside = Callable[[], AbstractContextManager[None]]
 
 

@@ -43,11 +43,13 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
 from lightning_shard.data_parallel.kept_activations import KeptActivations
 from lightning_shard.data_parallel.model_split import ModelSplit, has_parts
-from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions, Offload
-from lightning_shard.data_parallel.recompute.checkpointed_blocks import (
+from lightning_shard.data_parallel.options import (
     ActivationCheckpointing,
-    checkpointed_blocks,
+    DTypePolicy,
+    EngineOptions,
+    Offload,
 )
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
 from lightning_shard.optim.host_step import refuse_offload, warn_of_cpu_ranks

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
+from lightning_shard.data_parallel.compression.built_in import BF16, FP16, Int8, OneBit, TopK
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
-from lightning_shard.data_parallel.compression.one_bit import OneBit
-from lightning_shard.data_parallel.compression.rounding import BF16, FP16, Int8
-from lightning_shard.data_parallel.compression.top_k import TopK
 
 pytestmark = pytest.mark.gpu
 CODECS = {

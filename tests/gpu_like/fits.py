@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import lightning_shard
-from lightning_shard.data_parallel.compression.one_bit import OneBit
+from lightning_shard.data_parallel.compression.built_in import OneBit
 from lightning_shard.data_parallel.offload import activations
 from tests.gpu_like.autocast import register_autocast
 from tests.gpu_like.device import NAME, register

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Annotated, Any, TypeAlias
 
 from lightning_shard.core.options import Limit
+from lightning_shard.data_parallel.compression.built_in import BF16, FP16, Int8, OneBit, TopK
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import (
     Compressor,
@@ -18,10 +19,7 @@ from lightning_shard.data_parallel.compression.compressor import (
     Tally,
     Turn,
 )
-from lightning_shard.data_parallel.compression.one_bit import OneBit
 from lightning_shard.data_parallel.compression.power_sgd import PowerSGD
-from lightning_shard.data_parallel.compression.rounding import BF16, FP16, Int8
-from lightning_shard.data_parallel.compression.top_k import TopK
 from lightning_shard.errors import ConfigError
 
 __all__ = [

@@ -252,8 +252,9 @@ class _ErrorFeedback:
                     flat[place] = own[kind][name].flatten()
             between = own.get(kind + _GAPS, {}).get(self._buffer.names[0])
             gaps = _gaps(flat, places)
-            if between is not None and between.numel() == sum(one.stop - one.start for one in gaps):
-                for gap, values in zip(gaps, _cut(between, gaps), strict=True):
+            sizes = [gap.stop - gap.start for gap in gaps]
+            if between is not None and between.numel() == sum(sizes):
+                for gap, values in zip(gaps, torch.split(between, sizes), strict=True):
                     flat[gap] = values
 
     def _own_parts(self) -> Iterator[tuple[str, Tensor, dict[str, slice]]]:
@@ -279,12 +280,10 @@ class _ErrorFeedback:
             self._owner_residual.zero_()
         for kind, full in (("residual", self._residual), ("momentum", self._momentum)):
             if full is not None:
-                self._load(full.zero_(), state.get(kind, {}))
-
-    def _load(self, full: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        for name, view in self._buffer.views(full.view(-1)).items():
-            if name in tensors:
-                view.copy_(tensors[name])
+                tensors = state.get(kind, {})
+                for name, view in self._buffer.views(full.zero_().view(-1)).items():
+                    if name in tensors:
+                        view.copy_(tensors[name])
 
 
 def _gaps(flat: Tensor, places: Mapping[str, slice]) -> list[slice]:
@@ -293,10 +292,6 @@ def _gaps(flat: Tensor, places: Mapping[str, slice]) -> list[slice]:
     starts = [*(place.start for place in places.values()), flat.numel()]
     between = zip(ends, starts, strict=True)
     return [slice(end, start) for end, start in between if start > end]
-
-
-def _cut(values: Tensor, places: Sequence[slice]) -> Sequence[Tensor]:
-    return torch.split(values, [place.stop - place.start for place in places])
 
 
 _ROW_ALIGN = 8  # of the widest type, so that each field can be seen in its own
@@ -419,9 +414,7 @@ class CodecExchange(Exchange):
             if not self.codec.is_dense(self.step + 1):
                 self.tally.sent_bytes += self._kept_values.share_momentum()
             self.tally.sent_bytes += ring_share(2 * told.numel(), self.buffer.ranks.size)
-        self.froze_variance = False
-        self._count(self.buffer.dense_bytes)
-        self.step += 1
+        self._pass()
         return True
 
     @override
@@ -463,8 +456,8 @@ class CodecExchange(Exchange):
         if (scale := self.loss_scale()) is not None:
             taken.div_(scale)
         self._clip(taken)
-        for gap in self.buffer.gaps:  # what decoding has made of them must not come back
-            taken[gap] = 0.0
+        for start, stop in self.buffer.layout.gaps:  # what decoding has made must not come back
+            taken[start:stop] = 0.0
         return taken.view(self._shape)
 
     def _learn_unused(self, used: Tensor) -> None:

@@ -57,31 +57,15 @@ class FlatBuffer:
         return -(-self.numel // self.ranks.size)
 
     @property
-    def dense_numel(self) -> int:
-        """Number of elements that this rank would send for a dense average (ring model)."""
-        once = self.segment_numel * (self.ranks.size - 1)
-        return 2 * once if self.keeps_all else once
-
-    @property
     def dense_bytes(self) -> int:
         """Bytes that this rank would send for a dense average (ring model)."""
-        return self.dense_numel * self.dense_itemsize
+        once = self.segment_numel * (self.ranks.size - 1) * self.dense_itemsize
+        return 2 * once if self.keeps_all else once
 
     @property
     def names(self) -> list[str]:
         """Names of the tensors, in buffer order."""
         return [slot.name for slot in self.layout.slots]
-
-    @property
-    def gaps(self) -> Iterator[slice]:
-        """Slices of the buffer between and behind the tensors."""
-        end = 0
-        for slot in self.layout.slots:
-            if slot.offset > end:
-                yield slice(end, slot.offset)
-            end = slot.stop
-        if self.numel > end:
-            yield slice(end, self.numel)
 
     def within(self, segment: int, slot: int) -> slice:
         """Return a tensor's slice within a segment, counted from the segment's beginning."""
@@ -257,6 +241,12 @@ class Exchange(ABC):
             values.mul_(self.clips_by.clamp(max=1.0))
         elif self.clips_by is not None:
             values.clamp_(-self.clips_by, self.clips_by)
+
+    def _pass(self) -> None:
+        """Count an average that the caller makes, uncompressed."""
+        self.froze_variance = False
+        self._count(self.buffer.dense_bytes)
+        self.step += 1
 
     def _count(self, sent_bytes: int) -> None:
         self.tally.raw_bytes += self.buffer.dense_bytes

@@ -26,6 +26,7 @@ from lightning_shard.backends.streams import sent_up
 from lightning_shard.backends.traffic import ring_share
 from lightning_shard.core.layout.flat import Slot, build_layout
 from lightning_shard.core.options import AtLeastOne, AtLeastZero, checked_options
+from lightning_shard.data_parallel.compression.built_in import BF16
 from lightning_shard.data_parallel.compression.compressor import (
     Compressor,
     Exchange,
@@ -34,7 +35,6 @@ from lightning_shard.data_parallel.compression.compressor import (
     if_sound,
     scale_up,
 )
-from lightning_shard.data_parallel.compression.rounding import BF16
 from lightning_shard.errors import ConfigError
 
 WireDType = Literal["float32", "bfloat16"]
@@ -245,9 +245,7 @@ class LowRankExchange(Exchange):
     def passes(self, values: Tensor, used: Sequence[bool] | None = None) -> bool:
         if self.step >= self._settings.warmup_steps:
             return False
-        self.froze_variance = False
-        self._count(self.buffer.dense_bytes)
-        self.step += 1
+        self._pass()
         return True
 
     @override
@@ -283,8 +281,7 @@ class LowRankExchange(Exchange):
 
     def _used_anywhere(self) -> dict[str, Tensor]:
         """Return by name whether any rank has values, as scalars; after the first message only."""
-        names = [slot.name for slot in self.buffer.layout.slots]
-        return dict(zip(names, (self._used > 0).unbind(), strict=True))
+        return dict(zip(self.buffer.names, (self._used > 0).unbind(), strict=True))
 
     def _plain_parts(self) -> Iterator[tuple[Slot, Tensor]]:
         """Yield each slot without factors, and its part of the message as a view."""

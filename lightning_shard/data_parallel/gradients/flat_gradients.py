@@ -14,7 +14,7 @@ Where a gradient lies is its `GradientState`; the memory, and what stands in `.g
 a `GradientBuffer`; here is when they arrive and travel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import and_, is_
 from typing import NamedTuple, cast
 
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.core.states import State
-from lightning_shard.data_parallel.compression.compressor import Exchange
+from lightning_shard.data_parallel.compression.compressor import Exchange, FlatBuffer
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.gradients.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.model_split import ModelSplit
+from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.torch_private import after_gradient
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
@@ -633,3 +635,63 @@ class FlatGradients:
         both = self.buffer.full, self.buffer.local
         own = [tensor for tensor in both if tensor is not None]
         return own if self.exchange is None else own + self.exchange.kept
+
+
+def build_gradients(
+    flats: Sequence[FlatParameters],
+    wait_for_end: Collection[FlatParameters],
+    reducing: DataGroups,
+    options: EngineOptions,
+    split: ModelSplit,
+) -> list[FlatGradients]:
+    """Make the gradients' buffers of all parameters that can have gradients."""
+    return [
+        FlatGradients(
+            flat,
+            reducing_of(flat, reducing, split),
+            waits_for_end=flat in wait_for_end,
+            exchange=_exchange(flat, number, reducing, options, split),
+        )
+        for number, flat in enumerate(flats)
+        if flat.full.is_floating_point() or flat.full.is_complex()
+    ]
+
+
+def reducing_of(flat: FlatParameters, reducing: DataGroups, split: ModelSplit) -> DataGroups:
+    """Return the ranks over which a buffer's gradients are averaged."""
+    fewer = (one.reducing for one in split.fewer_ranks if flat.groups is one.data)
+    return next(fewer, reducing)
+
+
+def _exchange(
+    flat: FlatParameters,
+    number: int,
+    reducing: DataGroups,
+    options: EngineOptions,
+    split: ModelSplit,
+) -> Exchange | None:
+    """Make the exchange that averages a buffer's gradients compressed; None without compression."""
+    if options.compression is None:
+        return None
+    if flat.full.is_complex() or reducing.replicate is not None or split.groups:
+        raise ConfigError(
+            "Compression works on real gradients of full parameters that every data-parallel "
+            "rank shares, not on complex ones, nor with hybrid sharding, tensor or pipeline "
+            "parallel. Leave it out."
+        )
+    buffer = FlatBuffer(
+        layout=flat.layout,
+        ranks=reducing.dp,
+        keeps_all=flat.stage == 0,
+        number=number,
+        device=flat.full.device,
+        dense_itemsize=_dense_itemsize(flat, reducing.dp),
+    )
+    return options.compression.exchange(buffer)
+
+
+def _dense_itemsize(flat: FlatParameters, ranks: Collectives) -> int:
+    """Return the bytes of one gradient element when `FlatGradients` sends it uncompressed."""
+    own, result = flat.reduce_dtype, flat.shard.dtype
+    into = result if result == torch.float32 else own
+    return ranks.dtype_on_the_wire(own, None if flat.stage == 0 else into).itemsize

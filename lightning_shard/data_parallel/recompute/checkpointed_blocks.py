@@ -17,7 +17,7 @@ nothing through tensors inside a list or a dictionary that it returns.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -25,8 +25,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from lightning_shard.core.options import ClassNames
 from lightning_shard.core.states import having
+from lightning_shard.data_parallel.options import ActivationCheckpointing
 from lightning_shard.data_parallel.recompute.recomputation import RECOMPUTED, Recomputed, recomputes
 from lightning_shard.data_parallel.recompute.recomputed_state import has_statistics
 from lightning_shard.data_parallel.torch_private import COMPILED_MODULE, has_compiled_call
@@ -79,9 +79,6 @@ def without_reentrance(asks: Asks = requires_grad) -> AbstractContextManager[obj
     """
     checkpoint.CheckpointFunction = _CheckpointFunction  # type: ignore[misc]
     return having(_asks, asks)
-
-
-ActivationCheckpointing = Literal["full", "selective"] | ClassNames
 
 
 @contextmanager

@@ -9,6 +9,8 @@ Below stage 3 a unit is always FULL.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
 from weakref import ref
 
@@ -16,10 +18,14 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
 from lightning_shard.core.states import State
+from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.graph_borders import inputs_with_gradient, on_entry, on_exit
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.memory.leftovers import is_given_back, mark_leftover
-from lightning_shard.data_parallel.offload.copier import Uploaded
+from lightning_shard.data_parallel.model_split import ModelSplit, ranks_of
+from lightning_shard.data_parallel.offload.copier import HostCopier, Uploaded
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.units.units import UnitSpec, find_units
 
 
 class Passage:
@@ -298,3 +304,92 @@ def of_one_unit(
     """Return the values that have come for the unit that `flat` belongs to."""
     same = next(unit.flats for unit in units if flat in unit.flats)
     return {known: values for known, values in come.items() if known in same}
+
+
+def build_units(
+    model: nn.Module,
+    groups: DataGroups,
+    options: EngineOptions,
+    split: ModelSplit,
+    owners: Mapping[nn.Parameter, int],
+    copier: HostCopier | None = None,
+) -> list[Unit]:
+    """Lay a model's parameters out in flat buffers; each rank must call.
+
+    `owners` says which rank of the shard group has a parameter full, for those not in shards.
+    """
+    specs = find_units(
+        model,
+        classes=options.units,
+        bucket_mb=options.unit_mb,
+        is_here=split.is_here,
+        undivided=split.undivided,
+    )
+    units = [_build_unit(spec, groups, options, split, owners, copier) for spec in specs]
+    all_stay = exist_once(units)
+    for unit in units:
+        unit.stays = unit.is_root or all_stay
+    return units
+
+
+def _build_unit(
+    spec: UnitSpec,
+    groups: DataGroups,
+    options: EngineOptions,
+    split: ModelSplit,
+    owners: Mapping[nn.Parameter, int],
+    copier: HostCopier | None,
+) -> Unit:
+    keeps_shard = options.offload == "optimizer"
+    formats_of = partial(options.full_dtype, in_block=bool(spec.modules))
+    travels_as = partial(options.reduce_dtype, in_block=bool(spec.modules))
+
+    def kind(item: tuple[str, nn.Parameter]) -> tuple[object, ...]:
+        param = item[1]
+        formats = map(str, (param.dtype, formats_of(param), travels_as(param)))
+        is_apart = ranks_of(param, groups, split) is not groups
+        return *formats, spec.matching.flags_of(param), param in owners, is_apart
+
+    def place(item: tuple[str, nn.Parameter]) -> tuple[object, ...]:
+        """Vectors come after matrices: optimizers' groups often part them, for weight decay.
+
+        Not where each optimizer has all elements, nor where compressors keep a memory in the order
+        of a buffer: earlier runs have saved it, and what local SGD cuts into fragments.
+        """
+        has_pieces = options.stage > 0 and options.compression is None
+        comes_later = has_pieces and item[1].ndim < 2
+        return kind(item), owners.get(item[1], 0), comes_later
+
+    ordered = sorted(spec.params, key=place)
+    alike = [list(group) for _, group in groupby(ordered, key=kind)]
+    flats = [
+        FlatParameters(
+            named,
+            ranks_of(named[0][1], groups, split),
+            stage=options.stage,
+            compute_dtype=formats_of(named[0][1]),
+            reduce_dtype=travels_as(named[0][1]),
+            is_split=bool(split.groups_of_layers)
+            or any(param in split.full_shapes for _, param in named),
+            owners=[owners[param] for _, param in named if param in owners],
+            copier=None
+            if keeps_shard and not any(one.requires_grad for _, one in named)
+            else copier,
+            keeps_shard=keeps_shard,
+            start=options.start,
+        )
+        for named in alike
+    ]
+    unit = Unit(spec.name, spec.modules, flats)
+    if options.start is not None and options.stage == 3:
+        unit.reshard()  # before the next one gets memory
+    return unit
+
+
+def exist_once(units: Iterable[Unit]) -> bool:
+    """Whether all parameters exist once per host."""
+    return all(
+        flat.common is not None or not flat.layout.full_numel
+        for unit in units
+        for flat in unit.flats
+    )

@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard.data_parallel.building import Owners, share_out
 from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.data_parallel.model_split import Unsplit
-from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.model_split import Owners, Unsplit, share_out
 from lightning_shard.planning.simulated_model import SimulatedCollectives
 
 
@@ -40,8 +38,9 @@ def shared_out(
     params = [nn.Parameter(torch.ones(size)) for size in sizes]
     params[-1].requires_grad_(False)
     group: Any = SimulatedCollectives(0, num_shards)
-    options = EngineOptions(stage=stage, owned=frozenset(params))
-    owners = share_out(nn.ParameterList(params), DataGroups.of(group), options, split)
+    owners = share_out(
+        nn.ParameterList(params), DataGroups.of(group), split, stage=stage, owned={*params}
+    )
     found = [[of.get(one) for one in params] for of in (owners.of_shards, owners.of_parts)]
     return found[0], found[1], owners
 
@@ -79,7 +78,7 @@ def test_one_of_the_ranks_with_parts_gathers() -> None:
 def test_parameters_of_other_stages_have_no_owner_here() -> None:
     param, away = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     group: Any = SimulatedCollectives(0, 1)
-    options = EngineOptions(stage=0, owned=frozenset([param, away]))
     model = nn.ParameterList([param, away])
-    owners = share_out(model, DataGroups.of(group), options, Halves({away}))
+    groups, split = DataGroups.of(group), Halves({away})
+    owners = share_out(model, groups, split, stage=0, owned={param, away})
     assert dict(owners.of_parts) == {param: 0}

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_shard.data_parallel.compression import BF16, FP16, Codec, Int8, OneBit, TopK, Turn
+from lightning_shard.data_parallel.compression.built_in import greatest, pack_bits, unpack_signs
 from lightning_shard.data_parallel.compression.codec import all_sound, form_of, read_row, write_row
-from lightning_shard.data_parallel.compression.one_bit import pack_bits, unpack_signs
-from lightning_shard.data_parallel.compression.top_k import greatest
 from lightning_shard.errors import ConfigError
 
 CODECS: dict[str, Codec] = {
