@@ -16,22 +16,17 @@ with accelerate, and are left out where it is not installed.
 | `ddp_again`    | the same once more: the difference of the two is the noise                 |
 """
 
-import argparse
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import transformers as hf
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,9 +39,10 @@ from lightning_shard.expert_parallel.shared_experts import SharedExperts
 from lightning_shard.expert_parallel.split import ExpertSplit
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from tests.benchmarks.ranks import environment, on_ranks
-from tests.benchmarks.timing import LOSS_TOLERANCE, LossMismatchError, Ratio, Record, turn_order
+from tests.benchmarks.side_by_side import average_losses, options_of, render, take_turns, warmed_up
+from tests.benchmarks.timing import Record
 
-NUM_CLASSES, REFERENCE = 256, "ddp"
+NUM_CLASSES = 256
 GOALS = {"hf_fsdp": ("ours_zero3", 1.0), "hf_tp": ("ours", 1.0)}
 
 
@@ -202,11 +198,12 @@ CONTENDERS: dict[str, Callable[[str], Contender]] = {
 def time_contenders(
     rank: int, size: Size, checkpoint: str, num_rounds: int, num_steps: int
 ) -> dict[str, Record]:
-    """Train every contender in interleaved rounds; each rank calls.
+    """Train every contender in interleaved rounds; each rank calls."""
 
-    Raises:
-        LossMismatchError: A loss is further than `LOSS_TOLERANCE` from `ddp`'s.
-    """
+    def draw(generator: torch.Generator) -> Sequence[Tensor]:
+        shape = (dist.get_world_size(), size.batch, size.length)
+        return (torch.randint(NUM_CLASSES, shape, generator=generator),)
+
     variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     with environment(variables):
         contenders = {
@@ -214,89 +211,25 @@ def time_contenders(
             for name, make in CONTENDERS.items()
             if "hf" not in name or find_spec("accelerate") is not None
         }
-    records = {name: Record() for name in contenders}
-    for name, contender in contenders.items():
-        _take_turn(contender, records[name], size, 3)
-        records[name].step_seconds.clear()
-        records[name].cpu_seconds.clear()
-    for round_index in range(num_rounds):
-        for name in turn_order(list(contenders), round_index):
-            _take_turn(contenders[name], records[name], size, num_steps)
-    _check_losses(records)
+    records = {name: warmed_up(one, draw) for name, one in contenders.items()}
+    take_turns(contenders, records, draw, num_rounds, num_steps)
+    average_losses(records)
     return records
-
-
-def _take_turn(contender: Contender, record: Record, size: Size, num_steps: int) -> None:
-    generator = torch.Generator().manual_seed(len(record.losses))
-    shape = (num_steps, dist.get_world_size(), size.batch, size.length)
-    batches = torch.randint(NUM_CLASSES, shape, generator=generator)
-    dist.barrier()
-    begin, cpu_begin = time.perf_counter(), time.process_time()
-    losses = [contender.step(batch) for batch in batches]
-    record.cpu_seconds.append((time.process_time() - cpu_begin) / num_steps)
-    dist.barrier()
-    record.step_seconds.append((time.perf_counter() - begin) / num_steps)
-    of_ranks = torch.tensor(losses)
-    dist.all_reduce(of_ranks)
-    record.losses += (of_ranks / dist.get_world_size()).tolist()
-
-
-def _check_losses(records: dict[str, Record]) -> None:
-    for name, record in records.items():
-        pairs = zip(record.losses, records[REFERENCE].losses, strict=True)
-        for step, (loss, expected) in enumerate(pairs):
-            if not abs(loss - expected) <= LOSS_TOLERANCE * expected:
-                raise LossMismatchError(
-                    f"Step {step} of {name!r} has the loss {loss:.7f}, but torch DDP has "
-                    f"{expected:.7f}."
-                )
-
-
-def render(name: str, records: dict[str, Record]) -> str:
-    """Lay the medians and the ratios of ours to the others out as a table."""
-    size = SIZES[name]
-    table = Table(
-        *("contender", "median ms", "ours / it", "quartiles", "CPU ms", "worst loss", "goal"),
-        title=f"{name}: {size.layers} blocks of width {size.width}, 8 experts of "
-        f"{size.expert_width}, batch {size.batch} x {size.length} for each rank",
-    )
-    for contender, record in records.items():
-        ours, goal = GOALS.get(contender, ("ours", None))
-        ratio = Ratio.of(records[ours], record)
-        pairs = zip(record.losses, records[REFERENCE].losses, strict=True)
-        table.add_row(
-            contender,
-            f"{median(record.step_seconds) * 1e3:.2f}",
-            f"{ratio.median:.3f}",
-            f"{ratio.low:.2f} - {ratio.high:.2f}",
-            f"{median(record.cpu_seconds) * 1e3:.2f}",
-            f"{max(abs(one / other - 1) for one, other in pairs):.1e}",
-            "" if goal is None else f"{ours} <= {goal}",
-        )
-    noise = Ratio.of(records["ddp_again"], records["ddp"])
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(table)
-        console.print(f"noise, ddp_again / ddp: {noise.median:.3f}")
-    return capture.get()
 
 
 def main() -> None:
     """Run the benchmark of the sizes that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["wide", "deep"])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=3)
-    options = parser.parse_args()
+    options = options_of(__doc__, SIZES, ["wide", "deep"], rounds=12, steps=3)
     for name in options.sizes:
+        size = SIZES[name]
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = str(Path(folder) / "mixtral")
             torch.manual_seed(1)
-            hf.MixtralForCausalLM(SIZES[name].config()).save_pretrained(checkpoint)
-            found = on_ranks(
-                time_contenders, SIZES[name], checkpoint, options.rounds, options.steps
-            )
-        print(render(name, found))
+            hf.MixtralForCausalLM(size.config()).save_pretrained(checkpoint)
+            records = on_ranks(time_contenders, size, checkpoint, options.rounds, options.steps)
+        title = f"{name}: {size.layers} blocks of width {size.width}, 8 experts of "
+        title += f"{size.expert_width}, batch {size.batch} x {size.length} for each rank"
+        print(render(title, records, "ddp", GOALS))
 
 
 if __name__ == "__main__":

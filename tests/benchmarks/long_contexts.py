@@ -16,19 +16,14 @@ others get their half of the batch, and blocks with an attention of their own.
 | `hand_again` | the same once more: the difference of the two is the noise             |
 """
 
-import argparse
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_shard.backends.registry import get_backend
@@ -38,7 +33,8 @@ from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from tests.benchmarks.ranks import on_ranks
-from tests.benchmarks.timing import LOSS_TOLERANCE, LossMismatchError, Ratio, Record, turn_order
+from tests.benchmarks.side_by_side import average_losses, options_of, render, take_turns, warmed_up
+from tests.benchmarks.timing import Record
 
 NUM_CLASSES, NUM_HEADS = 256, 8
 SIZES = {  # width, blocks, batch, positions
@@ -46,7 +42,7 @@ SIZES = {  # width, blocks, batch, positions
     "short": (256, 4, 4, 256),
     "tiny": (32, 2, 1, 64),
 }
-GOALS = {"deepspeed": 1.0, "torch": 1.0}
+GOALS = {"deepspeed": ("ours", 1.0), "torch": ("ours", 1.0)}
 
 
 class Block(nn.Module):
@@ -218,103 +214,41 @@ def time_contenders(
 
     Returns:
         What each did, and of those that cannot run here why.
-
-    Raises:
-        LossMismatchError: A loss is further than `LOSS_TOLERANCE` from `hand`'s.
     """
     width, num_blocks, *shape = SIZES[size]
+
+    def draw(generator: torch.Generator) -> Sequence[Tensor]:
+        return torch.randint(NUM_CLASSES, (2, *shape), generator=generator).unbind()
+
     contenders, records, missing = {}, {}, {}
     for name, make in CONTENDERS.items():
         if name == "deepspeed" and find_spec("deepspeed") is None:
             missing[name] = "is not installed"
             continue
         torch.manual_seed(1)
-        record = Record()
         try:
             contender = make(width, num_blocks)
-            _take_turn(contender, record, shape, 3)
+            records[name] = warmed_up(contender, draw)
         except NotImplementedError as error:
             missing[name] = f"NotImplementedError: {str(error).splitlines()[0][:100]}"
             continue
-        record.step_seconds.clear()
-        record.cpu_seconds.clear()
-        contenders[name], records[name] = contender, record
-    for round_index in range(num_rounds):
-        for name in turn_order(list(contenders), round_index):
-            _take_turn(contenders[name], records[name], shape, num_steps)
-    _check_losses(records)
+        contenders[name] = contender
+    take_turns(contenders, records, draw, num_rounds, num_steps)
+    average_losses(records)
     return records, missing
-
-
-def _take_turn(contender: Contender, record: Record, shape: list[int], num_steps: int) -> None:
-    generator = torch.Generator().manual_seed(len(record.losses))
-    batches = [
-        torch.randint(NUM_CLASSES, (2, *shape), generator=generator).unbind()
-        for _ in range(num_steps)
-    ]
-    dist.barrier()
-    begin, cpu_begin = time.perf_counter(), time.process_time()
-    losses = [contender.step(*batch) for batch in batches]
-    record.cpu_seconds.append((time.process_time() - cpu_begin) / num_steps)
-    dist.barrier()
-    record.step_seconds.append((time.perf_counter() - begin) / num_steps)
-    of_ranks = torch.tensor(losses)
-    dist.all_reduce(of_ranks)
-    record.losses += (of_ranks / dist.get_world_size()).tolist()
-
-
-def _check_losses(records: dict[str, Record]) -> None:
-    for name, record in records.items():
-        for step, (loss, expected) in enumerate(
-            zip(record.losses, records["hand"].losses, strict=True)
-        ):
-            if not abs(loss - expected) <= LOSS_TOLERANCE * expected:
-                raise LossMismatchError(
-                    f"Step {step} of {name!r} has the loss {loss:.7f}, but the hand-written "
-                    f"exchange has {expected:.7f}."
-                )
-
-
-def render(size: str, records: dict[str, Record], missing: dict[str, str]) -> str:
-    """Lay the medians and the ratios of ours to the others out as a table."""
-    width, num_blocks, batch, length = SIZES[size]
-    table = Table(
-        *("contender", "median ms", "ours / it", "quartiles", "CPU ms", "worst loss", "goal"),
-        title=f"{size}: {num_blocks} blocks of width {width}, batch {batch} x {length}",
-    )
-    for name, record in records.items():
-        ratio = Ratio.of(records["ours"], record)
-        pairs = zip(record.losses, records["hand"].losses, strict=True)
-        worst = max(abs(one / other - 1) for one, other in pairs)
-        table.add_row(
-            name,
-            f"{median(record.step_seconds) * 1e3:.2f}",
-            f"{ratio.median:.3f}",
-            f"{ratio.low:.2f} - {ratio.high:.2f}",
-            f"{median(record.cpu_seconds) * 1e3:.2f}",
-            f"{worst:.1e}",
-            f"<= {GOALS[name]}" if name in GOALS else "",
-        )
-    noise = Ratio.of(records["hand_again"], records["hand"])
-    console = Console(width=110)
-    with console.capture() as capture:
-        console.print(table)
-        console.print(f"noise, hand_again / hand: {noise.median:.3f}")
-        for name, why in missing.items():
-            console.print(f"{name}: {why}")
-    return capture.get()
 
 
 def main() -> None:
     """Run the benchmark of the sizes that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["long", "short"])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=3)
-    options = parser.parse_args()
+    options = options_of(__doc__, SIZES, ["long", "short"], rounds=12, steps=3)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for size in options.sizes:
-        print(render(size, *on_ranks(time_contenders, size, options.rounds, options.steps)))
+        width, num_blocks, batch, length = SIZES[size]
+        records, missing = on_ranks(time_contenders, size, options.rounds, options.steps)
+        title = f"{size}: {num_blocks} blocks of width {width}, batch {batch} x {length}"
+        print(render(title, records, "hand", GOALS))
+        for name, why in missing.items():
+            print(f"{name}: {why}")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,8 @@ two ready-made halves of the model, and has the loss on the last rank only.
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import Protocol
 
 import lightning as L  # noqa: N812
 import torch
@@ -38,8 +36,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shard import PipelineParallelStrategy
 from lightning_shard.profiling.pipeline_timeline import ActionClock, IdleShares, render_idle_shares
 from tests.benchmarks.ranks import NUM_RANKS, on_ranks
+from tests.benchmarks.side_by_side import Contender, take_turns, warmed_up
 from tests.benchmarks.tensor_parallel import Block
-from tests.benchmarks.timing import LOSS_TOLERANCE, LossMismatchError, Ratio, Record, turn_order
+from tests.benchmarks.timing import Ratio, Record, check_losses
 from tests.trainers import cpu_trainer
 
 GOAL = 1.05
@@ -48,13 +47,6 @@ LENGTH = 64
 SIZES = {"large": (512, 4, 4), "wide": (256, 4, 4), "narrow": (128, 4, 2)}
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 Batch = tuple[Tensor, Tensor]
-
-
-class Contender(Protocol):
-    """One way to train the model."""
-
-    def step(self, batch: Batch) -> float:
-        """Train on a batch; return the loss, on the last rank at least."""
 
 
 class Model(L.LightningModule):
@@ -91,8 +83,7 @@ class Torch:
         self.schedule = SCHEDULES[schedule](stage, num_microbatches, loss_fn=F.mse_loss)
         self.optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3, fused=True)
 
-    def step(self, batch: Batch) -> float:
-        x, target = batch
+    def step(self, x: Tensor, target: Tensor) -> float:
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
         if dist.get_rank() == 0:
@@ -111,7 +102,7 @@ class Ours:
         self.strategy = trainer.strategy
         self.optimizer = trainer.strategy.optimizers[0]
 
-    def step(self, batch: Batch) -> float:
+    def step(self, *batch: Tensor) -> float:
         loss: Tensor = self.strategy.training_step(batch, 0)
         self.optimizer.zero_grad()
         self.strategy.backward(loss, None)
@@ -125,7 +116,7 @@ class Lightning:
     def __init__(self, trainer: L.Trainer) -> None:
         self.trainer = trainer
 
-    def step(self, batch: Batch) -> float:
+    def step(self, *batch: Tensor) -> float:
         loop = self.trainer.fit_loop.epoch_loop.automatic_optimization
         output = loop.run(self.trainer.optimizers[0], 0, {"batch": batch, "batch_idx": 0})
         return output["loss"].item()
@@ -170,10 +161,15 @@ def time_contenders(
     """
     width, _, samples = SIZES[size]
     shape = (num_microbatches * samples, LENGTH, width)
+
+    def draw(generator: torch.Generator | None = None) -> Batch:
+        x, target = torch.randn(2, *shape, generator=generator).unbind()
+        return x, target
+
     records: dict[str, Record] = {}
     shares: list[IdleShares] = []
 
-    def take_turns(trainers: Sequence[L.Trainer]) -> None:
+    def compare(trainers: Sequence[L.Trainer]) -> None:
         ours, lightning = trainers
         contenders: dict[str, Contender] = {
             "ours": Ours(ours),
@@ -181,22 +177,16 @@ def time_contenders(
             "torch": Torch(size, schedule, num_microbatches),
             "torch_again": Torch(size, schedule, num_microbatches),
         }
-        for name, contender in contenders.items():
-            records[name] = Record()
-            _take_turn(contender, records[name], shape, 3)
-            records[name].step_seconds.clear()
-            records[name].cpu_seconds.clear()
-        for round_index in range(num_rounds):
-            for name in turn_order(list(contenders), round_index):
-                _take_turn(contenders[name], records[name], shape, num_steps)
-        shares.extend(_idle_shares(contenders["ours"], ours, shape, num_rounds))
+        records.update({name: warmed_up(one, draw) for name, one in contenders.items()})
+        take_turns(contenders, records, draw, num_rounds, num_steps)
+        shares.extend(_idle_shares(contenders["ours"], ours, draw, num_rounds))
 
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # the ranks have met
     models = [Model(size, logs=False), Model(size, logs=True)]
-    inside_trainers(models, lambda: _strategy(schedule, num_microbatches), take_turns)
+    inside_trainers(models, lambda: _strategy(schedule, num_microbatches), compare)
     if rank == NUM_RANKS - 1:
-        _check_losses(records)
+        check_losses(records, "torch")
     return records, shares
 
 
@@ -206,44 +196,17 @@ def _strategy(schedule: str, num_microbatches: int) -> PipelineParallelStrategy:
     )
 
 
-def _take_turn(
-    contender: Contender, record: Record, shape: tuple[int, ...], num_steps: int
-) -> None:
-    generator = torch.Generator().manual_seed(len(record.losses))
-    batches = [torch.randn(2, *shape, generator=generator).unbind() for _ in range(num_steps)]
-    dist.barrier()
-    begin, cpu_begin = time.perf_counter(), time.process_time()
-    record.losses += [contender.step(batch) for batch in batches]
-    cpu_seconds = torch.tensor((time.process_time() - cpu_begin) / num_steps)
-    dist.barrier()
-    record.step_seconds.append((time.perf_counter() - begin) / num_steps)
-    dist.all_reduce(cpu_seconds)
-    record.cpu_seconds.append(cpu_seconds.item())
-
-
 def _idle_shares(
-    contender: Contender, trainer: L.Trainer, shape: tuple[int, ...], num_steps: int
+    contender: Contender, trainer: L.Trainer, draw: Callable[[], Batch], num_steps: int
 ) -> Iterator[IdleShares]:
     strategy = trainer.strategy
     assert isinstance(strategy, PipelineParallelStrategy)
     schedule = strategy.schedule(strategy.num_microbatches)
     for _ in range(num_steps):
-        batch = torch.randn(2, *shape).unbind()
         strategy.pipeline.observer = clock = ActionClock(strategy.along("pp"), strategy.root_device)
-        contender.step(batch)
+        contender.step(*draw())
         strategy.pipeline.observer = None
         yield IdleShares.of(clock.gather(), schedule)
-
-
-def _check_losses(records: dict[str, Record]) -> None:
-    for name, record in records.items():
-        pairs = zip(record.losses, records["torch"].losses, strict=True)
-        for step, (loss, expected) in enumerate(pairs):
-            if abs(loss - expected) > LOSS_TOLERANCE * abs(expected):
-                raise LossMismatchError(
-                    f"Step {step} of {name!r} has the loss {loss:.7f}, but torch's pipeline has "
-                    f"{expected:.7f}."
-                )
 
 
 def render(title: str, records: dict[str, Record]) -> str:

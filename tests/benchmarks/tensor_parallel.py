@@ -14,18 +14,13 @@ ModelParallelStrategy runs in a step, once `configure_model` has called `paralle
 | `hand_again` | the same once more: the difference of the two is the noise            |
 """
 
-import argparse
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -38,13 +33,14 @@ from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from tests.benchmarks.ranks import on_ranks
-from tests.benchmarks.timing import LOSS_TOLERANCE, LossMismatchError, Ratio, Record, turn_order
+from tests.benchmarks.side_by_side import options_of, render, take_turns, warmed_up
+from tests.benchmarks.timing import Record
 
 PLAN = {
     **{f"blocks.*.{name}": "colwise" for name in ("query", "key", "value", "up")},
     **{f"blocks.*.{name}": "rowwise" for name in ("out", "down")},
 }
-GOALS = {"torch": 1.0, "hand": 1.1}
+GOALS = {"torch": ("ours", 1.0), "hand": ("ours", 1.1)}
 HEAD_WIDTH = 32
 SIZES = {"wide": (512, 4, 8), "narrow": (128, 8, 4), "tiny": (64, 1, 2)}  # width, blocks, batch
 LENGTH = 64
@@ -234,83 +230,29 @@ CONTENDERS: dict[str, Callable[[Model], Contender]] = {
 
 
 def time_contenders(rank: int, size: str, num_rounds: int, num_steps: int) -> dict[str, Record]:
-    """Train every contender in interleaved rounds; each rank calls.
-
-    Raises:
-        LossMismatchError: A loss is further than `LOSS_TOLERANCE` from `hand`'s.
-    """
+    """Train every contender in interleaved rounds; each rank calls."""
     width, num_blocks, batch = SIZES[size]
-    contenders, records = {}, {name: Record() for name in CONTENDERS}
+
+    def draw(generator: torch.Generator) -> Sequence[Tensor]:
+        return torch.randn(2, batch, LENGTH, width, generator=generator).unbind()
+
+    contenders, records = {}, {}
     for name, make in CONTENDERS.items():
         torch.manual_seed(1)
         contenders[name] = make(Model(width, num_blocks))
-        _take_turn(contenders[name], records[name], (batch, LENGTH, width), 3)
-        records[name].step_seconds.clear()
-        records[name].cpu_seconds.clear()
-    for round_index in range(num_rounds):
-        for name in turn_order(list(CONTENDERS), round_index):
-            _take_turn(contenders[name], records[name], (batch, LENGTH, width), num_steps)
-    _check_losses(records)
+        records[name] = warmed_up(contenders[name], draw)
+    take_turns(contenders, records, draw, num_rounds, num_steps)
     return records
-
-
-def _take_turn(
-    contender: Contender, record: Record, shape: tuple[int, ...], num_steps: int
-) -> None:
-    generator = torch.Generator().manual_seed(len(record.losses))
-    batches = [torch.randn(2, *shape, generator=generator).unbind() for _ in range(num_steps)]
-    dist.barrier()
-    begin, cpu_begin = time.perf_counter(), time.process_time()
-    record.losses += [contender.step(*batch) for batch in batches]
-    record.cpu_seconds.append((time.process_time() - cpu_begin) / num_steps)
-    dist.barrier()
-    record.step_seconds.append((time.perf_counter() - begin) / num_steps)
-
-
-def _check_losses(records: dict[str, Record]) -> None:
-    for name, record in records.items():
-        for step, (loss, expected) in enumerate(
-            zip(record.losses, records["hand"].losses, strict=True)
-        ):
-            if not abs(loss - expected) <= LOSS_TOLERANCE * expected:
-                raise LossMismatchError(
-                    f"Step {step} of {name!r} has the loss {loss:.7f}, but the hand-written "
-                    f"layers have {expected:.7f}."
-                )
-
-
-def render(size: str, records: dict[str, Record]) -> str:
-    """Lay the medians and the ratios of ours to the others out as a table."""
-    width, num_blocks, batch = SIZES[size]
-    table = Table(
-        *("contender", "median ms", "ours / it", "quartiles", "CPU ms", "ours / it", "goal"),
-        title=f"{size}: {num_blocks} blocks of width {width}, batch {batch} x {LENGTH}",
-    )
-    for name, record in records.items():
-        ratio = Ratio.of(records["ours"], record)
-        milliseconds = median(record.step_seconds) * 1e3
-        goal = f"<= {GOALS[name]}" if name in GOALS else ""
-        quartiles = f"{ratio.low:.2f} - {ratio.high:.2f}"
-        cpu, own_cpu = (median(one.cpu_seconds) * 1e3 for one in (record, records["ours"]))
-        row = (f"{milliseconds:.2f}", f"{ratio.median:.3f}", quartiles)
-        table.add_row(name, *row, f"{cpu:.2f}", f"{own_cpu / cpu:.3f}", goal)
-    noise = Ratio.of(records["hand_again"], records["hand"])
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(table)
-        console.print(f"noise, hand_again / hand: {noise.median:.3f}")
-    return capture.get()
 
 
 def main() -> None:
     """Run the benchmark of the sizes that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["wide", "narrow"])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=5)
-    options = parser.parse_args()
+    options = options_of(__doc__, SIZES, ["wide", "narrow"], rounds=20, steps=5)
     for size in options.sizes:
-        print(render(size, on_ranks(time_contenders, size, options.rounds, options.steps)))
+        width, num_blocks, batch = SIZES[size]
+        records = on_ranks(time_contenders, size, options.rounds, options.steps)
+        title = f"{size}: {num_blocks} blocks of width {width}, batch {batch} x {LENGTH}"
+        print(render(title, records, "hand", GOALS))
 
 
 if __name__ == "__main__":

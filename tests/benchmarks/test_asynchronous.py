@@ -1,14 +1,6 @@
-"""The benchmark of asynchronous SGD: what it prints, and a short run of it."""
+"""The benchmark of asynchronous SGD."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
-from tests.benchmarks.asynchronous import NAME, Result, report
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.benchmarks.asynchronous import Result, report
 
 
 def result(*rounds: float, sustained: float = 1.0, max_staleness: int = 0) -> Result:
@@ -25,13 +17,3 @@ def test_throughputs_are_medians_and_the_staleness_is_the_largest() -> None:
     assert "rank: 0.50 (goal" in bound
     assert sustained == "sustained: 8.0 steps/s undelayed, 2.0 beside the slow rank"
     assert staleness.startswith("largest staleness observed: 3 in 40 gradients applied")
-
-
-@pytest.mark.slow
-@pytest.mark.benchmark
-def test_a_short_run() -> None:
-    short = ["--ranks=2", "--bound=1", "--step=0.001", "--rounds=2", "--steps=5"]
-    command = [sys.executable, "-m", NAME, *short]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "in 16 gradients applied to each shard" in done.stdout

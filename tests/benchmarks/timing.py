@@ -10,7 +10,7 @@ of every contender sees the same batch, and every loss is compared with torch DD
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median, quantiles
@@ -29,10 +29,11 @@ Turn = Callable[[], AbstractContextManager[object]]
 REFERENCE = "ddp"
 LOSS_TOLERANCE = 1e-4
 NUM_WARMUP_STEPS = 2
+UNLIKE = frozenset(name for name, one in CONTENDERS.items() if not one.same_losses)
 
 
 class LossMismatchError(Exception):
-    """A contender trained something else than torch DDP did: its times mean nothing."""
+    """A contender trained something else than the reference did: its times mean nothing."""
 
 
 @dataclass(kw_only=True)
@@ -140,21 +141,21 @@ def _take_turn(rank: int, contender: Contender, record: Record, num_steps: int) 
     record.cpu_seconds.append(cpu_seconds)
 
 
-def check_losses(records: dict[str, Record]) -> None:
-    """Raise unless every contender that trains the same thing has torch DDP's losses.
+def check_losses(records: Mapping[str, Record], reference: str = REFERENCE) -> None:
+    """Raise unless every contender that trains the same thing has the reference's losses.
 
     Raises:
         LossMismatchError: Names the contender, the step and both losses.
     """
-    if REFERENCE not in records:
+    if reference not in records:
         return
-    expected_losses = records[REFERENCE].losses
+    expected_losses = records[reference].losses
     for name, record in records.items():
-        if not CONTENDERS[name].same_losses:
+        if name in UNLIKE:
             continue
         for step, (loss, expected) in enumerate(zip(record.losses, expected_losses, strict=True)):
             if not math.isclose(loss, expected, rel_tol=LOSS_TOLERANCE):
                 raise LossMismatchError(
-                    f"Step {step} of {name!r} has the loss {loss:.7f}, but torch DDP's is "
+                    f"Step {step} of {name!r} has the loss {loss:.7f}, but {reference!r}'s is "
                     f"{expected:.7f}: further than rtol {LOSS_TOLERANCE} away."
                 )
