@@ -19,15 +19,13 @@ import lightning_shard
 from lightning_shard import on_pytorch_lightning
 from lightning_shard.errors import ConfigError
 from lightning_shard.on_pytorch_lightning import mirror
-from tests.examples.commands import ignore_upstream_warnings, set_arguments
+from tests.examples.commands import ignoring_advice, set_arguments
 from tests.processes import check, run_alone
 from tests.trainers import SILENT
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer"),
-    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint"),
-]
+pytestmark = ignoring_advice(
+    ".*microbatches are fewer", ".*callbacks used to create the checkpoint"
+)
 STRATEGIES: dict[str, dict[str, Any]] = {
     "shard_ddp": {"strategy": "shard_ddp_in_process", "devices": 2},
     "zero2": {"strategy": "zero2_in_process", "devices": 2, "gradient_clip_val": 0.1},

@@ -11,12 +11,9 @@ from lightning_shard.checkpoint import arriving
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = ignoring_advice("Be aware that when using `ckpt_path`")
 
 
 class Adapted(Model):

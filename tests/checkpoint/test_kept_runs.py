@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.checkpoint.kept_runs import NUM_STEPS, RUNS, SAVED_AFTER, Regressor, fit
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
 FORMATS = (1, 2, 3)
 KEPT = {
@@ -15,10 +15,7 @@ KEPT = {
     for number, name in zip(FORMATS, ("format_1", "format_2_full", "format_3_full"), strict=True)
 }
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-]
+pytestmark = ignoring_advice("The dirpath has changed")
 
 
 def losses(number: int) -> dict[str, list[float]]:

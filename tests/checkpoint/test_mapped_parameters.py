@@ -12,13 +12,10 @@ from lightning_shard.checkpoint.files.reading import read_mapped
 from lightning_shard.checkpoint.mapped_parameters import MappedParameters
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.strategies.test_mapped_files import is_mapped
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = ignoring_advice("Be aware that when using `ckpt_path`")
 
 
 class Odd(nn.Module):

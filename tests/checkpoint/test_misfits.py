@@ -24,16 +24,15 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from lightning_shard.errors import CheckpointError
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 from tests.strategies.stacks import BATCH, Stack
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders"),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(
+    "You're resuming from a checkpoint that ended before",
+    "Be aware that when using `ckpt_path`",
+    "Using `DistributedSampler` with the dataloaders",
+    ".*microbatches are fewer than the",
+)
 
 IN_PROCESS = {"backend": "in_process", "num_ranks": 2}
 STRATEGIES: dict[str, Callable[[], Any]] = {

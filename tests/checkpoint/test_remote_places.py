@@ -17,16 +17,15 @@ from lightning_shard.errors import CheckpointError
 from tests.checkpoint.sharded.runs import LAYOUTS, NUM_STEPS, Model, fit, quiet_trainer
 from tests.checkpoint.sharded.test_matrix import single_device
 from tests.checkpoint.shared_store import open_store
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.processes import run_processes
 from tests.strategies import parity
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-]
+pytestmark = ignoring_advice(
+    "Be aware that when using `ckpt_path`",
+    ".*there is no last checkpoint available",
+    "Checkpoint directory .* exists and is not empty",
+)
 RANKS: dict[str, Any] = {"backend": "in_process", "num_ranks": 2, "announce": False}
 STYLES: dict[str, Callable[..., Any]] = {
     **LAYOUTS,

@@ -10,12 +10,9 @@ from lightning_shard import DDPStrategy
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY, FORMAT, section_of, writable_section
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.kept_runs import RANKS, SAVED_AFTER, fit
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-]
+pytestmark = ignoring_advice("The dirpath has changed")
 
 
 def test_what_is_written_has_a_number_and_is_read_again() -> None:

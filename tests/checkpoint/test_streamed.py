@@ -17,13 +17,9 @@ from lightning_shard.strategies import checkpoint_files
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
 from lightning_shard.strategies.trainer.hook_advice import explaining_weights_elsewhere
 from tests.checkpoint.files.archives import same
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-]
+pytestmark = ignoring("Checkpoint directory", "The '.*_dataloader' does not have many workers")
 STEPS = 2
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from lightning_shard.cli import main
 from lightning_shard.cli.shard_cli import ShardCLI
-from tests.examples.commands import QUIET, REPOSITORY, ignore_upstream_warnings, set_arguments
+from tests.examples.commands import QUIET, REPOSITORY, ignoring_advice, set_arguments
 from tests.processes import run_alone
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 
 class Command:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from lightning_shard.cli import main
 from lightning_shard.cli.parsers import num_bytes
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit
-from tests.examples.commands import ignore_upstream_warnings, set_arguments
+from tests.examples.commands import ignoring_advice, set_arguments
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 
 class Watched(Model):

@@ -8,9 +8,9 @@ import pytest
 
 from examples.train_gpt import GPT
 from lightning_shard.cli import main
-from tests.examples.commands import REPOSITORY, ignore_upstream_warnings, set_arguments
+from tests.examples.commands import REPOSITORY, ignoring_advice, set_arguments
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 # gpt_demo.yaml is of the example's own command line, and names no class.
 CONFIGS = sorted({one.name for one in (REPOSITORY / "configs").glob("*.yaml")} - {"gpt_demo.yaml"})
 DIFFER_BY_DESIGN = {"gpt_async_sgd.yaml", "gpt_compression.yaml", "gpt_local_sgd.yaml"}

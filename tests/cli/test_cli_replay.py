@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_shard.cli import main
-from tests.examples.commands import REPOSITORY, ignore_upstream_warnings, run_command, set_arguments
+from tests.examples.commands import REPOSITORY, ignoring_advice, run_command, set_arguments
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 CONFIG = REPOSITORY / "configs" / "gpt_zero3.yaml"
 MODEL = ("--model.num_layers=2", "--model.width=16", "--data.batch_size=4")
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_shard import CheckpointError, ZeRO3Strategy
 from lightning_shard.on_pytorch_lightning import ZeRO3Strategy as OthersStrategy
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 
 class Setting:

@@ -28,11 +28,11 @@ from tests.data_parallel.test_training import (
     train_on_ranks,
 )
 from tests.data_parallel.units.test_unsharding import full_bytes, make_engine
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import Block as StackBlock
 from tests.strategies.stacks import Stack, fit
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class Told:

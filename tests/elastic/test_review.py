@@ -24,14 +24,12 @@ from tests.elastic.runs import (
     fit,
     samples,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.trainers import cpu_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be"),
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
-]
+pytestmark = ignoring(
+    ".*callbacks used to create the checkpoint need to be", ".*smaller than the logging interval"
+)
 
 A_LOSS_AND_A_NEWCOMER = [Fault(2, 1, "drop", at_step=5), Fault(4, 1, "add", at_step=4)]
 

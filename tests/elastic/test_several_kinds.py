@@ -10,9 +10,9 @@ import pytest
 
 from tests.elastic.kinds import NUM_RANKS, expected_of, train
 from tests.processes import REPOSITORY, run_processes
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 _SECONDS = 240
 _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS))
 

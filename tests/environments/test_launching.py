@@ -19,9 +19,9 @@ from tests.processes import (
     free_port,
     run_commands,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 PROGRAM = ("-m", "tests.environments.program")
 

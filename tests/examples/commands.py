@@ -19,9 +19,11 @@ UPSTREAM_WARNINGS = (
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
 QUIET = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
-ignore_upstream_warnings = [
-    pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS
-]
+
+
+def ignoring_advice(*messages: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of tests in which these warnings and upstream's advice are no errors."""
+    return [pytest.mark.filterwarnings(f"ignore:{one}") for one in (*UPSTREAM_WARNINGS, *messages)]
 
 
 def set_arguments(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

@@ -7,14 +7,14 @@ import pytest
 from lightning_shard.core.reporting.page import write_report
 from tests.examples.commands import (
     REPOSITORY,
-    ignore_upstream_warnings,
+    ignoring_advice,
     largest_shares,
     last_losses,
     run_command,
     run_example,
 )
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 
 def test_the_demo_prints_the_table_the_losses_and_a_sample_and_can_be_reported(

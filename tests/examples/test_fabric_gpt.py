@@ -11,11 +11,11 @@ from lightning.fabric import Fabric
 
 from examples import fabric_gpt
 from examples.train_gpt import GPT, Text
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.processes import run_processes
 from tests.trainers import cpu_trainer
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 STEPS = 20
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.examples.commands import ignore_upstream_warnings, run_example
+from tests.examples.commands import ignoring_advice, run_example
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 
 @pytest.mark.slow

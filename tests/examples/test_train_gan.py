@@ -6,10 +6,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard  # noqa: F401  the import registers the names of the strategies
 from examples.train_gan import GAN
-from tests.examples.commands import ignore_upstream_warnings, run_example
+from tests.examples.commands import ignoring_advice, run_example
 from tests.trainers import cpu_trainer
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 NUM_RANKS, OWN, NUM_STEPS = 2, 4, 6
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from examples.train_gpt import GPT, Text, bigram_loss, warm_up_and_decay
-from tests.examples.commands import ignore_upstream_warnings, last_losses, run_example
+from tests.examples.commands import ignoring_advice, last_losses, run_example
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 STAGES = ("shard_ddp", "zero1", "zero2", "zero3")
 SMALL = ("--model.num_layers=1", "--model.width=32", "--data.context=16", "--data.batch_size=4")

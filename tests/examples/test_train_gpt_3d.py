@@ -4,14 +4,9 @@ import runpy
 
 import pytest
 
-from tests.examples.commands import (
-    ignore_upstream_warnings,
-    largest_shares,
-    last_losses,
-    set_arguments,
-)
+from tests.examples.commands import ignoring_advice, largest_shares, last_losses, set_arguments
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from lightning_shard import HybridParallelStrategy
 from lightning_shard.errors import ConfigError
 from tests.expert_parallel.models import Listed, ListedMixture, mixtral
 from tests.strategies.models import HuggingFaceLM
-from tests.strategies.parity import SMALL_BUCKET_MB, UPSTREAM_WARNINGS, Run, assert_parity, train
+from tests.strategies.parity import SMALL_BUCKET_MB, Run, assert_parity, ignoring, train
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 NUM_STEPS, WIDTH, NUM_EXPERTS = 3, 16, 4
 
 

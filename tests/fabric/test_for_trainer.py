@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shard.fabric import trainer_checkpoint
 from tests.fabric.loops import fabric_of, strategy_of
 from tests.fabric.nets import Net, adam, assert_close
-from tests.strategies.parity import STRATEGIES, UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import STRATEGIES, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 each_format = pytest.mark.parametrize("kind", ["full", "sharded"])
 BATCHES, STEPS, SAVED = 4, 10, 6  # of an epoch, of the run, and where it is saved: amid an epoch
 

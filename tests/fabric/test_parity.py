@@ -3,9 +3,9 @@
 import pytest
 
 from tests.fabric.loops import NUM_STEPS, assert_same, run_of, strategy_of
-from tests.strategies.parity import STRATEGIES, UPSTREAM_WARNINGS, Case, train_ranks
+from tests.strategies.parity import STRATEGIES, Case, ignoring, train_ranks
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def trainers(name: str, model: str, num_ranks: int = 2, precision: str = "32-true"):

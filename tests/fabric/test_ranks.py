@@ -21,9 +21,9 @@ from tests.fabric.nets import Net, adam, assert_close, batch_of, on_one, on_rank
 from tests.processes import check, run_alone, run_processes
 from tests.strategies.parity import (
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     Case,
     ignore_upstream_warnings,
+    ignoring,
     train_ranks,
 )
 
@@ -330,7 +330,7 @@ def test_loaders_are_made_as_before_after_a_launch() -> None:
     assert (DataLoader.__init__, Own.__init__) == before
 
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def both(strategies: list[str], num_steps: int = NUM_STEPS) -> list[tuple[Run, Run]]:

@@ -7,19 +7,9 @@ import pytest
 
 from tests.gpu.schemes import NUM_STEPS, SCHEMES, train_precisely, train_scheme
 from tests.processes import run_processes
-from tests.strategies.parity import (
-    STRATEGIES,
-    UPSTREAM_WARNINGS,
-    Run,
-    assert_bitwise_equal,
-    assert_parity,
-)
+from tests.strategies.parity import STRATEGIES, Run, assert_bitwise_equal, assert_parity, ignoring
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), *ignoring()]
 CLOSE = {"32-true": {}, "bf16-mixed": {"rtol": 2e-2, "atol": 2e-3}}
 CLOSE["16-mixed"] = CLOSE["bf16-mixed"]
 CASES = [

@@ -9,9 +9,9 @@ import pytest
 from tests.gpu import __main__ as command
 from tests.gpu.schemes import NUM_STEPS, SCHEMES, train_precisely, train_scheme
 from tests.processes import REPOSITORY, run_processes
-from tests.strategies.parity import UPSTREAM_WARNINGS, assert_parity
+from tests.strategies.parity import assert_parity, ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ from lightning_shard import AsyncSGDStrategy, ConfigError, LocalSGDStrategy
 from lightning_shard.optim import course, own_methods
 from lightning_shard.optim.own_methods import OwnMethods
 from tests.optim.foreign_optimizers import MADGRAD, EarlySteps, OfOwnForm, ScheduleFree
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import fit
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 SOME = ["zero2", "pipeline"] + [
     pytest.param(one, marks=pytest.mark.slow)

@@ -24,13 +24,10 @@ from lightning_shard.planning.report import RankMemory
 from lightning_shard.strategies import auto_strategy
 from lightning_shard.strategies.auto_strategy import DECIDED
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.trainers import SILENT
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the .* stages"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the .* stages")
 BATCH = 4
 CHOICES = {
     "shard_ddp": {"dp": 4},

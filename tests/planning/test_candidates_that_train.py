@@ -19,9 +19,9 @@ from lightning_shard.planning.dry_run import attached
 from lightning_shard.planning.estimate import Estimate
 from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.search import _asking, plan, simulated
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 SPACE = SearchSpace(
     num_ranks=4,
     ranks_per_node=4,

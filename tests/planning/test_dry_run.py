@@ -17,13 +17,10 @@ from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.report import DryRun
 from tests.strategies.models import CONTEXT, ExampleGPT, Trained, gpt2
-from tests.strategies.parity import GLOBAL_BATCH, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import GLOBAL_BATCH, GlobalBatches, ignoring, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (*UPSTREAM_WARNINGS, r".* microbatches are fewer than the .* stages")
-]
+pytestmark = ignoring(r".* microbatches are fewer than the .* stages")
 
 WORLD = 8
 NUM_STEPS = 4  # in the fourth, unlike in the first three, ranks do not compare their results

@@ -11,9 +11,9 @@ from lightning_shard import HybridParallelStrategy
 from lightning_shard.errors import ConfigError
 from tests.expert_parallel.models import EXPERT_MODELS, Listed
 from tests.expert_parallel.test_full_weights import BatchedMixture
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import GlobalBatches, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def sharing(**options: Any) -> HybridParallelStrategy:

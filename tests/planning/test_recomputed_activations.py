@@ -9,13 +9,10 @@ from lightning_shard import PipelineParallelStrategy, TensorParallelStrategy
 from lightning_shard.pipeline_parallel.costs import SavedBytes
 from tests.planning.test_dry_run import text
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import GLOBAL_BATCH, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import GLOBAL_BATCH, GlobalBatches, ignoring, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (*UPSTREAM_WARNINGS, r".* microbatches are fewer than the .* stages")
-]
+pytestmark = ignoring(r".* microbatches are fewer than the .* stages")
 SLOW = pytest.mark.slow
 
 

@@ -19,18 +19,18 @@ from tests.strategies.models import Trained
 from tests.strategies.parity import (
     MANY_STEPS,
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     Case,
     GlobalBatches,
     Run,
     build,
     ignore_upstream_warnings,
+    ignoring,
     quiet_trainer,
     single_device,
     train_ranks,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 LOW = ("bf16-true", "bf16-mixed")
 ALL = [

@@ -12,10 +12,10 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.profiling import HeldBytesTable
 from lightning_shard.profiling.held_bytes import render_held_bytes
 from lightning_shard.strategies.trainer.hook_advice import may_edit_gradients
-from tests.examples.commands import ignore_upstream_warnings, largest_shares
+from tests.examples.commands import ignoring_advice, largest_shares
 from tests.trainers import cpu_trainer
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 
 class Wide(BoringModel):

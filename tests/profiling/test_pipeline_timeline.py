@@ -19,9 +19,9 @@ from lightning_shard.pipeline_parallel.timeline import Timeline
 from lightning_shard.profiling import PipelineTimeline, pipeline_timeline
 from lightning_shard.profiling.pipeline_timeline import ActionClock, IdleShares, render_idle_shares
 from lightning_shard.testing import run_ranks
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, build, quiet_trainer
+from tests.strategies.parity import GlobalBatches, build, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class Observers(pl.Callback):

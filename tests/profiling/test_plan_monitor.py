@@ -16,9 +16,9 @@ from lightning_shard.planning.search import plan
 from lightning_shard.profiling import MemoryMonitor, PlanMonitor
 from tests.elastic.runs import fit as fit_elastic
 from tests.profiling.monitored import fit, monitors
-from tests.strategies.parity import GLOBAL_BATCH, UPSTREAM_WARNINGS, build
+from tests.strategies.parity import GLOBAL_BATCH, build, ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def watched(folder: Path, given: Any = None) -> list[Any]:

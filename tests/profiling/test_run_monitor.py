@@ -20,14 +20,14 @@ from tests.elastic.runs import fit as fit_elastic
 from tests.processes import run_alone, run_processes
 from tests.profiling.monitored import fit, monitors, written
 from tests.strategies.parity import (
-    UPSTREAM_WARNINGS,
     GlobalBatches,
     build,
     ignore_upstream_warnings,
+    ignoring,
     quiet_trainer,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 SPLIT = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}
 

@@ -24,7 +24,7 @@ from lightning_shard.profiling.traffic_monitor import (
 )
 from lightning_shard.testing import run_ranks
 from tests.profiling.monitored import fit, monitors, written
-from tests.strategies.parity import UPSTREAM_WARNINGS, build, quiet_trainer
+from tests.strategies.parity import build, ignoring, quiet_trainer
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_sums_of_seconds() -> None:
     assert seconds_in(traffic) == 4.25
 
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class Drawing(BoringModel):

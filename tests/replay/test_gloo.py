@@ -8,9 +8,9 @@ import pytest
 from lightning_shard.replay.rank_record import path_of
 from tests.processes import run_processes
 from tests.replay.recorded import Dropping, Failing, fit_in_processes, replayed
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 _SLOW = pytest.mark.slow
 _RANKS = 4
 

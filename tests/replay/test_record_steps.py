@@ -13,15 +13,9 @@ from lightning_shard.replay import RecordSteps
 from tests.replay.recorded import Failing, NotFinite, fit, replayed
 from tests.strategies.matrix_optimizers import muon_groups
 from tests.strategies.models import ExampleGPT, TiedLSTM
-from tests.strategies.parity import (
-    STRATEGIES,
-    UPSTREAM_WARNINGS,
-    GlobalBatches,
-    build,
-    quiet_trainer,
-)
+from tests.strategies.parity import STRATEGIES, GlobalBatches, build, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def recorded(folder: Path) -> dict[str, int]:

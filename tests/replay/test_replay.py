@@ -14,9 +14,9 @@ from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.replay import RecordSteps, rank_record, replay
 from lightning_shard.replay.rank_record import RankRecord, path_of
 from tests.replay.recorded import Dropping, Failing, fit, replayed
-from tests.strategies.parity import SMALL_BUCKET_MB, UPSTREAM_WARNINGS
+from tests.strategies.parity import SMALL_BUCKET_MB, ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 @pytest.fixture(scope="module")

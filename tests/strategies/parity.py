@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import lightning as L  # noqa: N812
+import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
@@ -43,6 +44,11 @@ UPSTREAM_WARNINGS = (
     r".*does not have many workers",  # advice about speed, on hosts with many cores
     r".*You defined a `validation_step` but have no `val_dataloader`",  # the example's GPT
 )
+
+
+def ignoring(*messages: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of tests in which these warnings and upstream's are no errors."""
+    return [pytest.mark.filterwarnings(f"ignore:{one}") for one in (*UPSTREAM_WARNINGS, *messages)]
 
 
 @dataclass(frozen=True, kw_only=True)

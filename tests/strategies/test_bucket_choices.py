@@ -25,15 +25,15 @@ from tests.processes import run_processes
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     Run,
     assert_bitwise_equal,
     ignore_upstream_warnings,
+    ignoring,
     quiet_trainer,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 MEASURED = "measured: 0.12 ms, 1.9 GB/s"
 NO_TIMES = "buckets of 25 MB (the default: times within one process tell nothing)"

@@ -12,9 +12,9 @@ import lightning_shard
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric import ZeRO3Strategy as FabricZeRO3
 from tests.examples.commands import set_arguments
-from tests.strategies.parity import UPSTREAM_WARNINGS, build
+from tests.strategies.parity import build, ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class Model(L.LightningModule):

@@ -15,14 +15,13 @@ from typing_extensions import override
 import lightning_shard
 from lightning_shard.errors import CheckpointError
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = ignoring(
+    "Checkpoint directory",
+    "The '.*_dataloader' does not have many workers",
+    "Be aware that when using `ckpt_path`",
+)
 
 
 class Plain:

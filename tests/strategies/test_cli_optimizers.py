@@ -16,14 +16,10 @@ from lightning.pytorch.cli import (
 )
 from torch import Tensor
 
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import Stack
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*configure_optimizers` will be overridden by"),
-    pytest.mark.filterwarnings("ignore:.*fewer than the"),
-]
+pytestmark = ignoring(".*configure_optimizers` will be overridden by", ".*fewer than the")
 
 
 class WithoutOptimizer(Stack):

@@ -15,13 +15,10 @@ from tests.strategies.decoders import (
     assert_as_alone,
     fit_decoder,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the")
 OF_WHOLE_BATCHES = ("tensor", "context")
 
 

@@ -29,9 +29,9 @@ from tests.strategies.left_in_shards import (
     made,
     sent_at_the_end,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 CASES = [
     pytest.param(scheme, marks=() if scheme == "zero3" else pytest.mark.slow) for scheme in SCHEMES
 ]

@@ -1,18 +1,14 @@
 """Texts of different lengths that ranks generate with weights in shards."""
 
 import lightning as L  # noqa: N812
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:Using `DistributedSampler`"),
-]
+pytestmark = ignoring("Using `DistributedSampler`")
 
 END, NUM_WORDS, NUM_NEW = 10, 13, 12
 

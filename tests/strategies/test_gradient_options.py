@@ -8,15 +8,9 @@ import lightning as L  # noqa: N812
 import pytest
 
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
-from tests.strategies.parity import (
-    SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
-    GlobalBatches,
-    build,
-    quiet_trainer,
-)
+from tests.strategies.parity import SMALL_BUCKET_MB, GlobalBatches, build, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 SCHEMES: dict[str, Any] = {
     "tensor": lambda **options: TensorParallelStrategy(

@@ -9,12 +9,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*ckpt_path"),
-]
+pytestmark = ignoring(".*ckpt_path")
 BESIDE = {"on_gpu", "optimizers", "configure_callbacks", "configure_sharded_model"}
 BEGINNINGS = ("on_", "configure_", "optimizer_", "lr_scheduler_step", "transfer_", "prepare_data")
 OTHERS = {

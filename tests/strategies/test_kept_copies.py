@@ -12,13 +12,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_shard import ConfigError
 from tests.strategies.decoders import DECODER_SCHEMES, WITHOUT_STAGES, Decoder, assert_as_alone
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import OfEveryRank, fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the")
 
 
 class KeptTeacher(Decoder):

@@ -13,15 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import PipelineParallelStrategy, TensorParallelStrategy, ZeRO3Strategy
 from lightning_shard.errors import ConfigError
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
 WIDTH, BATCH = 4, 8
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:1 microbatches are fewer"),
-    pytest.mark.filterwarnings("ignore:A batch has lists of samples"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
-]
+pytestmark = ignoring(
+    "1 microbatches are fewer", "A batch has lists of samples", "The PyTorch API of nested tensors"
+)
 
 
 class OfPackage:

@@ -23,12 +23,9 @@ from tests.strategies.local_sgd.local_training import (
     weights_of,
 )
 from tests.strategies.local_updates import STRATEGIES, fit
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
+pytestmark = ignoring("You're resuming from a checkpoint that ended before")
 
 
 # --- Lightning's broadcast at every batch --------------------------------------------------------

@@ -23,14 +23,12 @@ from tests.strategies.decoders import (
     assert_as_alone,
     fit_decoder,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-    pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage"),
-]
+pytestmark = ignoring(
+    ".*microbatches are fewer than the", "A step uses .* parameters outside of their stage"
+)
 
 
 class LosesBias(Decoder):

@@ -18,12 +18,9 @@ from lightning_shard.strategies.checkpoint_files import CheckpointFiles
 from lightning_shard.testing import run_ranks
 from tests.benchmarks.checkpoints import peak_above
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = ignoring_advice("Be aware that when using `ckpt_path`")
 NUM_TENSORS = 6
 MOST_MEGABYTES = 32.0
 

@@ -10,10 +10,10 @@ from torch import nn
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from tests.checkpoint.kept_runs import Regressor
 from tests.checkpoint.sharded.runs import quiet_trainer
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.strategies.rises import watched_starts
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 WIDTH, BLOCKS = 128, 8
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

@@ -16,11 +16,11 @@ from tests.checkpoint.sharded.runs import LAYOUTS, quiet_trainer
 from tests.checkpoint.sharded.runs import Model as Regression
 from tests.data_parallel.deferred_init.counting import AliveBytes
 from tests.data_parallel.deferred_init.test_recorder import build
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.processes import run_processes
 from tests.strategies.meta_starts import rise_at_start
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 
 QUICK = ("zero3-4",)

@@ -15,15 +15,14 @@ from tests.checkpoint.test_misfits import (
     fresh,
     trainer_of,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-    pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before"),
-    pytest.mark.filterwarnings("ignore:.*no gradient clipping will occur"),
-    pytest.mark.filterwarnings("ignore:.*configure_optimizers` returned `None`"),
-]
+pytestmark = ignoring(
+    ".*microbatches are fewer than the",
+    "You.re resuming from a checkpoint that ended before",
+    ".*no gradient clipping will occur",
+    ".*configure_optimizers` returned `None`",
+)
 
 
 class WithoutOptimizer(Counted):

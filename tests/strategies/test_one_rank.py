@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 from tests.optim.foreign_optimizers import DAdaptation, Prodigy
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 STAGES: dict[str, Any] = {"zero1": ZeRO1Strategy, "zero2": ZeRO2Strategy, "zero3": ZeRO3Strategy}
 OPTIMIZERS: dict[str, Any] = {

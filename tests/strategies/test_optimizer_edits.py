@@ -11,10 +11,10 @@ from torch.nn.utils import prune
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import ConfigError, TensorParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import BATCH, WIDTH, Fitted, Stack, fit, pipeline
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 Edit = Callable[[Any], object]
 ROW = 3  # the step after which groups and parameters are changed

@@ -29,13 +29,10 @@ from lightning_shard.strategies.memory_notes import (
 )
 from tests.strategies.matrix_optimizers import Muon, matrices
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import SMALL_BUCKET_MB, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import SMALL_BUCKET_MB, GlobalBatches, ignoring, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (*UPSTREAM_WARNINGS, r".* microbatches are fewer than the .* stages")
-]
+pytestmark = ignoring(r".* microbatches are fewer than the .* stages")
 SLOW = pytest.mark.slow
 RANKS: dict[str, Any] = {"backend": "in_process", "announce": False}
 STEP = 2  # in which memory ends, as the optimizer has state

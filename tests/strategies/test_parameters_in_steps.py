@@ -11,13 +11,11 @@ from torch.nn.utils import parameters_to_vector
 
 from lightning_shard import HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.errors import ConfigError
-from tests.strategies.parity import UPSTREAM_WARNINGS, Run, build, train
+from tests.strategies.parity import Run, build, ignoring, train
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage"),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(
+    "A step uses .* parameters outside of their stage", ".*microbatches are fewer than the"
+)
 
 RANKS: dict[str, Any] = {"backend": "in_process", "announce": False}
 

@@ -9,18 +9,18 @@ import pytest
 from tests.strategies.models import MODELS, TiedLSTM
 from tests.strategies.parity import (
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     Case,
     Run,
     assert_bitwise_equal,
     assert_parity,
     build,
+    ignoring,
     single_device,
     train,
     train_ranks,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 ALL = [
     Case(model=model, strategy=strategy, num_ranks=num_ranks)

@@ -13,12 +13,12 @@ from tests.strategies.models import ConvNet, ConvNetOfRanks, ExampleGPT, Trained
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     GlobalBatches,
+    ignoring,
     quiet_trainer,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 NUM_STEPS = 4
 

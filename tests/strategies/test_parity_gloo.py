@@ -8,16 +8,16 @@ from tests.processes import run_processes
 from tests.strategies.models import MODELS
 from tests.strategies.parity import (
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     Case,
     Run,
     assert_bitwise_equal,
     assert_parity,
+    ignoring,
     single_device,
     train_cases,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 ALL = [
     Case(model=model, strategy=strategy, num_ranks=2)

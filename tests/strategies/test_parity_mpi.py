@@ -5,19 +5,16 @@ import pytest
 from tests.mpirun import run_mpi
 from tests.strategies.parity import (
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     Case,
     Run,
     assert_bitwise_equal,
     assert_parity,
+    ignoring,
     single_device,
     train_cases,
 )
 
-pytestmark = [
-    pytest.mark.mpi,
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-]
+pytestmark = [pytest.mark.mpi, *ignoring()]
 
 QUICK = [Case(model="gpt", strategy="zero3", num_ranks=2)]
 ON_THREE = [

@@ -9,16 +9,16 @@ from lightning_shard.backends.shm import backend as shm_backend
 from tests.processes import rank_and_world_size, run_processes
 from tests.strategies.parity import (
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     Case,
     Run,
     assert_bitwise_equal,
     assert_parity,
+    ignoring,
     single_device,
     train_cases,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 QUICK = [Case(model="gpt", strategy=strategy, num_ranks=2) for strategy in STRATEGIES]
 ON_THREE = [

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import CheckpointError, load_safetensors
 from tests.checkpoint.sharded.runs import LAYOUTS, quiet_trainer
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.strategies.rises import watched_starts
 
-pytestmark = [*ignore_upstream_warnings, pytest.mark.filterwarnings("ignore:.*microbatches are")]
+pytestmark = ignoring_advice(".*microbatches are")
 
 WORDS = {"vocab_size": 128, "num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 128}
 WORDS |= {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -22,9 +22,9 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from tests.checkpoint.sharded.runs import quiet_trainer
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 RANKS: dict[str, Any] = {"backend": "in_process", "num_ranks": 2, "announce": False}
 WIDTH, BLOCKS = 64, 4

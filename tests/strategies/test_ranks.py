@@ -26,9 +26,9 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from lightning_shard.errors import ConfigError
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 WIDTH, LENGTH, WORDS, SAMPLES, STEPS = 8, 6, 20, 48, 2
 BATCH = 24  # of one device
 OF_MODELS = ("pipeline_parallel", "tensor_parallel", "context_parallel")

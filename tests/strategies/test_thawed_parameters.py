@@ -12,14 +12,11 @@ from torch import Tensor
 
 from lightning_shard import ZeRO2Strategy
 from lightning_shard.errors import CheckpointError
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import fit, trainer_of
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the")
 
 
 class Thaws(OfRanks):

@@ -11,15 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_shard import ContextParallelStrategy, HybridParallelStrategy, TensorParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import WIDTH, fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*parameters outside of their stage"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor"),
-]
+pytestmark = ignoring(".*parameters outside of their stage", "enable_nested_tensor")
 VOCABULARY = 12
 EVERY: dict[str, tuple[int, Callable[[], Any]]] = {
     **SCHEMES,

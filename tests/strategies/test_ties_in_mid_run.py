@@ -10,14 +10,11 @@ from torch import Tensor, nn
 
 from lightning_shard import ConfigError
 from lightning_shard.data_parallel.memory.adoption import Ties
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the")
 
 
 def transposed(one: Any, other: Any) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.strategies.decoders import DECODER_SCHEMES, Decoder, assert_as_alone
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import fit
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def _assigned(param: Any) -> None:

@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.schemes import SCHEMES
 from tests.strategies.stacks import BATCH, Stack, trainer_of
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders"),
-]
+pytestmark = ignoring("Using `DistributedSampler` with the dataloaders")
 
 
 class Halved(Stack):

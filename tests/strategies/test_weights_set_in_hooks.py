@@ -10,14 +10,11 @@ import torch
 from torch import nn
 
 from lightning_shard import ConfigError
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import OfEveryRank, fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the")
 
 
 def assigned(model: Any) -> None:

@@ -18,9 +18,9 @@ from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 PLAN = {"*.qkv": "packed_colwise(3)", "*.out": "rowwise", "*.up": "colwise", "*.down": "rowwise"}
 RATE = 0.5

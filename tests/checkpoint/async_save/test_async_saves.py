@@ -20,16 +20,15 @@ from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.errors import CheckpointError, ConfigError
 from tests.checkpoint.saved_sections import is_sharded_folder
 from tests.checkpoint.sharded.runs import LAYOUTS, NUM_STEPS, SAVED_AFTER, Model, fit
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-    pytest.mark.filterwarnings("ignore:.*was called without a model"),
-    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
-]
+pytestmark = ignoring_advice(
+    "Be aware that when using `ckpt_path`",
+    "The dirpath has changed",
+    "You're resuming from a checkpoint that ended before",
+    ".*was called without a model",
+    ".*there is no last checkpoint available",
+)
 RANKS: dict[str, Any] = {"backend": "in_process", "num_ranks": 2, "announce": False}
 
 

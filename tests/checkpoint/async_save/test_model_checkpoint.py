@@ -11,13 +11,11 @@ from lightning_shard.checkpoint.async_save.background_saves import SaveInFlight,
 from tests.checkpoint.async_save.test_async_saves import made, sharded
 from tests.checkpoint.saved_sections import is_sharded_folder
 from tests.checkpoint.sharded.runs import NUM_STEPS, fit
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
+pytestmark = ignoring_advice(
+    "Be aware that when using `ckpt_path`", "You're resuming from a checkpoint that ended before"
+)
 
 
 def test_the_last_has_the_files_of_the_best(

@@ -18,12 +18,9 @@ from tests.checkpoint.async_save.test_async_saves import Saving, sharded
 from tests.checkpoint.files.archives import same
 from tests.checkpoint.sharded import runs
 from tests.checkpoint.sharded.runs import NUM_STEPS, SAVED_AFTER, Model, fit
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = ignoring_advice("Be aware that when using `ckpt_path`")
 UNFROZEN_AFTER = 2
 
 

@@ -16,14 +16,12 @@ from lightning_shard.checkpoint.conversion.consolidating import Consolidation, c
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.errors import CheckpointError, ConfigError
 from tests.checkpoint.sharded.runs import fit
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.processes import run_alone
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = ignoring_advice(
+    "torch.distributed is disabled", "Be aware that when using `ckpt_path`"
+)
 OUTPUTS = ("out.ckpt", "out.pt", "out.safetensors", "out")
 
 

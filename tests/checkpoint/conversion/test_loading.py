@@ -14,9 +14,9 @@ from lightning_shard import CheckpointError, load_safetensors
 from lightning_shard.checkpoint.conversion import loading
 from lightning_shard.checkpoint.conversion.consolidating import Consolidation, consolidate
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = ignore_upstream_warnings
+pytestmark = ignoring_advice()
 
 
 class Loading(Model):

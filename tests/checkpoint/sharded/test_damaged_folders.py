@@ -24,12 +24,9 @@ from lightning_shard.checkpoint.sharded.writing import verify_share
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.files.archives import damage, same
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = ignoring_advice("Be aware that when using `ckpt_path`")
 NUM_RANKS = 3
 WEIGHT = "state_dict.head.weight"
 Damage = Callable[[Path, Path, random.Random], str]

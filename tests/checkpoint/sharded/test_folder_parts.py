@@ -21,13 +21,9 @@ from lightning_shard.errors import CheckpointError
 from tests.checkpoint.sharded.peers import Peer, peer, stepped
 from tests.checkpoint.sharded.runs import LAYOUTS, fit, quiet_trainer
 from tests.checkpoint.sharded.test_peers import OneGroup
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*in a single process"),
-]
+pytestmark = ignoring_advice("Be aware that when using `ckpt_path`", ".*in a single process")
 
 
 def test_names_are_taken_apart(tmp_path: Path) -> None:

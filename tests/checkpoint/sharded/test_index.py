@@ -14,10 +14,10 @@ from lightning_shard.checkpoint.sharded.folder import StoredFolder
 from lightning_shard.checkpoint.sharded.index import key_of, text_of, with_keys
 from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.errors import CheckpointError
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 from tests.strategies.schemes import OfRanks
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class Kind(enum.Enum):

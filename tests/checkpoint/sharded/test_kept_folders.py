@@ -9,16 +9,15 @@ import torch
 from tests.checkpoint import kept_runs
 from tests.checkpoint.sharded.kept_folders import KEPT_LAYOUTS, KEPT_RUNS, strategy_of
 from tests.checkpoint.sharded.runs import LAYOUTS, fit
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
 HERE = Path(__file__).parent
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
+pytestmark = ignoring_advice(
+    "Be aware that when using `ckpt_path`",
+    "The dirpath has changed",
+    "You're resuming from a checkpoint that ended before",
+)
 
 
 @pytest.mark.few_cases(4)

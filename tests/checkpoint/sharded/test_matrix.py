@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from tests.checkpoint.sharded.runs import LAYOUTS, NUM_STEPS, SAVED_AFTER, Model, fit, saving
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = ignoring_advice("Be aware that when using `ckpt_path`")
 
 
 class Kept(NamedTuple):

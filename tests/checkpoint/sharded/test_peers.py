@@ -10,13 +10,10 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint.sharded import peers
 from tests.checkpoint.sharded.peers import Peer, peer, stepped
 from tests.checkpoint.sharded.runs import LAYOUTS, SAVED_AFTER, fit, saving
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.processes import ProcessesFailedError, run_processes
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = ignoring_advice("Be aware that when using `ckpt_path`")
 SAVED = f"step={SAVED_AFTER}.ckpt"
 
 

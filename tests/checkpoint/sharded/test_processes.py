@@ -9,15 +9,12 @@ import torch
 
 from tests.checkpoint.sharded.runs import LAYOUTS, NUM_STEPS, SAVED_AFTER, fit, saving
 from tests.checkpoint.sharded.test_matrix import single_device
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.mpirun import run_mpi
 from tests.processes import run_processes
 from tests.strategies import parity
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = ignoring_advice("Be aware that when using `ckpt_path`")
 
 
 class On(NamedTuple):

@@ -22,16 +22,15 @@ from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.strategies.checkpoints import CheckpointingStrategy
 from tests.checkpoint.sharded.runs import LAYOUTS, SAVED_AFTER, Model, fit, quiet_trainer, saving
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-    pytest.mark.filterwarnings("ignore:A step uses 1 parameters outside of their stage"),
-    pytest.mark.filterwarnings("ignore:A training step changes buffers"),
-    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
-]
+pytestmark = ignoring_advice(
+    "Be aware that when using `ckpt_path`",
+    "The dirpath has changed",
+    "A step uses 1 parameters outside of their stage",
+    "A training step changes buffers",
+    "Using ModelCheckpoint with manual optimization",
+)
 RANKS: dict[str, Any] = {"backend": "in_process", "num_ranks": 2, "announce": False}
 
 

@@ -21,9 +21,9 @@ from tests.data_parallel.compression.buffers import (
     state_of,
     world,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 ENDS = [True, False]  # each rank keeps all, or its own segment

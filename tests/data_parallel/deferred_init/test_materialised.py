@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import TensorParallelStrategy, ZeRO2Strategy, ZeRO3Strategy
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.trainers import cpu_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 QUESTIONS: dict[str, Callable[[nn.Module], bool]] = {
     "is_meta of the next": lambda module: next(module.parameters()).is_meta,

@@ -14,9 +14,9 @@ from tests.elastic.chaos import Seen
 from tests.elastic.chaos_job import NUM_SAMPLES, Job, undisturbed
 from tests.patience import patient
 from tests.processes import REPOSITORY
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 _SECONDS = 240
 

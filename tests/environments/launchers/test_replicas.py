@@ -12,13 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.environments.launchers.replicas import told_once
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.trainers import cpu_trainer
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer"),
-]
+pytestmark = ignoring_advice(".*microbatches are fewer")
 
 
 class Rows(Logger):

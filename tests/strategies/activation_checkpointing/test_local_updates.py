@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_shard import AsyncSGDStrategy, DDPStrategy, LocalSGDStrategy, ZeRO2Strategy
-from tests.strategies.parity import UPSTREAM_WARNINGS, Run, build, train
+from tests.strategies.parity import Run, build, ignoring, train
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 RANKS: dict[str, Any] = {"backend": "in_process", "announce": False}
 STRATEGIES: dict[str, Callable[..., Any]] = {

@@ -20,19 +20,16 @@ from lightning_shard import (
 )
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Case,
     assert_parity,
     build,
+    ignoring,
     single_device,
     train,
 )
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (*UPSTREAM_WARNINGS, r".* microbatches are fewer than the .* stages")
-]
+pytestmark = ignoring(r".* microbatches are fewer than the .* stages")
 
 SLOW = pytest.mark.slow
 GPT_BLOCK, GPT_PLAN = ["Block"], PLANS["gpt"]

@@ -8,10 +8,10 @@ from lightning_shard import TensorParallelStrategy, ZeRO3Strategy
 from tests.planning.test_dry_run import text
 from tests.strategies.data_parallel.test_held_bytes_and_traffic import Census, OnlyBlocks
 from tests.strategies.models import CONTEXT, ExampleGPT, Trained
-from tests.strategies.parity import SMALL_BUCKET_MB, UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import SMALL_BUCKET_MB, GlobalBatches, ignoring, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 SLOW = pytest.mark.slow
 Sent = dict[str, int]
 

@@ -24,13 +24,11 @@ from tests.strategies.local_sgd.local_training import (
     weights_of,
 )
 from tests.strategies.models import ConvNet
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import GlobalBatches, ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
+pytestmark = ignoring(
+    "Be aware that when using `ckpt_path`", "You're resuming from a checkpoint that ended before"
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),

@@ -25,9 +25,9 @@ from tests.strategies.async_sgd.test_async_sgd import (
     trainer_of,
 )
 from tests.strategies.local_sgd.local_training import Tiny, Weights, assert_same_weights, weights_of
-from tests.strategies.parity import UPSTREAM_WARNINGS, ignore_upstream_warnings
+from tests.strategies.parity import ignore_upstream_warnings, ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def train_real(backend: str, **trainer: Any) -> tuple[Weights, AsyncCounters, list[Weights]]:

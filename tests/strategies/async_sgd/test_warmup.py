@@ -16,13 +16,11 @@ from tests.strategies.local_sgd.local_training import (
     tiny_data,
     weights_of,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
+pytestmark = ignoring(
+    "Be aware that when using `ckpt_path`", "You're resuming from a checkpoint that ended before"
+)
 NUM_RANKS = 3
 
 

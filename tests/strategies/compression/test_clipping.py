@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shard import DDPStrategy, ZeRO1Strategy, ZeRO2Strategy
 from lightning_shard.data_parallel.compression import Codec, Int8, OneBit, PowerSGD, TopK
 from tests.fabric.loops import fabric_of, strategy_of
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 LIMIT = 0.1
 STEPS, SPIKE = 14, 9

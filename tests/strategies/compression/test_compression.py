@@ -31,16 +31,16 @@ from tests.strategies.models import ExampleGPT, Trained
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     GlobalBatches,
     Run,
     assert_bitwise_equal,
     build,
+    ignoring,
     quiet_trainer,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 STAGES = ("shard_ddp", "zero1", "zero2")
 LOSSY: dict[str, Callable[[], Compressor]] = {

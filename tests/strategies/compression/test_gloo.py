@@ -7,15 +7,15 @@ from tests.processes import run_processes
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     Run,
     assert_bitwise_equal,
     build,
     ignore_upstream_warnings,
+    ignoring,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 CASES = [
     ("int8", "shard_ddp"),

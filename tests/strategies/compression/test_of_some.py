@@ -20,9 +20,9 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from tests.checkpoint.saved_sections import compression_in
 from tests.data_parallel.compression.buffers import state_of
-from tests.strategies.parity import STRATEGIES, UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import STRATEGIES, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 STAGES = ("shard_ddp", "zero1", "zero2")
 LOSSY: dict[str, Callable[[], Compressor]] = {

@@ -9,12 +9,9 @@ import torch
 from lightning_shard import ContextParallelStrategy, HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.checkpoint.conversion.consolidating import consolidate
 from tests.strategies.hybrid_parallel import test_checkpoints as over_meshes
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
+pytestmark = ignoring("You're resuming from a checkpoint that ended before")
 IN_PROCESS: dict[str, Any] = {"backend": "in_process"}
 SHARDED = IN_PROCESS | {"checkpoint_format": "sharded"}
 

@@ -8,15 +8,15 @@ from lightning_shard import HybridParallelStrategy
 from lightning_shard.errors import ConfigError
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Case,
     assert_parity,
     build,
+    ignoring,
     single_device,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and the strategy's options
     "cp2-tp2": (4, {"tensor_parallel_size": 2}),

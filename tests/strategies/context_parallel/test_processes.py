@@ -14,18 +14,18 @@ from lightning_shard.context_parallel.tiles import Visible
 from tests.mpirun import run_mpi
 from tests.processes import run_processes
 from tests.strategies.parity import (
-    UPSTREAM_WARNINGS,
     Case,
     Run,
     assert_bitwise_equal,
     assert_parity,
     build,
     ignore_upstream_warnings,
+    ignoring,
     single_device,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 ROWS = 6  # of each rank
 LAYOUTS: dict[str, dict[str, Any]] = {
     "stage 2": {"zero_stage": 2},

@@ -6,13 +6,9 @@ import torch
 from lightning_shard import HybridParallelStrategy
 from tests.strategies.context_parallel.test_twenty_steps import gemma3
 from tests.strategies.models import Trained
-from tests.strategies.parity import UPSTREAM_WARNINGS, assert_parity, train
+from tests.strategies.parity import assert_parity, ignoring, train
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*'__getitem__', which has no rule"),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*'__getitem__', which has no rule", ".*microbatches are fewer than the")
 
 
 def build() -> Trained:

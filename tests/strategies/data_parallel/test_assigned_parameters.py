@@ -22,14 +22,12 @@ from tests.strategies.data_parallel.momentum_teachers import (
     assert_same,
     train,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import Stack, trainer_of
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-    pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU"),
-]
+pytestmark = ignoring(
+    ".*microbatches are fewer than the", ".*AMP with fp16 is not supported on CPU"
+)
 
 WAYS = [
     ("assigned", "on_train_batch_end"),

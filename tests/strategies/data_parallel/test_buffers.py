@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.fabric.loops import fabric_of, strategy_of
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 SCHEMES = ("shard_ddp", "zero1", "zero2", "zero3")
 KINDS = ("statistic", "whole", "outside", "assigned")

@@ -12,12 +12,9 @@ from torch import Tensor
 from lightning_shard import ConfigError
 from tests.features.columns import COLUMNS, ONE_DEVICE, Column, Here
 from tests.features.network import Network, fitted, weights
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*loading dataloaders .*checkpoint"),
-]
+pytestmark = ignoring(".*loading dataloaders .*checkpoint")
 
 
 class Exchanges(Callback):

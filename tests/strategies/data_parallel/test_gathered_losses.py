@@ -20,15 +20,15 @@ from tests.strategies.models import Trained
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     Run,
     assert_parity,
     ignore_upstream_warnings,
+    ignoring,
     quiet_trainer,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class OverAllSamples(Trained, ContrastiveEncoder):

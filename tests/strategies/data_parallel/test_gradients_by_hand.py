@@ -10,13 +10,10 @@ from torch import Tensor
 
 from lightning_shard import ConfigError, DDPStrategy
 from lightning_shard.data_parallel.content import content, contents
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 from tests.strategies.styles import Automatic, Net
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU"),
-]
+pytestmark = ignoring(".*AMP with fp16 is not supported on CPU")
 
 
 class ByHand(Automatic):

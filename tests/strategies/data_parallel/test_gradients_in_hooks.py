@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from lightning_shard import CollectiveMismatchError, ConfigError, DDPStrategy
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches
+from tests.strategies.parity import GlobalBatches, ignoring
 from tests.strategies.trainer.test_weight_averaging import SCHEMES as AVERAGED
 from tests.strategies.trainer.test_weight_averaging import SINGLE, Scheme, hybrid
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the")
 SCHEMES = {name: AVERAGED[name] for name in ("zero1", "zero2", "zero3", "tensor", "pipeline")} | {
     "shard_ddp": Scheme(num_ranks=2, make=DDPStrategy),
     "2x2x1 stage 1": hybrid(2, 2, 1, 1),

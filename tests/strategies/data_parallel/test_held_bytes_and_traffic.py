@@ -14,12 +14,12 @@ from tests.strategies.models import ExampleGPT, Trained
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     GlobalBatches,
+    ignoring,
     quiet_trainer,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 # Bytes per parameter with fp32 Adam: parameters, gradients, optimizer state; each is the sum of
 # what is replicated and what is divided by N.

@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import WIDTH, trainer_of
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*parameters outside of their stage"),
-]
+pytestmark = ignoring(".*parameters outside of their stage")
 Grads = list[Any]
 Edit = Callable[[Any, Grads], Any]
 NUM_QUICK, NUM_PROGRAMS = 3, 40

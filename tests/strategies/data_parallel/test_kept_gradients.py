@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.features.columns import COLUMNS, Here
 from tests.features.network import fitted
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def raised_with(grad: Tensor) -> ValueError:

@@ -14,9 +14,9 @@ from lightning_shard import ConfigError
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.precision.policy import AskedFormats
 from tests.strategies.models import Trained
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import GlobalBatches, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 STEPS = 3
 WAYS: dict[str, Callable[["Routed"], Any]] = {

@@ -11,14 +11,11 @@ from torch.optim import Optimizer
 
 from lightning_shard import ConfigError
 from tests.strategies.models import Layers
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches
+from tests.strategies.parity import GlobalBatches, ignoring
 from tests.strategies.test_parity_evaluation import EvaluatedGPT
 from tests.strategies.trainer.test_weight_averaging import SCHEMES, SINGLE, Scheme
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the")
 NUM_STEPS = 3
 
 

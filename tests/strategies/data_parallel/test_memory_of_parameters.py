@@ -31,17 +31,16 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from tests.processes import run_processes
-from tests.strategies.parity import UPSTREAM_WARNINGS, ignore_upstream_warnings
+from tests.strategies.parity import ignore_upstream_warnings, ignoring
 from tests.strategies.styles import Net
 from tests.trainers import cpu_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy"),
-    pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),
-]
+pytestmark = ignoring(
+    ".*this fit will run with no optimizer",
+    "TypedStorage is deprecated",
+    "__array__ implementation doesn't accept a copy",
+    "To copy construct from a tensor",
+)
 
 Way = Callable[[Tensor], Any]
 PLAN = {"net.blocks.*.layer": "colwise_gather_output"}

@@ -21,15 +21,9 @@ from torch.utils.data import TensorDataset
 from lightning_shard import ZeRO3Strategy
 from lightning_shard.data_parallel.units.unit import Digits
 from tests.strategies.models import Trained
-from tests.strategies.parity import (
-    SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
-    Curve,
-    GlobalBatches,
-    quiet_trainer,
-)
+from tests.strategies.parity import SMALL_BUCKET_MB, Curve, GlobalBatches, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 STEPS, DECAY = 4, 0.999
 SCHEMES = ["shard_ddp", "zero1", "zero2", "zero3", "tensor_parallel", "pipeline_parallel"]

@@ -23,10 +23,10 @@ from tests.strategies.data_parallel.momentum_teachers import (
     assert_same,
     train,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import Stack, fit
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def zero3(**options: Any) -> ZeRO3Strategy:

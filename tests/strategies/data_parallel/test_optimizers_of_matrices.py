@@ -12,14 +12,13 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_shard import HybridParallelStrategy
 from tests.checkpoint.sharded import runs
 from tests.checkpoint.sharded.runs import SAVED_AFTER
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.strategies import parity
 from tests.strategies.data_parallel.test_held_bytes_and_traffic import Census, count
 from tests.strategies.matrix_optimizers import Matrices, MatricesGPT, build
 
 pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    *ignoring_advice("Be aware that when using `ckpt_path`"),
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in parity.UPSTREAM_WARNINGS),
 ]
 NUM_STEPS = parity.LONG_STEPS

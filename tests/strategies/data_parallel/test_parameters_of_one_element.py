@@ -8,13 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.strategies.data_parallel.test_gradients_in_hooks import EDITS, GPT, SCHEMES
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches
+from tests.strategies.parity import GlobalBatches, ignoring
 from tests.strategies.trainer.test_weight_averaging import SINGLE, Scheme
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the")
 NUM_STEPS = 3
 ONE = torch.tensor
 EDITS_OF_ONE: dict[str, Callable[[nn.Parameter], Any]] = {

@@ -8,10 +8,10 @@ from torch import nn
 
 from lightning_shard import ConfigError
 from lightning_shard.data_parallel.memory import equal_weights
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 from tests.strategies.styles import Automatic
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 Edit = Callable[["Edited"], None]
 
 

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import HybridParallelStrategy, ZeRO3Strategy
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-    pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage"),
-]
+pytestmark = ignoring(
+    ".*microbatches are fewer than the", "A step uses .* parameters outside of their stage"
+)
 WIDTH, FINE = 8, 2.0**-9  # which bfloat16 drops beside 2
 
 

@@ -11,13 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import ConfigError
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),
-]
+pytestmark = ignoring("`torch.jit:DeprecationWarning", "`torch.jit:FutureWarning")
 WIDTH, NUM_SAMPLES = 6, 32
 SCHEMES = ("shard_ddp", "zero1", "zero2", "zero3")
 

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from lightning_shard import ConfigError, HybridParallelStrategy
 from tests.strategies.data_parallel.momentum_teachers import TOLERANCE, Taught, assert_same, train
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer"),
-    pytest.mark.filterwarnings("ignore:'neck.weight' was replaced by another parameter"),
-]
+pytestmark = ignoring(
+    ".*this fit will run with no optimizer", "'neck.weight' was replaced by another parameter"
+)
 
 
 def block_weight(model: Taught) -> nn.Parameter:

@@ -25,10 +25,10 @@ from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from tests.profiling.monitored import written
 from tests.strategies.dimensions import rows
 from tests.strategies.dimensions.rows import RowsParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import BATCH, NUM_BATCHES, Stack, fit, samples, trainer_of
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{one}") for one in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class Groups(Callback):

@@ -18,7 +18,7 @@ from lightning_shard.strategies.dimensions.dimension import PlainRunner
 from lightning_shard.strategies.dimensions.pipeline import PipelineDimension, explaining_absent
 from lightning_shard.strategies.dimensions.stage_options import StageOptions
 from tests.strategies.dimensions.views import view
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import Stack, fit, pipeline
 
 TWO = ParallelMesh(pp=2)
@@ -82,7 +82,7 @@ def test_a_dry_run_is_told_of_stages_and_schedule() -> None:
     assert described.schedule(3).num_microbatches == 3
 
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class Average(nn.Module):

@@ -27,14 +27,13 @@ from tests.elastic.runs import (
     fit,
     samples,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be"),
-    pytest.mark.filterwarnings("ignore:The checkpoint was saved with .* samples in an optimizer"),
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
-]
+pytestmark = ignoring(
+    ".*callbacks used to create the checkpoint need to be",
+    "The checkpoint was saved with .* samples in an optimizer",
+    ".*smaller than the logging interval",
+)
 
 SCHEMES = ("shard_ddp", "zero1", "zero2", "zero3")
 EVERY_SAMPLE = {epoch: list(range(NUM_SAMPLES)) for epoch in range(2)}

@@ -8,12 +8,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard.elastic.data_assignment import DataAssignment
 from tests.elastic.runs import Classifier, Journal, fit
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be"),
-]
+pytestmark = ignoring(".*callbacks used to create the checkpoint need to be")
 
 
 def fit_on_fewer(most: int, **options: Any) -> Journal:

@@ -15,14 +15,13 @@ from typing_extensions import override
 
 from lightning_shard import ElasticStrategy
 from lightning_shard.testing import Fault, injected_faults
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.trainers import cpu_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be"),
-    pytest.mark.filterwarnings("ignore:.*ModelCheckpoint.*exists and is not empty"),
-]
+pytestmark = ignoring(
+    ".*callbacks used to create the checkpoint need to be",
+    ".*ModelCheckpoint.*exists and is not empty",
+)
 
 STEPS_PER_EPOCH = 4
 LOST = [Fault(1, 1, "drop", at_step=6)]  # back from epoch 1 into epoch 0's last snapshot

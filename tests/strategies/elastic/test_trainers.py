@@ -15,16 +15,15 @@ from torch.utils.data import DataLoader, Subset
 from lightning_shard import ConfigError, ElasticStrategy, RankFailedError
 from lightning_shard.testing import Fault
 from tests.elastic.runs import NUM_SAMPLES, Classifier, Journal, fit, samples
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.trainers import cpu_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be"),
-    pytest.mark.filterwarnings("ignore:The checkpoint was saved with .* samples in an optimizer"),
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
+pytestmark = ignoring(
+    ".*callbacks used to create the checkpoint need to be",
+    "The checkpoint was saved with .* samples in an optimizer",
+    ".*smaller than the logging interval",
+    "You're resuming from a checkpoint that ended before",
+)
 
 LOSS = [Fault(2, 3, "drop", at_step=4)]  # 3 ranks accumulate 2 batches where 4 took one
 JOIN = [Fault(4, 1, "add", at_step=4)]

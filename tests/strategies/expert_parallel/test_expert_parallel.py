@@ -19,14 +19,14 @@ from tests.strategies.expert_parallel.test_parity import build, single_device
 from tests.strategies.parity import (
     LONG_STEPS,
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     GlobalBatches,
     assert_parity,
+    ignoring,
     quiet_trainer,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def sharing(num_parts: int = 2, **options: Any) -> HybridParallelStrategy:

@@ -10,9 +10,9 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.finding import find_mixtures
 from tests.expert_parallel.models import Listed
 from tests.strategies.expert_parallel.test_expert_parallel import fit, sharing
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 WIDTH, NUM = 16, 4
 

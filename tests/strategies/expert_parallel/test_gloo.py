@@ -8,14 +8,14 @@ from tests.strategies.expert_parallel.test_parity import build, single_device
 from tests.strategies.parity import (
     LONG_STEPS,
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Run,
     assert_parity,
     ignore_upstream_warnings,
+    ignoring,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def trained_by_processes() -> list[Run]:

@@ -12,14 +12,14 @@ from tests.expert_parallel.models import EXPERT_MODELS
 from tests.strategies.parity import (
     LONG_STEPS,
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Gradients,
     Run,
     assert_parity,
+    ignoring,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and the strategy's options
     **{f"ep2-stage{stage}": (2, {"zero_stage": stage}) for stage in range(4)},

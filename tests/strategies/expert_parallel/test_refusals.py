@@ -20,9 +20,9 @@ from tests.strategies.expert_parallel.test_expert_parallel import (
     with_adafactor,
     with_mixture,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class WrongGradient(nn.Module):

@@ -30,15 +30,13 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_shard import ConfigError
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.test_parity_evaluation import EvaluatedGPT, EvaluationBatches, seeded
 from tests.strategies.trainer.test_weight_averaging import SCHEMES, SINGLE, Scheme
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-]
+pytestmark = ignoring(
+    ".*microbatches are fewer than the", "Checkpoint directory .* exists and is not empty"
+)
 
 MESH = SCHEMES["2x2x2 stage 2"]
 MESHES = [

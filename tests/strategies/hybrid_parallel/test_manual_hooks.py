@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_shard import HybridParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import Stack, fit
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class ByHand(Stack):

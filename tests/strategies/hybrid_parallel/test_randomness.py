@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from lightning_shard import HybridParallelStrategy
 from lightning_shard.core.mesh import AXES, ParallelMesh
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.pipeline_parallel.test_randomness import Dropping
 from tests.strategies.stacks import WIDTH, OfEveryRank, Stack, fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
-]
+pytestmark = ignoring(".* microbatches are fewer than the")
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 

@@ -22,7 +22,6 @@ from tests.strategies.parity import (
     ACCUMULATE,
     GLOBAL_BATCH,
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Case,
     Curve,
     GlobalBatches,
@@ -30,16 +29,14 @@ from tests.strategies.parity import (
     assert_parity,
     build,
     ignore_upstream_warnings,
+    ignoring,
     quiet_trainer,
     single_device,
     train,
 )
 from tests.strategies.stacks import WIDTH, Block, Fitted, Stack, fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
-]
+pytestmark = ignoring(".* microbatches are fewer than the")
 
 SLOW = pytest.mark.slow
 SPLIT = ["zbv", "interleaved_zero_bubble", "dual_pipe_v"]

@@ -20,14 +20,14 @@ from tests.strategies.local_sgd.local_training import (
 )
 from tests.strategies.parity import (
     NUM_STEPS,
-    UPSTREAM_WARNINGS,
     assert_bitwise_equal,
     build,
+    ignoring,
     quiet_trainer,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 # 12 and 14 elements
 HALVES = [["network.0.weight"], ["network.0.bias", "network.2.weight", "network.2.bias"]]

@@ -18,13 +18,11 @@ from tests.strategies.local_sgd.local_training import (
     weights_of,
 )
 from tests.strategies.local_sgd.test_consensus import SaveAt
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
+pytestmark = ignoring(
+    "Be aware that when using `ckpt_path`", "You're resuming from a checkpoint that ended before"
+)
 
 OVERLAPPED = {"sync_every": 4, "overlap_steps": 2, "mixing": 0.0}
 RULES: dict[str, dict[str, Any]] = {

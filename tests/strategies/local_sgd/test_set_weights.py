@@ -22,12 +22,9 @@ from tests.strategies.local_sgd.local_training import (
     trainer_of,
     weights_of,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
+pytestmark = ignoring("You're resuming from a checkpoint that ended before")
 
 DILOCO = {"outer_optimizer": "nesterov", "sync_every": 3}
 WAYS: dict[str, dict[str, Any]] = {

@@ -33,13 +33,13 @@ from tests.strategies.parity import (
     ACCUMULATE,
     CLIP,
     GLOBAL_BATCH,
-    UPSTREAM_WARNINGS,
     GlobalBatches,
     build,
+    ignoring,
     quiet_trainer,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 STEPS = 6
 

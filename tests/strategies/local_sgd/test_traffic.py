@@ -22,9 +22,9 @@ from tests.strategies.local_sgd.local_training import (
     trainer_of,
     weights_of,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS, ignore_upstream_warnings, quiet_trainer
+from tests.strategies.parity import ignore_upstream_warnings, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class SentBytes(L.Callback):

@@ -21,9 +21,9 @@ from lightning_shard import (
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.names import strategy_name
 from tests.strategies.offload.places import WARNINGS, offloaded
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, build, quiet_trainer
+from tests.strategies.parity import GlobalBatches, build, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 @pytest.mark.parametrize("suffix", ["", "_in_process", "_gloo", "_nccl", "_mpi"])

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from lightning_shard import ConfigError, HybridParallelStrategy, PipelineParallelStrategy
 from tests.strategies.compiled import WIDTH, Compiled, LoopedNet
-from tests.strategies.parity import UPSTREAM_WARNINGS, Run, assert_parity, train
+from tests.strategies.parity import Run, assert_parity, ignoring, train
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class NormedBlock(nn.Module):

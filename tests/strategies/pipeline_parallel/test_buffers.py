@@ -12,9 +12,9 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.strategies.data_parallel.hooked import Hooked, assert_equal, fit, pipeline, replicas
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 alone: Any = cache(fit)
 

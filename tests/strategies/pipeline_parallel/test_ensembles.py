@@ -14,15 +14,13 @@ from lightning_shard import ConfigError
 from tests.strategies.decoders import WIDTH as DECODER_WIDTH
 from tests.strategies.decoders import Decoder, DecoderBlock, fit_decoder
 from tests.strategies.decoders import assert_as_alone as assert_decoder_as_alone
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import Block, fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-    pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage"),
-]
+pytestmark = ignoring(
+    ".*microbatches are fewer than the", "A step uses .* parameters outside of their stage"
+)
 alone: Any = cache(fit)
 
 

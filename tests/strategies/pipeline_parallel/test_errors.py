@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import ConfigError, PipelineParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import (
     ALL_PIPELINES,
     BATCH,
@@ -22,7 +22,7 @@ from tests.strategies.stacks import (
     samples,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def refused(style: type[Stack], message: str, *args: Any, **options: Any) -> None:

@@ -6,15 +6,15 @@ import pytest
 
 from tests.processes import run_processes
 from tests.strategies.parity import (
-    UPSTREAM_WARNINGS,
     Run,
     assert_bitwise_equal,
     assert_parity,
     ignore_upstream_warnings,
+    ignoring,
 )
 from tests.strategies.pipeline_parallel.test_pipeline_parallel import Pipelined, single_device
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 CASES = [
     Pipelined("layers", 2, "interleaved_1f1b"),

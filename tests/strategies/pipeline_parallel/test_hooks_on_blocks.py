@@ -13,12 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy
 from lightning_shard.errors import ConfigError
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the")
 WIDTH, STEPS = 8, 2
 
 

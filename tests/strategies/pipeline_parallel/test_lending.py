@@ -10,14 +10,12 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_shard import HybridParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import PIPELINES, WIDTH, Stack, fit, pipeline
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage"),
-    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
-]
+pytestmark = ignoring(
+    "A step uses .* parameters outside of their stage", ".* microbatches are fewer than the"
+)
 
 
 class UsedAfterwards(Stack):

@@ -9,14 +9,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_shard import HybridParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import WIDTH, Fitted, Stack, fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage"),
-    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
-]
+pytestmark = ignoring(
+    "A step uses .* parameters outside of their stage", ".* microbatches are fewer than the"
+)
 
 FORMATS = ["bf16-mixed", "16-mixed"]
 

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_shard import PipelineParallelStrategy
 from lightning_shard.errors import ConfigError
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 BATCH, NUM_SAMPLES, WIDTH = 8, 20, 4  # the last batch has four
 
 

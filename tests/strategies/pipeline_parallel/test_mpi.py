@@ -3,15 +3,11 @@
 import pytest
 
 from tests.mpirun import run_mpi
-from tests.strategies.parity import UPSTREAM_WARNINGS, Run, assert_bitwise_equal, assert_parity
+from tests.strategies.parity import Run, assert_bitwise_equal, assert_parity, ignoring
 from tests.strategies.pipeline_parallel.test_gloo import CASES, train_pipelines
 from tests.strategies.pipeline_parallel.test_pipeline_parallel import Pipelined, single_device
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.slow,
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, *ignoring()]
 
 
 @pytest.fixture(scope="module")

@@ -13,20 +13,17 @@ from tests.pipeline_parallel.peaks import theoretical_peak_activations
 from tests.strategies.models import PIPELINE_MODELS
 from tests.strategies.parity import (
     GLOBAL_BATCH,
-    UPSTREAM_WARNINGS,
     GlobalBatches,
     Run,
     assert_bitwise_equal,
     assert_parity,
     build,
+    ignoring,
     quiet_trainer,
     train,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
-]
+pytestmark = ignoring(".* microbatches are fewer than the")
 
 
 @dataclass(frozen=True)

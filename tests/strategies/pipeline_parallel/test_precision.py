@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.precision.test_plugins import Scales, _error
-from tests.strategies.parity import MANY_STEPS, UPSTREAM_WARNINGS, Case, build, single_device, train
+from tests.strategies.parity import MANY_STEPS, Case, build, ignoring, single_device, train
 from tests.strategies.stacks import (
     BATCH,
     PIPELINES,
@@ -22,10 +22,7 @@ from tests.strategies.stacks import (
     trainer_of,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
-]
+pytestmark = ignoring(".* microbatches are fewer than the")
 
 FORMATS = ["64-true", "bf16-true", "16-true"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.pipeline_parallel.test_styles import Checkpointed
 from tests.strategies.stacks import (
     ALL_PIPELINES,
@@ -23,10 +23,7 @@ from tests.strategies.stacks import (
     pipeline,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
-]
+pytestmark = ignoring(".* microbatches are fewer than the")
 
 
 class Noisy(Stack):

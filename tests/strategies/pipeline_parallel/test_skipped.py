@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import PIPELINES, Stack, pipeline, trainer_of
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`"),
-]
+pytestmark = ignoring(".*`training_step` returned `None`")
 
 
 def fit(style: type[Stack], strategy: Any = "auto") -> Stack:

@@ -10,13 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_shard import ConfigError, HybridParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import Block, Fitted, Stack, fit, pipeline
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (*UPSTREAM_WARNINGS, "A step uses .* parameters outside of their stage")
-]
+pytestmark = ignoring("A step uses .* parameters outside of their stage")
 
 SLOW = pytest.mark.slow
 Edit = Callable[[Any, Any], object]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from tests.strategies.models import llama
-from tests.strategies.parity import UPSTREAM_WARNINGS, assert_parity, train
+from tests.strategies.parity import assert_parity, ignoring, train
 from tests.strategies.pipeline_parallel.test_pipeline_parallel import single_device
 from tests.strategies.stacks import (
     ALL_PIPELINES,
@@ -26,10 +26,7 @@ from tests.strategies.stacks import (
     samples,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
-]
+pytestmark = ignoring(".* microbatches are fewer than the")
 
 
 # --- the network -------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import PipelineParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class Tied(L.LightningModule):

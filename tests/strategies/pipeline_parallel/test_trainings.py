@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_shard.errors import ConfigError
 from tests.strategies.models import warm_up
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import (
     ALL_PIPELINES,
     PIPELINES,
@@ -23,10 +23,7 @@ from tests.strategies.stacks import (
     pipeline,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
-]
+pytestmark = ignoring(".* microbatches are fewer than the")
 
 
 class Frozen(Stack):

@@ -12,13 +12,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_shard import ConfigError, TensorParallelStrategy
 from lightning_shard.pipeline_parallel.containers import digest
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings(r"ignore:Using `DistributedSampler` with the dataloaders"),
-    pytest.mark.filterwarnings(r"ignore:This process .* is multi-threaded"),
-]
+pytestmark = ignoring(
+    r"Using `DistributedSampler` with the dataloaders", r"This process .* is multi-threaded"
+)
 
 
 class Pair(L.LightningModule):

@@ -20,12 +20,12 @@ from lightning_shard import (
 )
 from lightning_shard.strategies.dimensions import tensor
 from tests.examples.commands import set_arguments
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, build, quiet_trainer
+from tests.strategies.parity import GlobalBatches, build, ignoring, quiet_trainer
 from tests.strategies.stacks import WIDTH, Stack, fit
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 from tests.trainers import SILENT
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 @pytest.mark.parametrize("backend", ["", "_in_process", "_gloo", "_mpi", "_nccl"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_shard import TensorParallelStrategy
 from tests.strategies.models import llama
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 from tests.strategies.test_parity_evaluation import (
     NUM_STEPS,
@@ -28,7 +28,7 @@ from tests.strategies.test_parity_evaluation import (
 )
 from tests.strategies.test_parity_evaluation import trainer as plain_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def trainer(num_ranks: int, size: int, stage: int = 0, plan: str = "gpt", **options: Any) -> Any:

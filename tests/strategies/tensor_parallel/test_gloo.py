@@ -12,18 +12,18 @@ from lightning_shard import TensorParallelStrategy
 from tests.processes import run_processes
 from tests.strategies.models import MODELS
 from tests.strategies.parity import (
-    UPSTREAM_WARNINGS,
     Case,
     Run,
     assert_parity,
     ignore_upstream_warnings,
+    ignoring,
     single_device,
     train,
 )
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 from tests.trainers import cpu_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def train_over_gloo() -> Run:

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shard import ConfigError, TensorParallelStrategy
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, build, quiet_trainer
+from tests.strategies.parity import GlobalBatches, build, ignoring, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 INFINITY = float("inf")
 MESHES = [(2, 2, 0), (4, 4, 0), *((4, 2, stage) for stage in range(4))]  # ranks, tp, stage

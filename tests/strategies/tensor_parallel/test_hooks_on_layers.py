@@ -13,9 +13,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader
 
 from lightning_shard import TensorParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 WIDTH, STEPS = 8, 2
 
 

@@ -5,9 +5,9 @@ import torch
 
 from lightning_shard import HybridParallelStrategy
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [*ignore_upstream_warnings]
+pytestmark = ignoring_advice()
 GRIDS = {
     "tensor": LAYOUTS["tensor-4"],
     "pipeline": lambda: HybridParallelStrategy(

@@ -16,7 +16,7 @@ from torch.optim import Adafactor, Optimizer
 from lightning_shard import ConfigError, HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from tests.checkpoint.sharded import runs
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.processes import run_processes
 from tests.strategies import parity
 from tests.strategies.data_parallel.test_optimizers_of_matrices import (
@@ -37,8 +37,7 @@ from tests.strategies.data_parallel.test_optimizers_of_matrices import (
 from tests.strategies.matrix_optimizers import Matrices, MatricesGPT, Muon, build
 
 pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    *ignoring_advice("Be aware that when using `ckpt_path`"),
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in parity.UPSTREAM_WARNINGS),
 ]
 Make = Callable[..., Any]

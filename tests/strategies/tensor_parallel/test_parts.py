@@ -11,17 +11,17 @@ from lightning_shard.strategies.model_parallel import TensorParallelStrategy
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Case,
     assert_parity,
     build,
+    ignoring,
     quiet_trainer,
     single_device,
     train,
 )
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 HEADS = {"gpt": "head", "llama": "network.lm_head", "gpt2": "network.lm_head"}
 

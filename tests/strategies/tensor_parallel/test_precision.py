@@ -11,18 +11,18 @@ from tests.precision.test_plugins import Overflowing, Scales, _error
 from tests.strategies.parity import (
     MANY_STEPS,
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Case,
     GlobalBatches,
     Run,
     build,
+    ignoring,
     quiet_trainer,
     single_device,
     train,
 )
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 MESHES = [(2, 2, 0), (4, 2, 1), (4, 2, 3)]  # ranks, tp, stage
 FORMATS = ["64-true", "bf16-true", "bf16-mixed", "16-true"]

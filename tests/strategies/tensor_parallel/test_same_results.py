@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from lightning_shard import TensorParallelStrategy
 from lightning_shard.errors import ConfigError
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import GlobalBatches, ignoring, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def fit(model: ExampleGPT, plan: Any = "auto", num_ranks: int = 2, **options: Any) -> None:

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_shard import TensorParallelStrategy
 from tests.strategies import styles
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.styles import AUTOMATIC, MANUAL, Adversarial, Automatic, make_trainer, train
 from tests.strategies.test_training_styles import Copies, ModuleZeroGrad, WassersteinCritic
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 NETS = ("net", "critic")
 

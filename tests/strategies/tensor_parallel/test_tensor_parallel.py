@@ -10,17 +10,17 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.model_parallel import TensorParallelStrategy
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Case,
     Run,
     assert_bitwise_equal,
     assert_parity,
     build,
+    ignoring,
     single_device,
     train,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 PLANS: dict[str, dict[str, Any]] = {
     "gpt": {

@@ -9,16 +9,10 @@ from torch import Tensor
 
 from lightning_shard import TensorParallelStrategy
 from lightning_shard.backends.traffic import OperationTraffic
-from tests.strategies.parity import (
-    SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
-    GlobalBatches,
-    build,
-    quiet_trainer,
-)
+from tests.strategies.parity import SMALL_BUCKET_MB, GlobalBatches, build, ignoring, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 MATRICES = 1000  # elements; what ranks agree on is smaller, gradients are larger
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_shard.errors import ConfigError
 from tests.strategies.decoders import DECODER_SCHEMES, Decoder, assert_as_alone
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import fit
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 def _kept(weight: Tensor) -> None:

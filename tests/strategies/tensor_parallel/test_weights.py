@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import HybridParallelStrategy, TensorParallelStrategy
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 WIDTH, LENGTH, VOCABULARY = 8, 6, 12
 PLAN = {
     "tokens": "embedding_rowwise",

@@ -12,14 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_shard
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.strategies.trainer.announcement import announcement
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.trainers import SILENT
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer"),
-    pytest.mark.filterwarnings("ignore:.*is not covered"),
-]
+pytestmark = ignoring_advice(".*microbatches are fewer", ".*is not covered")
 NAMES = (
     "shard_ddp",
     "zero1",

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data import TensorDataset as Tensors
 
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.strategies.parity import quiet_trainer
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
-    pytest.mark.filterwarnings("ignore:.*custom batch sampler"),
-    pytest.mark.filterwarnings("ignore:Trying to inject `drop_last=False`"),
-]
+pytestmark = ignoring_advice(
+    "Using `DistributedSampler` with the dataloaders",
+    "You defined a `validation_step` but have no",
+    ".*custom batch sampler",
+    "Trying to inject `drop_last=False`",
+)
 SAMPLES = Tensors(torch.arange(14.0)[:, None].expand(14, 4) / 14)
 ENTRIES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 

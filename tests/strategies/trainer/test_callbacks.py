@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_shard.strategies.trainer.callbacks import counted_full
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 
-pytestmark = [*ignore_upstream_warnings]
+pytestmark = ignoring_advice()
 
 
 def counts(model: Any) -> tuple[int, int, list[int]]:

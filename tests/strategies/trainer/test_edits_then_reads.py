@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.strategies.decoders import DECODER_SCHEMES, Decoder
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+pytestmark = ignoring(".*microbatches are fewer than the")
 
 
 @torch.no_grad()

@@ -15,13 +15,9 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import GlobalBatches, ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{one}") for one in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*"),
-    pytest.mark.filterwarnings("ignore:.*suggested_lr.*"),
-]
+pytestmark = ignoring(".*lr_scheduler.step.*", ".*suggested_lr.*")
 
 
 class Tuned(ExampleGPT):

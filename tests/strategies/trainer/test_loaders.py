@@ -28,16 +28,15 @@ from torch.utils.data import (
 from lightning_shard import HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.trainer.batch_samplers import AssignedBatches
-from tests.examples.commands import ignore_upstream_warnings
+from tests.examples.commands import ignoring_advice
 from tests.trainers import SILENT
 
-pytestmark = [
-    *ignore_upstream_warnings,
-    pytest.mark.filterwarnings("ignore:Total length of `.*` across ranks is zero"),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
-    pytest.mark.filterwarnings("ignore:Lightning couldn't infer the indices"),
-]
+pytestmark = ignoring_advice(
+    "Total length of `.*` across ranks is zero",
+    ".*microbatches are fewer",
+    "You defined a `validation_step` but have no",
+    "Lightning couldn't infer the indices",
+)
 STRATEGIES = ("shard_ddp", "zero2", "zero3", "tensor_parallel", "pipeline_parallel", "local_sgd")
 SAMPLES = TensorDataset(torch.arange(28.0)[:, None].expand(28, 4) / 28)
 

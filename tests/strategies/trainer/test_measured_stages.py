@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 from lightning_shard import PipelineParallelStrategy
 from lightning_shard.errors import ConfigError
 from tests.strategies.models import ExampleGPT
-from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
+from tests.strategies.parity import GlobalBatches, ignoring, quiet_trainer
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{one}") for one in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class Wide(ExampleGPT):

@@ -15,13 +15,9 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from tests.strategies.compiled import Compiled
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:`torch.jit.trace"),
-    pytest.mark.filterwarnings("ignore:.*number of training batches"),
-]
+pytestmark = ignoring("`torch.jit.trace", ".*number of training batches")
 
 
 class GraphLogger(CSVLogger):

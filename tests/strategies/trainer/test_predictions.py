@@ -10,13 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from typing_extensions import override
 
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.trainers import cpu_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*Couldn't infer the batch indices"),
-]
+pytestmark = ignoring(".*Couldn't infer the batch indices")
 
 
 class Numbers(Dataset[Any]):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lightning_shard import ConfigError
 from lightning_shard.strategies.trainer.step_attributes import Microbatches, merged
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import OfEveryRank, Stack, fit, fit_with, pipeline
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 
 class Keeping(Stack):

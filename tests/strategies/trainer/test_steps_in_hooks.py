@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Callback
 
 from tests.features.columns import COLUMNS, ONE_DEVICE, Column, Here
 from tests.features.network import Report, fitted
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "alone": nullcontext,

@@ -29,19 +29,18 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from tests.processes import run_processes
-from tests.strategies.parity import UPSTREAM_WARNINGS, ignore_upstream_warnings, quiet_trainer
+from tests.strategies.parity import ignore_upstream_warnings, ignoring, quiet_trainer
 from tests.strategies.stacks import WIDTH, Stack, trainer_of
 from tests.strategies.stacks import Block as StackBlock
 from tests.strategies.test_parity_evaluation import EvaluatedGPT, EvaluationBatches, seeded
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*"),
-    pytest.mark.filterwarnings("ignore:Swapping scheduler"),
-]
+pytestmark = ignoring(
+    ".*microbatches are fewer than the",
+    "You're resuming from a checkpoint that ended before",
+    "Be aware that when using `ckpt_path`",
+    ".*lr_scheduler.step.*",
+    "Swapping scheduler",
+)
 
 STEPS, SAVED_AT = 6, 3
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}  # in float64

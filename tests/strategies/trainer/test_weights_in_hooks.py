@@ -25,9 +25,9 @@ from tests.strategies.data_parallel.hooked import (
     replicas,
     tensor,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS]
+pytestmark = ignoring()
 
 alone: Any = cache(fit)
 

@@ -26,7 +26,7 @@ from lightning_shard.strategies.trainer import _lightning
 from lightning_shard.strategies.trainer.logs.step_logs import MetricSources, StepLogs
 from lightning_shard.strategies.trainer.step_collectives import MetricGroups
 from lightning_shard.testing import run_ranks
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.pipeline_parallel.pipelined import (
     PipelineOfRanks,
     Stage,
@@ -34,10 +34,7 @@ from tests.strategies.pipeline_parallel.pipelined import (
     trainer_on,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log"),
-]
+pytestmark = ignoring("It is recommended to use `self.log")
 
 
 class Logged(L.LightningModule):
