@@ -56,7 +56,7 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
     """
     everywhere = engine.options.stage < 3 and isinstance(engine.split, Unsplit)
     full: dict[int, Tensor] = {}
-    for param, value in engine.full_parameters(everywhere=everywhere):
+    for param, value in engine.full_values.each(everywhere=everywhere):
         is_own = value.data_ptr() == param.data_ptr() and not engine.is_first
         full[id(param)] = value if is_own else value.to("cpu", copy=True)
     if not engine.is_first and not (everywhere and engine.groups.is_first_copy):
@@ -208,7 +208,7 @@ def load_module_state(
         if lent is not None:
             lent.lend()
             state = lent.state
-        with nullcontext() if engine is None else engine.loading(missing):
+        with nullcontext() if engine is None else engine.full_values.loading(missing):
             agree(
                 _load(module, state, strict, left_out, missing)
                 or _paired_error(module, state, paired)

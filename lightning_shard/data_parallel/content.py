@@ -39,6 +39,13 @@ def contents(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return _weighted(torch.stack([torch.zeros((), dtype=torch.int64, device=device), *numbers]))
 
 
+def differ(numbers: Tensor, ranks: Collectives) -> Tensor:
+    """Return which whole numbers are not the same on all ranks; each rank must call."""
+    both = torch.stack([numbers, ~numbers])
+    ranks.all_reduce(both, "max").wait()
+    return both[0] != ~both[1]
+
+
 def sum_of_bits(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's memory as whole numbers, modulo 2^64: shape (), int64."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor

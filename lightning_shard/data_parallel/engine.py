@@ -11,7 +11,7 @@ The module keeps its own parameters, the optimizer keeps its own object; the eng
 `param.data` and `param.grad` point at. Source: ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -89,10 +89,12 @@ class DataParallelEngine:
         absent: The gradients of parameters that only other ranks have.
         adoption: Takes over what user code assigns.
         edits: Averages the gradients that user code has made or edited.
+        full_values: Brings parameters together, and takes full ones in.
         owners: Who updates the parameters that an optimizer needs full.
         is_alone: Whether ranks train by themselves now.
         buffers_moved: Whether a training step alone may have changed buffers; code that makes them
             equal on all ranks sets it back to False.
+        around_methods: Makes what a method of an optimizer runs in that goes by its state.
         clipping: Clips gradients before they are sent, where a compressor keeps some of them.
         copier: Copies to and from host memory, and counts them; None without offload.
 
@@ -129,10 +131,10 @@ class DataParallelEngine:
             model, self.groups, options, self.split, self.owners.of_shards, self.copier
         )
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        unshards_in_backward = options.stage == 3 and not exist_once(self.units)
+        self._unshards = options.stage == 3 and not exist_once(self.units)
         in_root = [flat for unit in self.units for flat in unit.flats if unit.is_root]
         self.gradients = build_gradients(
-            self.flats, in_root if unshards_in_backward else (), reducing, options, self.split
+            self.flats, in_root if self._unshards else (), reducing, options, self.split
         )
         self._positions = _placed(
             (one, gradients.flat) for one, gradients in enumerate(self.gradients)
@@ -158,12 +160,12 @@ class DataParallelEngine:
         self.view = self._made_view()
         self._loading = cut_loaded(model, self._homes, self.split) if options.stage == 3 else []
         self.adoption = self._made_adoption()
-        self._full_values = FullValues(
+        self.full_values = FullValues(
             model, self._homes, self.units, self.groups, self.split, self.adopt_assigned
         )
         self._look_full()
         self._unseen_calls = SeesUnseenCalls(self.phases)
-        self._inside_of: _InsideOf = nullcontext
+        self.around_methods: _InsideOf = nullcontext
         self.hook_trainable()
         keep_freed_memory(self.device)
 
@@ -174,7 +176,7 @@ class DataParallelEngine:
     def _made_unsharder(self) -> Unsharder | None:
         if self.options.stage != 3:
             return None
-        ahead = self.options.units_ahead
+        ahead = 1 if self.options.prefetch is None else self.options.prefetch
         return Unsharder(self.model, self.units, self._close, ahead, self.phases)
 
     def _made_adoption(self) -> Adoption:
@@ -188,9 +190,8 @@ class DataParallelEngine:
 
     def _made_reducer(self, groups: DataGroups) -> Reducer:
         record = None if self._unsharder is None else self._unsharder.record
-        unshards = record is not None and not exist_once(self.units)
         talks = any(isinstance(one, BatchNorm) for one in self.model.modules())  # in backward
-        waits = unshards or talks or self.options.waits_in_backward
+        waits = self._unshards or talks or self.options.waits_in_backward
         usage = agreement(
             self.gradients, groups, self.split, self.device, record, self._weights, may_differ=waits
         )
@@ -217,11 +218,6 @@ class DataParallelEngine:
         presents = self.options.stage > (2 if self.split.groups else 0)
         units = self.units if presents else ()
         look_full(units, self.shards, self._unsharder, self.split, self.user_code)
-
-    @property
-    def has_common(self) -> bool:
-        """Whether any parameters exist once per host."""
-        return any(flat.common is not None for flat in self.flats)
 
     @property
     def is_first(self) -> bool:
@@ -314,7 +310,7 @@ class DataParallelEngine:
     @contextmanager
     def _step_together(self) -> Iterator[None]:
         self.adopt_assigned()
-        self.adoption.check_ties(self.full_parameters)
+        self.adoption.check_ties(self.full_values.each)
         self.hook_trainable()
         self.buffers.follow(exchanged=self.reducer.take_exchanged())
         if self.model.training and torch.is_grad_enabled():
@@ -331,9 +327,18 @@ class DataParallelEngine:
         with self.phases.within(Phase.STEP):
             yield
 
-    def explaining_shards(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def explaining_shards(self) -> Iterator[None]:
         """Run user code inside: sharded parameters look full, errors about sizes are explained."""
-        return nullcontext() if self._unsharder is None else self._running_user_code()
+        if self._unsharder is None:
+            yield
+            return
+        with explaining_shards(self._homes), makers_seen(), self.user_code.running():
+            try:
+                yield
+            finally:  # what is raised here may be caught by a hook, which trains on
+                self.shards.lent.end()
+                self._unsharder.note_user_code()
 
     @contextmanager
     def hook(self) -> Iterator[None]:
@@ -344,16 +349,6 @@ class DataParallelEngine:
             yield
 
     @contextmanager
-    def _running_user_code(self) -> Iterator[None]:
-        with explaining_shards(self._homes), makers_seen(), self.user_code.running():
-            try:
-                yield
-            finally:  # what is raised here may be caught by a hook, which trains on
-                self.shards.lent.end()
-                if self._unsharder is not None:
-                    self._unsharder.note_user_code()
-
-    @contextmanager
     def backward(self, is_used: Callable[[], bool] = always) -> Iterator[None]:
         """Run one backward inside; on leaving it the gradients are averaged (unless `no_sync`).
 
@@ -362,12 +357,11 @@ class DataParallelEngine:
         self.hook_trainable()  # what the step itself has unfrozen
         if self._unsharder is not None:
             self._unsharder.unshard_staying()
-        with (
-            self.options.seeing_shards(),
-            self._around_backward(),
-            self.reducer.backward(is_used),
-            explaining_gradients(self.options.stage),
-        ):
+        with self.options.seeing_shards(), ExitStack() as inside:
+            for make in self.options.around_backward:
+                inside.enter_context(make())
+            inside.enter_context(self.reducer.backward(is_used))
+            inside.enter_context(explaining_gradients(self.options.stage))
             yield
             if self._unsharder is not None and self.reducer.owed in HAS_ARRIVED:
                 self._unsharder.catch_up()
@@ -375,21 +369,6 @@ class DataParallelEngine:
             self._unsharder.end_backward(is_used=is_used(), held_up=self.reducer.was_held_up)
         self.shards.changed()
         self.absent.agree()
-
-    @contextmanager
-    def _around_backward(self) -> Iterator[None]:
-        with ExitStack() as inside:
-            for make in self.options.around_backward:
-                inside.enter_context(make())
-            yield
-
-    def around_methods(self, optimizer: Optimizer) -> AbstractContextManager[object]:
-        """Run a method of an optimizer inside that goes by its state; each rank must enter."""
-        return self._inside_of(optimizer)
-
-    def surround_methods(self, inside_of: _InsideOf) -> None:
-        """Let such methods run in what `inside_of` makes, where ranks train alone."""
-        self._inside_of = inside_of
 
     def at_hand(
         self, params: Sequence[nn.Parameter], *, unrounded: bool = False
@@ -453,12 +432,9 @@ class DataParallelEngine:
         finally:
             self.view.leave()
 
-    def lent_view(self) -> AbstractContextManager[None]:
-        """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
-        return self._lending()
-
     @contextmanager
-    def _lending(self) -> Iterator[None]:
+    def lent_view(self) -> Iterator[None]:
+        """Run hooks of user code before a step inside; see `OptimizerView.lent`."""
         with self.view.lent(), self.user_code.running():
             try:
                 yield
@@ -479,9 +455,12 @@ class DataParallelEngine:
 
         Each rank must call; `in_place` is as for `common_buffer.begin_update`.
         """
+        if self.is_alone:
+            return
         if self._unsharder is not None:
             self._unsharder.note_updated(params)
-        touched = self._touched(params) if self.has_common else ()
+        has_common = any(flat.common is not None for flat in self.flats)
+        touched = self._touched(params) if has_common else ()
         buffers = [flat.common for flat in touched if flat.common is not None]
         begin_update(buffers, in_place=in_place)
 
@@ -499,7 +478,7 @@ class DataParallelEngine:
         """
         known = set(updated)
         flats = [flat for flat in self.flats if known.isdisjoint(flat.params)]
-        if not flats or self.options.stage not in (1, 2):
+        if self.is_alone or not flats or self.options.stage not in (1, 2):
             return nullcontext()
         return publishing_edits(flats, self.collectives, self.device)
 
@@ -513,32 +492,9 @@ class DataParallelEngine:
         """Return the buffer that holds `param`, and its index there."""
         return self._homes[param]
 
-    def loading(self, missing: Container[str]) -> AbstractContextManager[None]:
-        """Let every parameter be full inside, without values, and take in what they are set to.
-
-        Elements that nobody sets keep their value, and so do the parameters that are named in
-        `missing` at the end.
-        """
-        return self._full_values.loading(missing)
-
     def full_shape(self, param: nn.Parameter) -> Sequence[int]:
         """Return the full shape of `param`, however it shows itself now."""
-        return self._full_values.shape(param)
-
-    def full_parameters(
-        self, *, everywhere: bool = False, without: Container[nn.Parameter] = ()
-    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Bring the model's parameters together, one after the other; each rank must call.
-
-        Args:
-            everywhere: Whether each rank of the first copy gets the full parameters.
-            without: Parameters that stay as they are, the same on all ranks.
-
-        Returns:
-            Each parameter with its full value in the optimizer's format, on the ranks that are
-            the first of their data-parallel group; nothing on the others.
-        """
-        return self._full_values.each(everywhere=everywhere, without=without)
+        return self.full_values.shape(param)
 
     def numbered_shards(self) -> dict[tuple[int, int], int]:
         """Return by address and size a number for each shard on this rank, also of copies."""
@@ -552,7 +508,7 @@ class DataParallelEngine:
     def rest(self) -> None:
         """After the last step, keep no more than parameters until `detach`; each rank must call."""
         self.adopt_assigned()
-        self.adoption.check_ties(self.full_parameters)
+        self.adoption.check_ties(self.full_values.each)
         if self._unsharder is not None:
             self._unsharder.reshard_all()
         for gradients in self.gradients:
@@ -574,7 +530,7 @@ class DataParallelEngine:
         if self._unsharder is not None:
             if restore:
                 self._unsharder.reshard_all()
-            self._unsharder.copies.restore(self._on_all_ranks if restore else None)
+            self._unsharder.copies.restore(self.collectives if restore else None)
         for flat in self.flats if restore else ():
             give_back(flat, keep=keep)
         for unit in self.units if not restore else ():
@@ -615,9 +571,6 @@ class DataParallelEngine:
             self._unsharder.follow(visited)
         if buffers:
             self.buffers.go_on(*buffers)
-
-    def _on_all_ranks(self, numbers: set[int]) -> set[int]:
-        return set.intersection(*self.collectives.all_gather_object(numbers))
 
     @torch.no_grad()
     def abandon(self) -> None:

@@ -115,11 +115,6 @@ class EngineOptions(ShardOptions, UnitOptions):
     expects_edits: bool = False
     may_reformat: bool = False
 
-    @property
-    def units_ahead(self) -> int:
-        """The number of units that are unsharded ahead."""
-        return 1 if self.prefetch is None else self.prefetch
-
     def full_dtype(self, param: torch.Tensor, *, in_block: bool) -> torch.dtype:
         """Return the format of a full parameter: of blocks, stage 3 gathers what is rounded."""
         is_rounded = self.stage == 3 and in_block

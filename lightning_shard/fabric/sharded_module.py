@@ -92,7 +92,7 @@ class FullModuleState:
                 if prefix + name in state:
                     names.setdefault(param, []).append(prefix + name)
             others = {param for param in engine.model.parameters() if param not in names}
-            for param, full in engine.full_parameters(everywhere=True, without=others):
+            for param, full in engine.full_values.each(everywhere=True, without=others):
                 value = full if _is_own(full, param) else full.clone()
                 state.update(dict.fromkeys(names.get(param, ()), value))
 
@@ -118,7 +118,7 @@ class FullModuleState:
         self._missing = []
         self._loading.enter_context(engine.user_code.running(False))
         self._loading.enter_context(engine.optimizer_view())
-        self._loading.enter_context(engine.loading(self._missing))
+        self._loading.enter_context(engine.full_values.loading(self._missing))
 
     def _end_loading(self, loaded: Collection[nn.Parameter]) -> None:
         self._loaded = None

@@ -32,7 +32,12 @@ from lightning_shard.data_parallel.compression.state import mean_of_ranks, with_
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, storage_bytes
-from lightning_shard.data_parallel.local_sgd.local_sgd import LocalEngine, LocalSGD, check_model
+from lightning_shard.data_parallel.local_sgd.local_sgd import (
+    LocalEngine,
+    LocalSGD,
+    check_compressor,
+    check_model,
+)
 from lightning_shard.data_parallel.local_sgd.optimizer_state import (
     averaged_state,
     state_by_name,
@@ -45,7 +50,6 @@ from lightning_shard.data_parallel.local_sgd.rules import (
     plain_average,
 )
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
-from lightning_shard.data_parallel.local_sgd.sending import check_compressor
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.local_updates import LocalUpdates
 from lightning_shard.strategies.options import LocalSGDOptions, SharedOptions

@@ -206,7 +206,7 @@ def test_the_norm_counts_each_element_once(stage: int, norm_type: float) -> None
 
 def test_full_parameters_come_on_rank_0_alone_or_on_the_first_copy() -> None:
     def body(training: Training) -> list[int]:
-        come = (training.engine.full_parameters(everywhere=wanted) for wanted in (False, True))
+        come = (training.engine.full_values.each(everywhere=wanted) for wanted in (False, True))
         return [len(list(params)) for params in come]
 
     assert on_ranks(body, 1) == [[NUM_BLOCKS, NUM_BLOCKS], [0, NUM_BLOCKS], [0, 0], [0, 0]]

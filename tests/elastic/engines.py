@@ -73,7 +73,7 @@ class Rank:
     def full(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The full parameters and optimizer state, on rank 0; each rank must call."""
         names = {param: name for name, param in self.model.named_parameters()}
-        values = {names[param]: value.clone() for param, value in self.engine.full_parameters()}
+        values = {names[param]: value.clone() for param, value in self.engine.full_values.each()}
         return values, full_state_dict(self.optimizer, self.engine)
 
 

@@ -332,7 +332,7 @@ class AsyncSGD:
         self._may_step = False
         self._has_stepped = False  # since steps were counted last
         engine.part(self._view)
-        engine.surround_methods(self._around_methods)
+        engine.around_methods = self._around_methods
 
     # --- the steps ------------------------------------------------------------------------------
 

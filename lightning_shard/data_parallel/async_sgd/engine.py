@@ -8,7 +8,7 @@ shards: the view that is put in decides when and by which gradient it is updated
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -137,17 +137,10 @@ class AsyncEngine(DataParallelEngine):
             yield
 
     @override
-    def lent_view(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.is_alone else super().lent_view()
-
-    @override
-    def publishing_edits(self, updated: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        return nullcontext() if self.is_alone else super().publishing_edits(updated)
-
-    @override
-    def begin_update(self, params: Iterable[nn.Parameter], *, in_place: bool = True) -> None:
-        if not self.is_alone:
-            super().begin_update(params, in_place=in_place)
+    @contextmanager
+    def lent_view(self) -> Iterator[None]:
+        with nullcontext() if self.is_alone else super().lent_view():
+            yield
 
     @property
     @override

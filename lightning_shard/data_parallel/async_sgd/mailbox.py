@@ -116,20 +116,14 @@ class PolledMailbox(Mailbox):
     @override
     def _wait(self) -> list[Arrival]:
         while not (arrivals := self._poll()):
-            self._pause()
+            time.sleep(self._pause_seconds)  # leaves the core to others
         return arrivals
-
-    def _pause(self) -> None:
-        """Leave the core to other threads before polling again."""
-        time.sleep(self._pause_seconds)
 
 
 class InProcessMailbox(PolledMailbox):
     """A polled mailbox that does not pause, since polling lets the other ranks run."""
 
-    @override
-    def _pause(self) -> None:
-        return
+    _pause_seconds = 0.0
 
 
 class ThreadedMailbox(Mailbox):

@@ -58,11 +58,6 @@ class OwnGradients:
         self._flat = buffer.flat
         self._version = 0  # of the full buffer, once it was reduced
 
-    @property
-    def num_params(self) -> int:
-        """Number of parameters of the buffer."""
-        return len(self._flat.params)
-
     def name(self, index: int) -> str:
         """Return the name of a parameter in the model."""
         return self._flat.layout.slots[index].name

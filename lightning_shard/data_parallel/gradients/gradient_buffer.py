@@ -17,7 +17,8 @@ from sys import getrefcount
 import torch
 from torch import Tensor
 
-from lightning_shard.data_parallel.memory.flat_memory import FlatMemory, full_views
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.memory.flat_memory import full_views
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.torch_private import are_held_alone, storage_uses
@@ -185,8 +186,8 @@ class KeptViews:
                  shared memory     idle; who needs memory there first takes it, and the views go
     """
 
-    def __init__(self, memory: FlatMemory) -> None:
-        self._memory = memory
+    def __init__(self, ranks: Collectives) -> None:
+        self._ranks = ranks
         self._kept: tuple[Tensor, list[Tensor]] | None = None
 
     def keep(self, flat: Tensor, views: list[Tensor]) -> None:
@@ -194,7 +195,7 @@ class KeptViews:
         self._kept = flat, views  # before others may ask for it
         if flat.untyped_storage().resizable():
             flat.untyped_storage().resize_(0)
-        elif not self._memory.set_aside(flat, self.let_go):
+        elif not self._ranks.set_aside(flat, self.let_go):
             self._kept = None
 
     def take(self) -> tuple[Tensor, list[Tensor]] | None:
@@ -205,7 +206,7 @@ class KeptViews:
         if kept[0].untyped_storage().resizable():
             kept[0].untyped_storage().resize_(kept[0].nbytes)
         else:
-            self._memory.take_up(kept[0])
+            self._ranks.take_up(kept[0])
         return kept
 
     def let_go(self) -> None:
@@ -299,8 +300,8 @@ class GradientBuffer:
         self.sets_aside = self.accumulates and not self.is_plain
         self._stash: Tensor | None = None
         self._sent: tuple[Tensor, list[Tensor]] | None = None
-        self._spare = KeptViews(flat.memory)  # `full` until the next backward
-        self._spare_local = KeptViews(flat.memory)
+        self._spare = KeptViews(flat.groups.shard)  # `full` until the next backward
+        self._spare_local = KeptViews(flat.groups.shard)
         self._addresses: list[int] = []  # of the views
         self._own_uses = 0  # of the memory of `full`, by us
         self._kept = KeptAverages()

@@ -34,9 +34,12 @@ from lightning_shard.data_parallel.views.averaged_gradient import (
     GradientNote,
     gone,
 )
-from lightning_shard.data_parallel.views.global_values import combine_norms, partial_norm
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
-from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
+from lightning_shard.data_parallel.views.sharded_tensor import (
+    ShardedTensor,
+    combine_norms,
+    partial_norm,
+)
 from lightning_shard.errors import ConfigError
 
 

@@ -111,7 +111,7 @@ class HandEdits:
         unequal = (greatest != ~least).tolist()
         own, others, start = [], [], 0
         for number, gradients in enumerate(some):
-            stop = start + gradients.own.num_params
+            stop = start + len(gradients.states)
             own.append([(bool(mine), bool(ours)) for mine, ours in anywhere[start:stop]])
             others.append(any(unequal[2 * start : 2 * stop]) or unequal[len(there) + number])
             start = stop

@@ -29,9 +29,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.compression import Compressor, Exchange, Tally
-from lightning_shard.data_parallel.compression.state import ReadWhenAsked
-from lightning_shard.data_parallel.content import content
+from lightning_shard.backends.pending import Pending
+from lightning_shard.core.layout.flat import build_layout
+from lightning_shard.data_parallel.compression import Codec, Compressor, Exchange, FlatBuffer, Tally
+from lightning_shard.data_parallel.compression.compressor import State
+from lightning_shard.data_parallel.compression.state import (
+    ReadWhenAsked,
+    load_state,
+    own_state,
+    shared_by_all,
+)
+from lightning_shard.data_parallel.content import content, differ
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.reducer import Reducer
@@ -39,7 +47,6 @@ from lightning_shard.data_parallel.gradients.usage import UsageAgreement
 from lightning_shard.data_parallel.local_sgd.optimizer_state import averaged_state
 from lightning_shard.data_parallel.local_sgd.rules import SyncRule, mean_over_ranks, pack, unpack
 from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
-from lightning_shard.data_parallel.local_sgd.sending import Arrival, Sender, check_real, on_cpu
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.errors import ConfigError
@@ -86,6 +93,98 @@ def cut_into_fragments(numels: Mapping[str, int], num_fragments: int) -> list[li
         fragments[current].append(name)
         before += numels[name]
     return fragments
+
+
+Arrival = Pending | Exchange  # an average that is on its way
+
+
+class Sender:
+    """Averages buffers over the ranks, several at a time; each rank must call in the same order."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        fragments: Sequence[Mapping[str, Tensor]],
+        compressor: Compressor | None,
+    ) -> None:
+        self._collectives = collectives
+        self._compressor = compressor
+        self._exchanges: list[Exchange] = []
+        for number, tensors in enumerate(fragments) if compressor is not None else ():
+            assert compressor is not None
+            layout = build_layout(
+                [(n, tuple(one.shape)) for n, one in tensors.items()], num_shards=1
+            )
+            device = next(iter(tensors.values())).device
+            check_real(tensors, collectives.rank)
+            buffer = FlatBuffer(layout=layout, ranks=collectives, number=number, device=device)
+            self._exchanges.append(compressor.exchange(buffer))
+
+    @property
+    def compresses(self) -> bool:
+        """Whether fragments are compressed; a fragment must then be sent as a whole."""
+        return bool(self._exchanges)
+
+    def send(self, buffer: Tensor, fragment: int | None = None) -> Arrival:
+        """Start to average a buffer, shape (n,), in place.
+
+        Values of no fragment are not compressed.
+        """
+        exchange = self._exchanges[fragment] if self.compresses and fragment is not None else None
+        if exchange is None or exchange.passes(buffer):
+            return self._collectives.all_reduce(buffer, "avg", async_op=True)
+        exchange.begin(buffer, buffer)
+        return exchange
+
+    def tally(self) -> Tally:
+        """Return the bytes that this rank has sent compressed, and would have sent dense."""
+        return sum((exchange.tally for exchange in self._exchanges), Tally())
+
+    def state(self) -> dict[str, Any]:
+        """Return what of the compression's state all ranks share; nothing may be on its way."""
+        if self._compressor is None:
+            return {}
+        return shared_by_all(self._compressor, self._exchanges)
+
+    def own_state(self) -> State:
+        """Return what compression keeps on this rank; nothing may be on its way."""
+        return own_state(self._exchanges)
+
+    def load(self, state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+        """Take over what `state` returned for any fragments and any number of ranks.
+
+        `own` is what `own_state` returned on this rank of as many; None to go on from averages.
+        """
+        if self._compressor is not None:
+            load_state(self._compressor, self._exchanges, state, own)
+
+
+def on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the values on the CPU."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+
+
+def check_real(tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Raise ConfigError for complex numbers, which no compressor takes."""
+    for name, tensor in tensors.items():
+        if tensor.is_complex():
+            raise ConfigError(
+                f"Rank {rank}: the parameter {name!r} is of {tensor.dtype}, but compression is for "
+                f"real numbers only. Leave compression out, or keep real and imaginary parts in a "
+                f"parameter of their own (torch.view_as_real)."
+            )
+
+
+def check_compressor(compressor: Compressor | None) -> None:
+    """Raise ConfigError for a compressor that counts on a momentum: the outer optimizer has one."""
+    keeps_momentum = isinstance(compressor, Codec) and compressor.momentum
+    if compressor is not None and (keeps_momentum or compressor.freezes_variance):
+        raise ConfigError(
+            f"{type(compressor).__name__} keeps a momentum, or Adam's, of the gradients of every "
+            f"step, but under local SGD what travels is the change of many steps, and the outer "
+            f"optimizer has a momentum. Pass TopK(momentum=0.0), OneBit(adam=False) or "
+            f"PowerSGD(adam=False)."
+        )
 
 
 @dataclass
@@ -169,9 +268,7 @@ class LocalParameters:
         """Return copies of what user code has set on all ranks alike; each rank must call."""
         names, numbers = [*known], torch.stack([*self.contents().values()])
         moved = numbers != torch.stack([*known.values()])
-        both = torch.stack([one := torch.where(moved, numbers, 0), ~one])
-        self._collectives.all_reduce(both, "max").wait()
-        apart = (both[0] != ~both[1]).tolist()
+        apart = differ(torch.where(moved, numbers, 0), self._collectives).tolist()
         if any(apart):
             raise ConfigError(
                 f"Rank {self._collectives.rank}: hooks of a validation have left the ranks with "
@@ -265,7 +362,7 @@ class LocalSGD:
         self._kept: dict[str, Tensor] | None = None  # own values, while the module has others
         self._kept_buffers: list[Tensor] = []  # the same of buffers that have been averaged
         self._shown: dict[str, Tensor] = {}  # what the module held when a method moved it
-        engine.surround_methods(self._around_methods)
+        engine.around_methods = self._around_methods
 
     def watch(self, *, has_stepped: bool) -> None:
         """Note what user code has set before this step, or that from now on it sets something."""

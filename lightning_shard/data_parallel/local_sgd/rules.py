@@ -45,7 +45,10 @@ def unpack(buffer: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
     shapes = [(_real(tensor), tensor) for tensor in like]
     parts = torch.split(buffer, [real.numel() for real, _ in shapes])
     return [
-        _as_complex(part.view(real.shape)) if tensor.is_complex() else part.view(real.shape)
+        # a view of complex numbers has to begin at an even place
+        torch.view_as_complex(part.view(real.shape).clone())
+        if tensor.is_complex()
+        else part.view(real.shape)
         for part, (real, tensor) in zip(parts, shapes, strict=True)
     ]
 
@@ -61,10 +64,6 @@ def mean_over_ranks(tensors: Sequence[Tensor], collectives: Collectives) -> list
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _as_complex(part: Tensor) -> Tensor:
-    return torch.view_as_complex(part.clone())  # a view has to begin at an even place
 
 
 class SyncRule:
@@ -189,9 +188,10 @@ _HOW = (
 
 def outer_factory(outer: OuterOptimizer) -> OuterFactory | None:
     """Return the function that makes the outer optimizer; None where there is none."""
-    factory = _factory(outer)
-    if factory is None:
+    if outer is None:
         return None
+    factory = _of_class(outer) if isinstance(outer, dict) else outer
+    factory = _nesterov if isinstance(factory, str) else factory
     try:
         made = factory([torch.zeros(1, requires_grad=True)])
     except (TypeError, ValueError) as error:
@@ -202,12 +202,6 @@ def outer_factory(outer: OuterOptimizer) -> OuterFactory | None:
             f"{_HOW}"
         )
     return factory
-
-
-def _factory(outer: OuterOptimizer) -> OuterFactory | None:
-    if isinstance(outer, str):
-        return _nesterov
-    return _of_class(outer) if isinstance(outer, dict) else outer
 
 
 def plain_average(tensors: list[Tensor]) -> Optimizer:

@@ -145,7 +145,8 @@ class ParameterPlaces:
             try:
                 self._check(param, news, left, modules)
             except ConfigError:
-                self._put_own_back()  # the run's end is to meet what it knows
+                for place in self._places:  # the run's end is to meet what it knows
+                    place.module._parameters[place.name] = place.param
                 raise
             new = next(iter(news.values()))
             take(param, new.detach())
@@ -155,10 +156,6 @@ class ParameterPlaces:
                 replaced.append(ReplacedParameter(place.full_name, modules[place.path], one, param))
         self._look()
         return replaced
-
-    def _put_own_back(self) -> None:
-        for place in self._places:
-            place.module._parameters[place.name] = place.param
 
     def _check(
         self,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.content import contents
+from lightning_shard.data_parallel.content import contents, differ
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.views.tensor_properties import VERSION
 from lightning_shard.errors import ConfigError
@@ -99,10 +99,7 @@ class EqualWeights:
 
     def _differ(self, flats: Sequence[FlatParameters], ranks: Collectives) -> bool:
         number = contents([flat.full for flat in flats], self._device)
-        both = torch.stack([number, ~number])
-        ranks.all_reduce(both, "max").wait()
-        greatest, least = both.tolist()
-        return bool(greatest != ~least)
+        return bool(differ(number, ranks))
 
     def _differing(self, flats: Sequence[FlatParameters], ranks: Collectives) -> list[str]:
         """Return the names of parameters whose values on some rank are not rank 0's."""

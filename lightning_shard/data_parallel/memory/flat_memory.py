@@ -5,7 +5,7 @@ While a module loads a checkpoint, its parameters are full and hold blanks: elem
 hooks leave alone keep the value that the shards have.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -49,14 +49,6 @@ class FlatMemory:
     def copy(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a copy of a buffer, in another format if one is given."""
         return self.like(flat, dtype or flat.dtype).copy_(flat)
-
-    def set_aside(self, flat: Tensor, let_go: Callable[[], None]) -> bool:
-        """Let others have a buffer's memory until `take_up`; see `Collectives.set_aside`."""
-        return self._ranks.set_aside(flat, let_go)
-
-    def take_up(self, flat: Tensor) -> None:
-        """Use a buffer again that was set aside."""
-        self._ranks.take_up(flat)
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,6 @@ parameter shows itself; they share a note, and one that nobody has kept stands f
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from sys import getrefcount
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -133,22 +132,6 @@ class StandIns:
             self.notes[index].zeroed = False  # of a gradient that is gone
 
 
-class FirstValues(NamedTuple):
-    """The memory of one flat buffer.
-
-    Attributes:
-        full: The full parameters, shape (F,).
-        shard: This rank's shard, shape (S,).
-        host: The optimizer's shard in host memory; None without offload.
-        common: What `full` is of, where the parameters exist once per host; else None.
-    """
-
-    full: Tensor
-    shard: Tensor
-    host: HostShard | None = None
-    common: CommonBuffer | None = None
-
-
 @unrecorded
 def first_values(
     params: Sequence[nn.Parameter],
@@ -161,8 +144,8 @@ def first_values(
     copier: HostCopier | None,
     keeps_shard: bool,
     start: ValuesAtStart | None,
-) -> FirstValues:
-    """Lay out rank 0's values on every rank; each rank must call.
+) -> tuple[Tensor, Tensor, HostShard | None, CommonBuffer | None]:
+    """Lay out rank 0's values on every rank, as `full`, `shard`, `host` and `common`; collective.
 
     the parameters exist     once per host        on every rank            under offload
     shard                    a part of them       a part, or its own       on the host, or both
@@ -180,16 +163,16 @@ def first_values(
     if stage > 0 and is_plain and copier is None:
         common = groups.shard.share(staging, *bounds)
         if common is not None:
-            return FirstValues(common.tensor, common.tensor[part], common=common)
+            return common.tensor, common.tensor[part], None, common
     full = staging.to(compute_dtype) if stays or reshards else memory.copy(staging, compute_dtype)
     if copier is None:
-        return FirstValues(full, own if stays else memory.copy(own))
+        return full, own if stays else memory.copy(own), None, None
     host = HostShard(own, copier)
     if not keeps_shard:
-        return FirstValues(full, host.tensor, host)
+        return full, host.tensor, host, None
     shard = own.clone() if reshards else full[part]
     host.know(shard)
-    return FirstValues(full, shard, host)
+    return full, shard, host, None
 
 
 class FlatParameters:

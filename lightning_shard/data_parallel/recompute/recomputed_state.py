@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.data_parallel.content import content
-from lightning_shard.data_parallel.offload.stretch import ChangedError
+from lightning_shard.data_parallel.offload.activations import ChangedError
 from lightning_shard.data_parallel.torch_private import BatchNorm
 from lightning_shard.errors import ConfigError
 
@@ -87,7 +87,10 @@ def statistics_kept(block: nn.Module) -> Iterator[None]:
 @contextmanager
 def attributes_kept(block: nn.Module) -> Iterator[None]:
     """Leave plain attributes of a block's modules as they are: counters, lists, a kept tensor."""
-    kept = [(home, dict(home), _lengths(home)) for home in map(vars, block.modules())]
+    kept = [
+        (home, dict(home), {name: len(one) for name, one in home.items() if type(one) is list})
+        for home in map(vars, block.modules())
+    ]
     try:
         yield
     finally:
@@ -100,10 +103,6 @@ def attributes_kept(block: nn.Module) -> Iterator[None]:
                     home[attribute] = value
             for attribute, length in lengths.items():
                 del before[attribute][length:]
-
-
-def _lengths(home: dict[str, Any]) -> dict[str, int]:
-    return {attribute: len(value) for attribute, value in home.items() if type(value) is list}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.memory.flat_memory import blank
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit, ranks_of
-from lightning_shard.data_parallel.units.unit import Unit, of_one_unit
+from lightning_shard.data_parallel.units.unit import Unit
 
 
 def bring_together(flats: Iterable[FlatParameters]) -> None:
@@ -70,7 +70,11 @@ class FullValues:
 
     @contextmanager
     def loading(self, missing: Container[str]) -> Iterator[None]:
-        """Let every parameter be full inside, as `DataParallelEngine.loading` says."""
+        """Let every parameter be full inside, without values, and take in what they are set to.
+
+        Elements that nobody sets keep their value, and so do the parameters that are named in
+        `missing` at the end.
+        """
         self._adopt()
         for unit in self._units:
             for flat in unit.flats:
@@ -93,9 +97,18 @@ class FullValues:
                     flat.present_shards(sharded=True)
 
     def each(
-        self, *, everywhere: bool, without: Container[nn.Parameter]
+        self, *, everywhere: bool = False, without: Container[nn.Parameter] = ()
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Bring parameters together, as `DataParallelEngine.full_parameters` says."""
+        """Bring the model's parameters together, one after the other; each rank must call.
+
+        Args:
+            everywhere: Whether each rank of the first copy gets the full parameters.
+            without: Parameters that stay as they are, the same on all ranks.
+
+        Returns:
+            Each parameter with its full value in the optimizer's format, on the ranks that are
+            the first of their data-parallel group; nothing on the others.
+        """
         self._adopt()
         if not self._groups.is_first_copy:
             return
@@ -107,7 +120,8 @@ class FullValues:
             if param in self._homes:
                 flat, index = self._homes[param]
                 if flat not in come:
-                    come = of_one_unit(come, flat, self._units)
+                    same = next(unit.flats for unit in self._units if flat in unit.flats)
+                    come = {known: values for known, values in come.items() if known in same}
                     come[flat] = flat.full_values()
                 value = come[flat][index]
             if everywhere or ranks_of(param, self._groups, self._split).dp.rank == 0:

@@ -8,7 +8,7 @@
 Below stage 3 a unit is always FULL.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -188,9 +188,10 @@ class Unit:
         """Whether any parameter requires a gradient now."""
         return any(flat.is_trained for flat in self.flats)
 
-    def has_any_of(self, params: Collection[nn.Parameter]) -> bool:
-        """Whether some of `params` are among the unit's."""
-        return any(param in params for flat in self.flats for param in flat.params)
+    @property
+    def params(self) -> set[nn.Parameter]:
+        """The unit's parameters."""
+        return {param for flat in self.flats for param in flat.params}
 
     def begin_unshard(self) -> None:
         """Start the all-gathers unless the parameters are here or on their way."""
@@ -296,14 +297,6 @@ class Unit:
             return False
         self._forwarded.clear()
         return True
-
-
-def of_one_unit(
-    come: dict[FlatParameters, list[Tensor]], flat: FlatParameters, units: Iterable[Unit]
-) -> dict[FlatParameters, list[Tensor]]:
-    """Return the values that have come for the unit that `flat` belongs to."""
-    same = next(unit.flats for unit in units if flat in unit.flats)
-    return {known: values for known, values in come.items() if known in same}
 
 
 def build_units(

@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.modules import hookable
 from lightning_shard.core.states import State
 from lightning_shard.data_parallel.gradients.usage import UnshardRecord
@@ -195,16 +196,17 @@ class ShardCopies:
         return flat.gather_shards(shard)[index]
 
     @torch.no_grad()
-    def restore(self, agree: Callable[[set[int]], set[int]] | None) -> None:
-        """End the run: copy parameters plainly again, and make copies full."""
+    def restore(self, ranks: Collectives | None) -> None:
+        """End the run: copy parameters plainly again, and make copies full, which all must call."""
         for param in self._params:
             vars(param).pop("__deepcopy__", None)
         alive = self._alive()
         for copy, _ in alive.values():
             move_out(copy)
-        if agree is None:
+        if ranks is None:
             return
-        self._gather([alive[number][0] for number in sorted(agree(set(alive)))])
+        everywhere = set.intersection(*ranks.all_gather_object(set(alive)))
+        self._gather([alive[number][0] for number in sorted(everywhere)])
         self._homes = WeakTensorKeyDictionary()
 
 
@@ -293,10 +295,9 @@ class Unsharder:
                     has_own = next(part.parameters(recurse=False), None) is not None
                     if part is not module and has_own:
                         self._hook_part(unit, part)
-        roots = [unit for unit in self._units if unit.is_root]
-        in_root = {id(p) for unit in roots for flat in unit.flats for p in flat.params}
+        in_root = {param for unit in self._units if unit.is_root for param in unit.params}
         for module in hookable(model):
-            if module not in inside and any(id(p) in in_root for p in module.parameters()):
+            if module not in inside and not in_root.isdisjoint(module.parameters()):
                 self._hook_holder(module)
 
     def _hook_block(self, unit: Unit, module: nn.Module) -> None:
@@ -437,9 +438,8 @@ class Unsharder:
         self, params: Collection[nn.Parameter], *, unrounded: bool = False
     ) -> Iterator[None]:
         """Keep parameters unsharded inside, for a backward that may miss their blocks' hooks."""
-        wanted = set(params)
         resharded = [unit for unit in self._units if unit.is_resharded]
-        used = [unit for unit in self._units if unit.has_any_of(wanted)]
+        used = [unit for unit in self._units if not unit.params.isdisjoint(params)]
         for unit in used:
             if unrounded:
                 unit.widen(for_good=True)
@@ -542,10 +542,9 @@ class Unsharder:
         kept = [unit for unit in self._units if unit.kept]
         updated = set(params) if kept else set()
         for unit in kept:
-            own = {one for flat in unit.flats for one in flat.params}
-            unit.kept = not own <= updated
+            unit.kept = not unit.params <= updated
             # also of those that this rank has nothing of, which its optimizer leaves alone
-            increment_version(own & updated)
+            increment_version(unit.params & updated)
 
     def after_update(self) -> None:
         """Unshard anew what stays: in a step (manual optimization), or for graphs of user code."""

@@ -33,7 +33,7 @@ from lightning_shard.core.tensor_calls import (
     name_of,
 )
 from lightning_shard.data_parallel.torch_private import is_traced
-from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor, refusal, refuse
+from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor, refusal
 from lightning_shard.errors import ConfigError
 
 _ADD = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
@@ -250,11 +250,11 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if name == "__deepcopy__":
         return _shown(first.beside(first.local.clone()), found, like)
     if name_of(func) in _ELEMENTS:
-        refuse(name, first)
+        raise refusal(name, first)
     try:
         result = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
-        refuse(f"{name or func}", first, str(error))
+        raise refusal(f"{name or func}", first, str(error)) from error
     return tree_map_only(ShardedTensor, lambda one: _shown(one, found, like), result)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_shard.backends.call_site import reading
@@ -286,7 +286,7 @@ def _is_in_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether autograd would record the operation, for which shards are no use."""
     if not torch.is_grad_enabled():
         return False
-    leaves, _ = tree_flatten((args, kwargs))
+    leaves = tree_leaves((args, kwargs))
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 

@@ -5,11 +5,12 @@
     looks like a b c d e, of the full shape     @, indexing, sort ...      an error with advice
 
 Without it a reduction would silently give another number on every rank. A reduction is a collective
-call: each rank that has a part must make it.
+call: each rank that has a part must make it, in the same order. Sums are in float64, so that the
+number of ranks and the places of the cuts do not show in the result.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.call_site import reading
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.rank_order import ReduceOpName
 from lightning_shard.core.tensor_calls import SeesOperations
 from lightning_shard.errors import ConfigError
 
@@ -65,10 +67,6 @@ class Spread(Protocol):
 
 class NotShardedError(ConfigError):
     """An operation cannot be computed from shards; no rank has sent anything for it."""
-
-
-REDUCTIONS: dict[str, Callable[..., Any]] = {}
-"""Reductions by the operation's name, whatever its overload; `global_values` registers them."""
 
 
 class ShardedTensor(SeesOperations):
@@ -119,9 +117,9 @@ class ShardedTensor(SeesOperations):
     def dispatched(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute element by element, or over the groups."""
         name = func._schema.name.partition("::")[2]
-        if name in REDUCTIONS:
+        if name in _REDUCTIONS:
             with reading(_first((args, kwargs)).spread.name):
-                return REDUCTIONS[name](func, *args, **kwargs)
+                return _REDUCTIONS[name](func, *args, **kwargs)
         if name.startswith("_foreach_"):
             return _each(func, args, kwargs)
         if name in _VIEWS:
@@ -163,11 +161,6 @@ _BY_ELEMENT = frozenset(
 )  # which torch does not tag as such
 
 
-def refuse(func: Any, tensor: ShardedTensor, reason: str = "") -> NoReturn:
-    """Raise `refusal`."""
-    raise refusal(func, tensor, reason)
-
-
 def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
     """Return the error for an operation that cannot be computed from shards, with advice."""
     return NotShardedError(
@@ -193,10 +186,10 @@ def _sharded(given: Any) -> Iterator[ShardedTensor]:
 def _viewed(func: Any, tensor: ShardedTensor, shape: Sequence[int], *_: Any) -> ShardedTensor:
     """Return the tensor in its shape or flat: elements stay in their order."""
     if isinstance(shape, torch.dtype):
-        refuse(func, tensor, f"as {shape}, expected its own format")
+        raise refusal(func, tensor, f"as {shape}, expected its own format")
     wanted = [tensor.numel() if size == -1 and len(shape) == 1 else size for size in shape]
     if wanted not in ([tensor.numel()], list(tensor.shape)):
-        refuse(func, tensor, f"to shape {tuple(shape)}, expected it flat or as it is")
+        raise refusal(func, tensor, f"to shape {tuple(shape)}, expected it flat or as it is")
     seen = type(tensor)(tensor.local, tensor.spread, wanted)
     seen.norm_of_all, seen.on_change = tensor.norm_of_all, tensor.on_change
     return seen
@@ -219,7 +212,7 @@ def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     def wrapped(tensor: Tensor) -> Tensor:
         if tensor.shape != like.local.shape:
-            refuse(func, like, f"it gives another shape, {tuple(tensor.shape)}")
+            raise refusal(func, like, f"it gives another shape, {tuple(tensor.shape)}")
         return like.beside(tensor)
 
     if func._schema.name in ("aten::detach", "aten::alias"):
@@ -249,7 +242,7 @@ def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
                 tensor.on_change()
         return None
     if not isinstance(result, (list, tuple)) or len(result) != len(likes):
-        refuse(func, first)
+        raise refusal(func, first)
     pairs = zip(result, likes, strict=True)
     return [one if like is None else like.beside(one) for one, like in pairs]
 
@@ -262,7 +255,7 @@ def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool 
     """Return the elements of a tensor that belong to this rank's elements of `like`."""
     if isinstance(tensor, ShardedTensor):
         if not is_alike(tensor, like):
-            refuse(func, like, f"together with that of {tensor.spread.name!r}")
+            raise refusal(func, like, f"together with that of {tensor.spread.name!r}")
         return tensor.local if is_written else tensor.local.to(like.local.device)
     if tensor.numel() == 1 and not is_written:
         scalar = tensor.reshape((1,) * min(tensor.ndim, like.local.ndim))
@@ -276,7 +269,7 @@ def part_of(func: Any, tensor: Tensor, like: ShardedTensor, *, is_written: bool 
         part = None  # full, though on this rank the part is perhaps as large
     if part is None or (is_written and part is not tensor):
         written = "written to " if is_written else ""
-        refuse(
+        raise refusal(
             func,
             like,
             f"together with a tensor of shape {tuple(tensor.shape)} that is {written}no shard of "
@@ -308,3 +301,274 @@ def is_alike(tensor: ShardedTensor, other: ShardedTensor) -> bool:
     return tensor.spread is other.spread or (
         gathers and tensor.spread.places == other.spread.places
     )
+
+
+_Dims = Sequence[int] | int | None
+_INFINITY = float("inf")
+
+
+def combined(tensor: ShardedTensor, partial: Tensor, op: ReduceOpName = "sum") -> Tensor:
+    """Combine this rank's partial result with those of the other ranks that have elements."""
+    total = partial.to(tensor.spread.device)
+    for group in tensor.spread.groups:
+        group.all_reduce(total, op).wait()
+    return total.to(tensor.device)
+
+
+def _counted(tensor: ShardedTensor) -> Tensor:
+    """Return this rank's elements, none where they are another rank's too; shape (n,)."""
+    flat = tensor.local.reshape(-1)
+    return flat if tensor.spread.counts else flat[:0]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+def _check_dims(func: Any, tensor: ShardedTensor, dim: _Dims) -> None:
+    """Refuse a reduction that keeps some of several dimensions."""
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    kept = set(range(tensor.ndim)) - {one % max(tensor.ndim, 1) for one in dims}
+    if dims and kept:
+        raise refusal(func, tensor, f"along dimension {dim} only")
+
+
+def _shaped(tensor: ShardedTensor, value: Tensor, keepdim: bool) -> Tensor:
+    return value.reshape((1,) * tensor.ndim if keepdim else ())
+
+
+def _sum(
+    func: Any,
+    tensor: ShardedTensor,
+    dim: _Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    _check_dims(func, tensor, dim)
+    total = _total(tensor, _counted(tensor))
+    kind = tensor.dtype if tensor.dtype.is_floating_point or tensor.dtype.is_complex else None
+    return _shaped(tensor, total, keepdim).to(dtype or kind or torch.int64)
+
+
+def _total(tensor: ShardedTensor, elements: Tensor) -> Tensor:
+    return combined(tensor, elements.sum(dtype=_wide(elements.dtype)))
+
+
+def _nansum(func: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _sum(func, tensor.beside(tensor.local.nan_to_num(0.0, _INFINITY, -_INFINITY)), *args)
+
+
+def _mean(
+    func: Any, tensor: ShardedTensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
+) -> Tensor:
+    total = _sum(func, tensor, *args, dtype=_wide(tensor.dtype), **kwargs)
+    return (total / tensor.numel()).to(dtype or tensor.dtype)
+
+
+def _largest(tensor: ShardedTensor, sign: int) -> Tensor:
+    """Return the largest element times `sign`; NaN where any element is NaN."""
+    elements = _counted(tensor)
+    if not elements.dtype.is_floating_point:
+        lowest = torch.iinfo(torch.int64).min
+        own = (elements.to(torch.int64) * sign).max() if elements.numel() else None
+        partial = torch.tensor(lowest) if own is None else own
+        return combined(tensor, partial, "max") * sign
+    wide = elements.double() * sign
+    known = wide[~wide.isnan()]  # what a maximum makes of the others depends on the backend
+    top = known.max() if known.numel() else wide.new_tensor(-_INFINITY)
+    both = combined(tensor, torch.stack([top, wide.isnan().any().double()]), "max")
+    return torch.where(both[1] > 0, torch.nan, both[0]) * sign
+
+
+def _extreme(sign: int) -> Callable[..., Tensor]:
+    def extreme(
+        func: Any, tensor: ShardedTensor, dim: _Dims = None, keepdim: bool = False
+    ) -> Tensor:
+        if isinstance(dim, (ShardedTensor, Tensor)):
+            raise refusal(func, tensor)
+        _check_dims(func, tensor, dim)
+        if func._schema.name in ("aten::max", "aten::min") and dim is not None:
+            raise refusal(func, tensor, "with indices")
+        return _shaped(tensor, _largest(tensor, sign), keepdim).to(tensor.dtype)
+
+    return extreme
+
+
+def _aminmax(
+    func: Any, tensor: ShardedTensor, *, dim: _Dims = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    return (
+        _extreme(-1)(func, tensor, [] if dim is None else [dim], keepdim),
+        _extreme(1)(func, tensor, [] if dim is None else [dim], keepdim),
+    )
+
+
+def _truth(op: ReduceOpName) -> Callable[..., Tensor]:
+    def truth(func: Any, tensor: ShardedTensor, dim: _Dims = None, keepdim: bool = False) -> Tensor:
+        _check_dims(func, tensor, dim)
+        found = _counted(tensor) != 0
+        own = found.all() if op == "min" else found.any()
+        return _shaped(tensor, combined(tensor, own.to(torch.uint8), op), keepdim).bool()
+
+    return truth
+
+
+def _count_nonzero(func: Any, tensor: ShardedTensor, dim: _Dims = None) -> Tensor:
+    _check_dims(func, tensor, dim)
+    return combined(tensor, (_counted(tensor) != 0).sum())
+
+
+def partial_norm(elements: Tensor, order: float) -> Tensor:
+    """Return this rank's contribution to a norm, in float64, for `combine_norms`."""
+    if not elements.numel():
+        return torch.tensor(_INFINITY if order == -_INFINITY else 0.0, dtype=torch.float64)
+    narrow = elements.dtype in (torch.float16, torch.bfloat16)
+    norm = torch.linalg.vector_norm(elements, order, dtype=torch.float32 if narrow else None)
+    wide: Tensor = norm.to(torch.float64)
+    return wide if abs(order) == _INFINITY or order == 0 else wide.pow(order)
+
+
+def combine_norms(
+    partial: Tensor, order: float, reduce: Callable[[Tensor, ReduceOpName], Tensor]
+) -> Tensor:
+    """Return the norms over all ranks, one per element of the ranks' `partial_norm` results."""
+    if abs(order) != _INFINITY:
+        total = reduce(partial, "sum")
+        return total if order == 0 else total ** (1.0 / order)
+    sign = 1.0 if order > 0 else -1.0
+    unknown = partial.isnan()  # what a maximum makes of it depends on the backend
+    both = torch.stack([(partial * sign).masked_fill(unknown, -_INFINITY), unknown.double()])
+    largest, is_unknown = reduce(both, "max").unbind()
+    return (largest * sign).masked_fill(is_unknown > 0, torch.nan)
+
+
+def _vector_norm(
+    func: Any,
+    tensor: ShardedTensor,
+    ord: float = 2,  # noqa: A002 - torch's name
+    dim: _Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    _check_dims(func, tensor, dim)
+    return _shaped(tensor, _norm_of(tensor, float(ord)), keepdim).to(dtype or _real(tensor.dtype))
+
+
+def _norm(
+    func: Any, tensor: ShardedTensor, p: float | None = 2, *args: Any, **kwargs: Any
+) -> Tensor:
+    return _vector_norm(func, tensor, 2 if p is None else p, *args, **kwargs)
+
+
+def _norm_of(tensor: ShardedTensor, order: float) -> Tensor:
+    """Return the norm over all ranks, in float64."""
+    if tensor.norm_of_all is not None:
+        return tensor.norm_of_all(order)
+    return combine_norms(
+        partial_norm(_counted(tensor), order), order, lambda own, op: combined(tensor, own, op)
+    )
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _foreach_norm(
+    func: Any,
+    tensors: Sequence[Tensor],
+    ord: float = 2,  # noqa: A002 - torch's name
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    return [torch.linalg.vector_norm(one, ord, dtype=dtype) for one in tensors]
+
+
+def _var_mean(
+    func: Any,
+    tensor: ShardedTensor,
+    dim: _Dims = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    _check_dims(func, tensor, dim)
+    elements = _counted(tensor)
+    mean = _total(tensor, elements) / tensor.numel()
+    squares = _total(tensor, (elements.to(mean.dtype) - mean).abs().square())
+    count = tensor.numel() - (1 if correction is None else correction)
+    var = squares / max(count, 0)
+    kind = _real(tensor.dtype)
+    return (
+        _shaped(tensor, var, keepdim).to(kind),
+        _shaped(tensor, mean, keepdim).to(tensor.dtype),
+    )
+
+
+def _std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    var, mean = _var_mean(*args, **kwargs)
+    return var.sqrt(), mean
+
+
+def _item(func: Any, tensor: ShardedTensor) -> Any:
+    """Return the element of a tensor that has one element."""
+    if tensor.numel() != 1:
+        raise refusal(func, tensor)
+    return _total(tensor, _counted(tensor)).to(tensor.dtype).item()
+
+
+def _equal(func: Any, tensor: ShardedTensor, other: Tensor) -> bool:
+    if not isinstance(tensor, ShardedTensor):
+        tensor, other = other, tensor
+    return bool((tensor == other).all())
+
+
+def _dot(func: Any, tensor: ShardedTensor, other: ShardedTensor) -> Tensor:
+    both = isinstance(tensor, ShardedTensor) and isinstance(other, ShardedTensor)
+    if not (both and is_alike(tensor, other)):
+        raise refusal(func, tensor if isinstance(tensor, ShardedTensor) else other)
+    result: Tensor = (tensor * other).sum()
+    return result
+
+
+def _histc(
+    func: Any,
+    tensor: ShardedTensor,
+    bins: int = 100,
+    min: float = 0,  # noqa: A002 - torch's name
+    max: float = 0,  # noqa: A002
+) -> Tensor:
+    if min == max:
+        min, max = _largest(tensor, -1).item(), _largest(tensor, 1).item()  # noqa: A001
+    if min == max:
+        min, max = min - 1, max + 1  # noqa: A001 - as torch does
+    own = torch.histc(_counted(tensor), bins, min, max).double()
+    return combined(tensor, own).to(tensor.dtype)
+
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {  # by name, whatever the overload
+    "_foreach_norm": _foreach_norm,
+    "_local_scalar_dense": _item,
+    "all": _truth("min"),
+    "amax": _extreme(1),
+    "amin": _extreme(-1),
+    "aminmax": _aminmax,
+    "any": _truth("max"),
+    "count_nonzero": _count_nonzero,
+    "dot": _dot,
+    "equal": _equal,
+    "histc": _histc,
+    "linalg_vector_norm": _vector_norm,
+    "max": _extreme(1),
+    "mean": _mean,
+    "min": _extreme(-1),
+    "nansum": _nansum,
+    "norm": _norm,
+    "std": lambda *args, **kwargs: _std_mean(*args, **kwargs)[0],
+    "std_mean": _std_mean,
+    "sum": _sum,
+    "var": lambda *args, **kwargs: _var_mean(*args, **kwargs)[0],
+    "var_mean": _var_mean,
+}

@@ -10,9 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shard.data_parallel.offload.activations import LEAST_BYTES, HostActivations
+from lightning_shard.data_parallel.offload.activations import LEAST_BYTES, HostActivations, HostPool
 from lightning_shard.data_parallel.offload.copier import HostCopier
-from lightning_shard.data_parallel.offload.stretch import HostPool
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.errors import ConfigError
