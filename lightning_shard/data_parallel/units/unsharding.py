@@ -191,9 +191,7 @@ class ShardCopies:
             return flat.full_values()[index]
         made = number - len(self._originals)
         copy, (flat, index) = self._alive()[made]
-        shard = torch.zeros_like(flat.shard)
-        flat.shard_views(shard)[index].copy_(copy.data)
-        return flat.gather_shards(shard)[index]
+        return flat.joined(index, copy.data.to(flat.shard.dtype))
 
     @torch.no_grad()
     def restore(self, ranks: Collectives | None) -> None:
