@@ -50,6 +50,7 @@ from lightning_shard.data_parallel.offload.copier import HostCopier
 from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.phases import Phase, Phases
+from lightning_shard.data_parallel.recompute.checkpointed_blocks import noting_reentrance
 from lightning_shard.data_parallel.torch_private import BatchNorm, gradient_hooks
 from lightning_shard.data_parallel.units.full_values import (
     FullValues,
@@ -303,9 +304,12 @@ class DataParallelEngine:
         is_shard = flat.reshards and value.shape != flat.layout.slots[index].shape
         return (flat.joined(index, value) if is_shard else value).cpu()
 
-    def step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def step(self) -> Iterator[None]:
         """Run one training, validation, test or predict step inside; each rank must enter."""
-        return self._step_alone() if self.steps_alone else self._step_together()
+        step = self._step_alone() if self.steps_alone else self._step_together()
+        with noting_reentrance(self.reducer.kinds.note), step:
+            yield
 
     @contextmanager
     def _step_together(self) -> Iterator[None]:

@@ -1,7 +1,9 @@
 """How blocks are called, what goes in and what comes out: stage 3 must see backward coming."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +19,16 @@ from tests.data_parallel.test_training import (
     Loss,
     Net,
     Session,
+    accumulate,
     adam,
+    bare_backward,
     batches_marked_for_rank_one,
     check,
     from_leaf_input,
     mean_square,
     net_that_calls,
+    two_backwards,
+    two_backwards_of_one_graph,
     weighted_by_gradient,
 )
 
@@ -317,10 +323,174 @@ class ReentrantSharedLater(ReentrantShared):
         return self.head(x)
 
 
+def turned(called: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> type[Net]:
+    """Return a Net that calls its last block twice later, in place of the one before it."""
+
+    class Turned(ReentrantShared):
+        num_calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            first, second, last = self.blocks
+            x = self.embed(x)
+            for block in (first, last if self.num_calls > 2 else second, last):
+                x = checkpoint(called(block), x, use_reentrant=True)
+            return self.head(x)
+
+    return Turned
+
+
+class ReentrantThawed(ReentrantShared):
+    """The last block is called twice, and trained from the third step on."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.blocks[-1].requires_grad_(self.num_calls > 2)
+        x = self.embed(x)
+        for block in (*self.blocks, self.blocks[-1]):
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+class ReentrantTied(net_that_calls(checkpointed(use_reentrant=True))):  # type: ignore[misc]
+    """Blocks have one weight in common, which is alone in its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = self.blocks[2].up.weight
+        self.blocks[0].up.weight = self.blocks[1].up.weight = self.shared
+
+
+class ReentrantBesideItself(net_that_calls(checkpointed(use_reentrant=True))):  # type: ignore[misc]
+    """A block is called within a checkpoint, and outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[-1](super().forward(x).repeat(1, 3)[:, :8]))
+
+
+class ReentrantPartly(ReentrantShared):
+    """The last block is called once more by the rank that has marked samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, 3] > 0.5
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        again = partial(checkpoint, self.blocks[-1], x[mask], use_reentrant=True)
+        return self.head(add_where(mask, x, again))
+
+
+class InnerBackward(torch.autograd.Function):
+    """Calls a block again in backward, as torch's reentrant checkpoints do."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Tensor:
+        ctx.block, ctx.x = block, x.detach()
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            ctx.block(x).backward(grad)
+        return None, x.grad
+
+
+class OwnFunctionLater(Net):
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        x = self.embed(x)
+        for block in (*self.blocks, *(self.blocks[-1:] if self.num_calls > 2 else ())):
+            x = InnerBackward.apply(block, x)
+        return self.head(x)
+
+
+class OwnCheckpoints(net_that_calls(InnerBackward.apply)):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(2 * x)
+
+
+class ReentrantToTheEnd(Net):
+    """The first gradient comes in a backward within the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for module in (*self.blocks, *self.blocks, self.head):
+            x = checkpoint(module, x, use_reentrant=True)
+        return x
+
+
+def twice(model: nn.Module, batch: Tensor) -> Tensor:
+    """Call the whole model twice."""
+    return mean_square(model, batch) + 0.1 * (model(batch) - 0.9).square().mean()
+
+
+def in_pieces(session: Session, loss: Loss, batch: Tensor) -> Tensor:
+    """Run a backward in two pieces, in each of which the blocks have a part."""
+    with session.step():
+        middle = session.model(batch)
+        cut = middle.detach().requires_grad_()
+        value = loss(session.model, cut.repeat(1, 2)[:, :4])
+    session.optimizer.zero_grad()
+    with session.engine.backward() if session.engine else nullcontext():
+        value.backward()
+        middle.backward(cut.grad)
+    session.optimizer.step()
+    return value
+
+
+Reentrant = net_that_calls(checkpointed(use_reentrant=True))
+TWO_ARRIVALS = {
+    "model_twice": Case(model=Reentrant, loss=twice),
+    "block_twice_later": Case(model=ReentrantSharedLater),
+    "module_later": Case(model=turned(lambda block: block)),
+    "method_later": Case(model=turned(lambda block: block.forward)),
+    "partial_later": Case(model=turned(lambda block: partial(block.__call__))),
+    "block_twice_thawed": Case(model=ReentrantThawed),
+    "tied": Case(model=ReentrantTied),
+    "also_outside": Case(model=ReentrantBesideItself),
+    "on_one_rank": Case(model=ReentrantPartly, data=batches_marked_for_rank_one),
+    "own_function": Case(model=OwnCheckpoints),
+    "in_pieces": Case(model=Net, update=in_pieces),
+    "accumulated": Case(model=Reentrant, loss=twice, update=accumulate),
+    "two_backwards": Case(model=Reentrant, loss=twice, update=two_backwards),
+    "one_graph": Case(model=Reentrant, update=two_backwards_of_one_graph),
+    "bare_backward": Case(model=Reentrant, loss=twice, update=bare_backward),
+    "bare_from_inside": Case(model=ReentrantToTheEnd, loss=twice, update=bare_backward),
+}
+
+
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_block_in_two_reentrant_checkpoints_later_is_refused(stage: int) -> None:
+def test_an_own_function_that_calls_a_block_again_later_is_refused(stage: int) -> None:
     with pytest.raises(ConfigError, match=r"blocks\.2\..* arrived again.*use_reentrant=False"):
-        check(Case(model=ReentrantSharedLater), stage, num_ranks=2)
+        check(Case(model=OwnFunctionLater), stage, num_ranks=2)
+
+
+@pytest.mark.parametrize("name", TWO_ARRIVALS)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_come_twice_in_one_backward(name: str, stage: int) -> None:
+    """Stages 0 and 1 refused them where the parameter's bucket was complete at the first."""
+    check(TWO_ARRIVALS[name], stage, num_ranks=2)
+
+
+@pytest.mark.parametrize("name", [name for name in TWO_ARRIVALS if name != "on_one_rank"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stages_that_add_up_in_shards_take_gradients_that_come_twice(name: str, stage: int) -> None:
+    check(TWO_ARRIVALS[name], stage, num_ranks=2)
+
+
+@pytest.mark.parametrize("name", ["model_twice", "block_twice_thawed", "on_one_rank"])
+@pytest.mark.parametrize("num_copies", [1, 2])
+@pytest.mark.parametrize("bucket_mb", [1e-5, 25])
+def test_gradients_that_come_twice_on_four_ranks(
+    name: str, num_copies: int, bucket_mb: float
+) -> None:
+    check(TWO_ARRIVALS[name], 1, 4, bucket_mb, num_copies)
 
 
 class AuxiliaryBlock(Block):

@@ -272,6 +272,7 @@ class FlatGradients:
     Attributes:
         accumulates: Whether gradients stay here until a backward that synchronises.
         is_owed: Whether gradients were accumulated that no reduction has taken, on any rank.
+        came_twice: Whether this backward has brought a gradient in two parts.
     """
 
     def __init__(
@@ -295,7 +296,7 @@ class FlatGradients:
         self._averages: dict[int, Tensor] = {}  # of full gradients, while others travel
         self._travel: _Travel | None = None
         self.state = InBackward.ARRIVING
-        self.is_owed = False
+        self.is_owed = self.came_twice = False
 
     def reduce_over(self, groups: DataGroups) -> None:
         """Average over other ranks from now on; nothing may be in flight."""
@@ -375,8 +376,7 @@ class FlatGradients:
         param = self.flat.params[index]
         if not param.requires_grad:  # frozen since its forward: autograd drops what has come
             return
-        if index in self._seen:  # of a block in two reentrant checkpoints, which bring it twice
-            self.waits_for_end |= self.accumulates
+        self.came_twice |= index in self._seen
         self._expect(index)
         grad = param.grad
         assert grad is not None
@@ -394,6 +394,7 @@ class FlatGradients:
         """Take the gradients that have come since the last one was taken."""
         if not self.arrivals.waiting:
             return
+        self.came_twice |= len({*self.arrivals.waiting}) < len(self.arrivals.waiting)
         indices = self.arrivals.take()
         params = [self.flat.params[index] for index in indices]
         grads = [*map(OWN_GRAD, params)]
@@ -604,6 +605,7 @@ class FlatGradients:
         """Forget which gradients this backward has brought."""
         self.arrivals.end([*self._seen])
         self._seen.clear()
+        self.came_twice = False
         self._expected = self._num_trained
         if self.state is not InBackward.ARRIVING:
             self.state = self.state.to(InBackward.ARRIVING)

@@ -15,11 +15,12 @@ has no gradient is begun at the end by ranks that have not used all of it, and n
 before. Where units stay for a step blocks are watched once an incomplete unit has held others up.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -33,6 +34,7 @@ from lightning_shard.data_parallel.gradients.usage import UsageAgreement, UsageO
 from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.torch_private import hooks_after_gradient, queue_after_backward
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.views.tensor_properties import REQUIRES_GRAD
 from lightning_shard.errors import ConfigError
 
 _OURS = "tells_of_arrival"  # an engine's hook: in a dry run a parameter has one for each stage
@@ -91,6 +93,41 @@ def others_wait_for(param: nn.Parameter) -> bool:
 _MAX_IN_FLIGHT = 2  # bounds the memory of full gradients under stages 2 and 3
 
 
+class BackwardKinds:
+    """Knows of which kinds of backwards each brings every gradient once.
+
+    A reentrant checkpoint runs a backward of its own within the backward, so that what two of them
+    call gets its gradient twice. Before the first of both one knows which functions checkpoints
+    have called in the forwards, and which parameters are trained: they are a backward's kind.
+    Where gradients may come twice, a rank whose stage keeps full gradients begins no reduction
+    before the backward's end. Ranks may differ in that: the order of reductions is the same.
+    """
+
+    def __init__(self) -> None:
+        self._called: Counter[int] = Counter()
+        self._is_over = False
+        self._now = 0
+        self._brings_once: dict[int, bool] = {}  # by kind
+
+    def note(self, function: Any) -> None:
+        """Note that a reentrant checkpoint calls a function in a forward."""
+        if self._is_over:
+            self._called, self._is_over = Counter(), False
+        function = getattr(function, "func", function)  # of a partial function
+        code = getattr(function, "__code__", function)  # a lambda is another one in each step
+        self._called[id(getattr(function, "__self__", code))] += 1  # of a method, its module
+
+    def begin(self, params: Iterable[Tensor]) -> bool:
+        """Return whether a backward that begins may bring a gradient twice."""
+        trained = tuple(map(REQUIRES_GRAD, params)) if self._called else ()
+        self._now = hash((frozenset(self._called.items()), trained))
+        return not self._brings_once.get(self._now, False)
+
+    def end(self, *, came_twice: bool) -> None:
+        """Note that it has ended; the next one may be of the same forwards."""
+        self._is_over, self._brings_once[self._now] = True, not came_twice
+
+
 def always() -> bool:
     """Return True: of one engine's backwards, each is for its model."""
     return True
@@ -144,6 +181,7 @@ class Reducer:
         self.was_held_up = False
         self.synchronises = True
         self.has_exchanged = False
+        self.kinds, self._holds = BackwardKinds(), False
 
     @property
     def _is_met(self) -> bool:
@@ -207,6 +245,7 @@ class Reducer:
     def _begin_arrivals(self) -> None:
         for gradients in self._gradients:
             gradients.buffer.give_up_zeroed()
+        self._holds = self.kinds.begin(p for one in self._gradients for p in one.flat.params)
 
     @as_they_are
     def take(self, position: int, index: int, grad: Tensor) -> None:
@@ -243,7 +282,7 @@ class Reducer:
             self._cursor += 1
 
     def _reduces_now(self, gradients: FlatGradients) -> bool:
-        return self.synchronises or not gradients.accumulates
+        return (self.synchronises and not self._holds) or not gradients.accumulates
 
     def _begin(self, gradients: FlatGradients) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_finish(self._in_flight[0]):
@@ -277,6 +316,9 @@ class Reducer:
         for gradients in self._gradients:
             gradients.accept_waiting()
         self._see_held_up()
+        self._holds = False
+        if self.owed in HAS_ARRIVED:
+            self.kinds.end(came_twice=any(one.came_twice for one in self._gradients))
         in_turn = sorted(
             [self._gradients[position] for position in self._order],
             key=attrgetter("waits_for_end"),  # last, since other ranks may have begun the rest
@@ -357,7 +399,7 @@ class Reducer:
 
     @as_they_are
     def _reset(self) -> None:
-        self._cursor, self._completed = 0, {}
+        self._cursor, self._completed, self._holds = 0, {}, False
         self.owed = self.owed.to(Owed.SUMS if self.owed in HAS_SUMS else Owed.NOTHING)
         self._in_flight.clear()
         for gradients in self._gradients:

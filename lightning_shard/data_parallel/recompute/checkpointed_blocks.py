@@ -5,7 +5,8 @@
 
 A block's class, its names in a state dict and its hooks stay as they are.
 
-Checkpoints of activations that are not reentrant, where gradients go to some leaves only.
+Checkpoints of activations that are not reentrant, where gradients go to some leaves only, and what
+those call that are.
 
 A reentrant checkpoint runs a backward of its own within the backward, which torch allows only where
 gradients go to every leaf; a stage of a pipeline, or a trial of a block, asks for those of some. So
@@ -37,6 +38,7 @@ Asks = Callable[[Tensor], bool]
 """Says whether an argument of a checkpoint asks for a gradient."""
 
 _asks: ContextVar[Asks | None] = ContextVar("asks", default=None)  # where none is reentrant
+_noted: ContextVar[Callable[[Any], object] | None] = ContextVar("noted", default=None)
 _Reentrant: Any = checkpoint.CheckpointFunction
 
 
@@ -46,8 +48,10 @@ class _CheckpointFunction(_Reentrant):  # type: ignore[misc]
     @classmethod
     def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         """Make a checkpoint that is not reentrant where none may be, else torch's own."""
-        asks = _asks.get()
+        asks, note = _asks.get(), _noted.get()
         if asks is None:
+            if note is not None and torch.is_grad_enabled():
+                note(function)
             return _Reentrant.apply(function, preserve_rng_state, *args)
         if not any(asks(one) for one in args if isinstance(one, Tensor)):
             if torch.is_grad_enabled():
@@ -77,8 +81,17 @@ def without_reentrance(asks: Asks = requires_grad) -> AbstractContextManager[obj
     Args:
         asks: Says whether an argument of a checkpoint asks for a gradient.
     """
+    return _at_checkpoints(_asks, asks)
+
+
+def noting_reentrance(note: Callable[[Any], object]) -> AbstractContextManager[object]:
+    """Call `note` inside with each function that a reentrant checkpoint calls in a forward."""
+    return _at_checkpoints(_noted, note)
+
+
+def _at_checkpoints(variable: ContextVar[Any], value: object) -> AbstractContextManager[object]:
     checkpoint.CheckpointFunction = _CheckpointFunction  # type: ignore[misc]
-    return having(_asks, asks)
+    return having(variable, value)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -69,6 +70,30 @@ def test_the_order_is_learnt_from_rank_zero(stage: int, monkeypatch: pytest.Monk
 
     # first the reverse of registration, then as rank 0 completes; rank 1 completes otherwise
     assert run_ranks(fn, 2) == [[2, 1, 0, 1, 0, 2]] * 2
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_what_reentrant_checkpoints_call_once_travels_while_backward_runs(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fn(rank: int) -> list[int]:
+        engine = make_engine(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3))), stage)
+        launched, sent = watch(engine, monkeypatch), []
+        for twice in (False, False, True, True, False):
+            launched.clear()
+            x = torch.ones(1, 2, requires_grad=True)
+            with engine.step():
+                for layer in [*engine.model, *([engine.model[-1]] if twice else [])]:
+                    x = checkpoint(layer, x, use_reentrant=True)
+            with engine.backward():
+                x.sum().backward()
+                sent.append(len(launched))
+        return sent
+
+    # the first of a kind waits for its end, and those of a kind that has brought gradients twice
+    expected = [0, 3, 0, 0, 3] if stage < 2 else [3] * 5
+    assert run_ranks(fn, 1) == [expected]
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("stage", range(3))
