@@ -1,9 +1,5 @@
 """The subcommands of `lightning-shard`: a LightningCLI with this package's strategies.
 
-The model and the data module are named by `class_path`, and classes of the directory that the
-command runs in are found, as they are by `python -m`. An error of this package ends the command
-with one message and exit code 1; with `--debug` the traceback comes too.
-
 Errors of its parser name what a misspelt option or class was meant to be: jsonargparse says which
 key it does not know, and not which one stands next to it.
 """

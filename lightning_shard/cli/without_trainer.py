@@ -1,21 +1,11 @@
 """The subcommands `prove` and `replay`, which make Trainers of a fit's configuration themselves.
 
-    lightning-shard prove --config configs/gpt_zero3.yaml
     lightning-shard prove --config configs/gpt_3d.yaml --ranks 8 --steps 2 --json
-
-`prove` runs the configuration of `fit` on one device and on ranks, and compares. Model, data,
-strategy and what the Trainer changes about training come from the configuration; its devices,
-loggers, checkpoints and validations do not matter here. The exit code is 0 for equal, 1 for
-different, and 2 where nothing could be compared.
-
-    lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml
     lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml --pdb
-    lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml --rank 2
 
-`replay` takes a recorded step of many ranks again in this process. Model, strategy and the
-callbacks that change what is trained come from the configuration of the fit that was recorded;
-batches and state come from the record. The exit code is 0 for reproduced, 1 for not, and 2 where
-nothing could be replayed.
+Model, data, strategy and what the Trainer changes about training come from the configuration; its
+devices, loggers, checkpoints and validations do not matter here. The exit code is 0 for equal or
+reproduced, 1 for not, and 2 where nothing could be compared or replayed.
 """
 
 import pdb

@@ -3,8 +3,6 @@
 strategy + module + batch ──> simulated ranks without elements ──> a dry run, a trace of a step
 
 module + batch ──trace of one block──> anatomy ──> candidates ──> estimates ──> recommendation
-                                                      │               └ machine profile
-                                                      └ dry runs of the best, rank by rank
-
-Strategies import this room for their dry runs; a search makes them by their names.
+                                                       │               └ machine profile
+                                                       └ dry runs of the best, rank by rank
 """

@@ -44,7 +44,6 @@ class Weights:
         used: Bytes in the format that stage 3 brings them together in.
         own: Bytes in their own format, in which gradients and each value of state are, too.
         trained: The part of `own` that is trained.
-        numel: Number of elements.
     """
 
     used: int = 0
@@ -100,14 +99,11 @@ class Unpipelined:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """Figures of the first, a middle and the last stage of a pipeline, of one microbatch.
+    """Figures of the first, a middle and the last stage of a pipeline, of one microbatch, in bytes.
 
     Attributes:
-        saved: Bytes that a microbatch keeps for backward, by place of the stage.
-        recomputed: Bytes of a block's recomputation.
-        sent_tp: Bytes sent to tensor-parallel peers, by place.
-        forward_message: Bytes that go to the next stage.
-        backward_message: Bytes that go to the stage before.
+        saved: What a microbatch keeps for backward, by place of the stage.
+        sent_tp: What goes to tensor-parallel peers, by place.
     """
 
     saved: dict[str, Bilinear]

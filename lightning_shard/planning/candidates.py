@@ -5,8 +5,7 @@
     pp > 1                    schedule, microbatches
     all                       samples of a microbatch, activation checkpointing and offload
 
-What changes the result of a step (local and asynchronous SGD, compression) is no candidate: whether
-a model trains as well so is no question of memory and time.
+What changes the result of a step (local and asynchronous SGD, compression) is no candidate.
 """
 
 from collections.abc import Iterator

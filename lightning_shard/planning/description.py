@@ -23,9 +23,7 @@ Measure = Callable[[BlockList, Literal["flops", "memory"]], BlockCosts]
 class Simulated:
     """What a rank has of a simulated model that the ranks along an axis share.
 
-    Attributes:
-        split: How the parameters that are there make up full ones.
-        forget: Lets go of activations that layers keep between two calls.
+    `forget` lets go of activations that layers keep between two calls.
     """
 
     split: ModelSplit = field(default_factory=Unsplit)
@@ -48,16 +46,12 @@ class Description:
     """A strategy's options on a simulated world.
 
     Attributes:
-        mesh: Grid of the simulated ranks.
-        engine: Options of the data-parallel engine.
         shard_size: Number of data-parallel ranks that shard one copy of the state.
         dimensions: What ranks share of a model, the one that splits it first before the others.
         layers: Layers that tensor parallelism splits.
         cut: Cuts a model, whose layers are split, into stages; None without a pipeline.
         stage_ranks: Pipeline rank of each stage.
-        schedule: Makes the pipeline's schedule for a number of microbatches; None without a
-            pipeline.
-        num_microbatches: Number of microbatches of a batch.
+        schedule: Makes the pipeline's schedule for a number of microbatches.
         offload: What lies in host memory: see `EngineOptions`, of which `engine` has none.
     """
 

@@ -171,18 +171,9 @@ class SimulatedEnvironment(InProcessEnvironment):
 class SimulatedWorld:
     """A strategy's description of itself on ranks that are not there, for one module and batch.
 
-    Args:
-        strategy: The strategy, which is not changed.
-        module: The full module.
-        batch: Batch of one data-parallel rank.
-        world_size: Ranks of the world.
-        precision: As for the Trainer.
-        state_values: Number of values that the optimizer keeps for each trained element.
-
     Attributes:
         strategy: A copy of the strategy on the simulated world.
-        batch: The batch in that precision.
-        options: What all ranks have in common.
+        batch: The batch of one data-parallel rank in the run's precision.
         dtype: Format of the parameters; None leaves each its own.
     """
 
@@ -221,11 +212,7 @@ def step_flops(
 ) -> BlockCosts:
     """Return the operations of a forward's matrix products, attention and convolutions.
 
-    Args:
-        module: The full module, with parameters on any device.
-        batch: Batch of which only shapes count.
-        blocks: Blocks of the module; those that a step does not call count as "before".
-        precision: As for the Trainer.
+    Blocks that a step does not call count as "before".
     """
     step = _TrainingStep(module, precision)
     return _measured(module, step.converted(batch), step, blocks, "flops")
@@ -234,16 +221,12 @@ def step_flops(
 def flops_of_batch(module: "pl.LightningModule", batch: Any, precision: str) -> int:
     """Return the operations of forward and backward of one batch, of the full model.
 
-    Counted are matrix products, attention and convolutions of forward and backward, by torch's
-    FlopCounterMode on tensors without elements. What is computed again for backward is no work of
-    the model, so that more than three forwards, one and two for backward, never count.
+    Counted are matrix products, attention and convolutions, by torch's FlopCounterMode on tensors
+    without elements; the module, on any device or meta, is not changed. What is computed again for
+    backward is no work of the model, so that more than three forwards, one and two for backward,
+    never count.
 
     Source: model FLOPs utilization, PaLM, arXiv:2204.02311, appendix B.
-
-    Args:
-        module: The full module, with parameters on any device, meta included; it is not changed.
-        batch: Batch of which only shapes count.
-        precision: As for the Trainer.
 
     Raises:
         Exception: The step asks for elements or for a trainer, or returns no loss.

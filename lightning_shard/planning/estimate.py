@@ -35,17 +35,14 @@ class Estimate:
     """A candidate's figures, of its fullest or busiest rank.
 
     Attributes:
-        candidate: The candidate whose figures these are.
         rank: The fullest rank of the pipeline.
         memory: Bytes of that rank by kind.
         passing: Further bytes that live for a moment within forward and backward, at most.
         sent: Bytes that the rank that sends most sends along each axis in a step.
-        idle_share: Share of a step in which the pipeline's ranks wait for each other, 0 to 1.
         seconds: Duration of a step; a lower bound with published profiles.
         hidden_share: Share of data-parallel traffic that computing hides, 0 to 1.
         is_simulated: Whether memory that stays and traffic are those of a dry run; times, the idle
             share and, in a pipeline, what passes are estimates all the same.
-        sent_elements: Elements sent along each axis, where a dry run has counted them.
     """
 
     candidate: PlanCandidate
@@ -187,10 +184,7 @@ class Estimator:
     ) -> tuple[float, float, float]:
         """Return a step's seconds, the bytes sent on dp, and the share of those that is hidden.
 
-        Args:
-            one: The candidate to estimate.
-            weights: Parameters of the rank.
-            compute: Seconds of one microbatch, or of the whole schedule of a pipeline.
+        `compute` has the seconds of one microbatch, or of the whole schedule of a pipeline.
         """
         machine, dp, stage = self.machine, one.dp, one.zero_stage
         ring, parts = (dp - 1) / dp, one.accumulated

@@ -1,8 +1,7 @@
 """What a node can do: arithmetic, memory and links, from published figures or measured here.
 
-A profile is a JSON file. The published ones lie in `machines/`, each with its source; figures are
-the peaks of data sheets, so that an estimate of a step's time made with them is a lower bound, and
-ratios of two estimates say more than either.
+A profile is a JSON file. The published ones lie in `machines/`, each with its source, and are peaks
+of data sheets, so that an estimate of a step's time made with them is a lower bound.
 """
 
 import json

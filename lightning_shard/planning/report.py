@@ -22,13 +22,10 @@ class RankMemory:
     Attributes:
         parameters: Bytes of parameters between the steps, and of a separate master copy.
         gathered: Further bytes of unsharded parameters within a step, under ZeRO stage 3.
-        gradients: Bytes of the engine's gradients, when the optimizer steps.
         gradients_in_flight: Bytes of the gradients of a pipeline's microbatches, until the engine
             takes them over.
         optimizer_state: Bytes of the state of Adam, or an optimizer with as many values.
-        activations: Bytes saved for the backwards of the microbatches that are in flight.
-        recomputed: Further bytes of the block whose activations backward computes again, the
-            largest; 0 without activation checkpointing.
+        recomputed: Further bytes of the largest block whose activations backward computes again.
         offloaded: Bytes in host memory besides, under offload: shards, state, activations.
     """
 
@@ -54,10 +51,7 @@ class RankFigures:
     """One rank of the pipeline; its tensor-parallel and data-parallel peers have the same.
 
     Attributes:
-        stages: Stages on this rank.
-        num_blocks: Number of blocks in these stages.
         num_parameters: Number of elements of this rank's part of the parameters.
-        memory: Memory that this rank holds.
         sent: Bytes that it sends in a step along each axis, as a ring would.
         idle_share: Idle share of a step, 0 to 1, if all stages take equally long.
         sent_elements: Elements that it sends along each axis; formats differ within one.
@@ -77,10 +71,7 @@ class DryRun:
     """One step of a run that has not begun; `print` or `str` gives it as a table.
 
     Attributes:
-        mesh: Grid of the simulated world's ranks.
-        placement: Placement of the mesh on nodes.
         num_parameters: Number of elements of the full model, tied ones counted once.
-        zero_stage: ZeRO stage, 0 to 3.
         schedule: Name of the pipeline's schedule; empty without a pipeline.
         num_microbatches: Number of microbatches of each batch.
         batch_size: Number of samples in a step of all data-parallel ranks.
@@ -176,10 +167,7 @@ def cell(value: int | float) -> str:
 class Kept(NamedTuple):
     """What one stage keeps of one microbatch.
 
-    Attributes:
-        total: Bytes that its backward needs.
-        moving: Bytes of each stretch of memory that goes to the host, in order; () where nothing
-            is offloaded.
+    `moving` has the bytes of each stretch of memory that goes to the host, in order.
     """
 
     total: int
@@ -187,12 +175,7 @@ class Kept(NamedTuple):
 
 
 class ActivationBytes(NamedTuple):
-    """The most bytes of activations at one time.
-
-    Attributes:
-        on_device: Bytes on the device.
-        on_host: Bytes in host memory.
-    """
+    """The most bytes of activations at one time, on the device and in host memory."""
 
     on_device: int
     on_host: int = 0

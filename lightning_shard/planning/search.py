@@ -51,9 +51,8 @@ class LeftOut:
     def trying(self, name: str, *alike: object) -> Iterator[bool]:
         """Leave out what an error is raised of inside; yield false if it was for its like.
 
-        Args:
-            name: Name of the candidates.
-            alike: What they have in common with others, of which the same error would be raised.
+        `alike` is what candidates have in common with others, of which the same error would be
+        raised.
         """
         if alike in self._reasons:
             self.add(name, self._reasons[alike])
@@ -131,11 +130,7 @@ def _searched(
     limit: int,
     failed: LeftOut,
 ) -> Plan:
-    """Return the plan of all candidates, and the fastest that fits into the limit.
-
-    Raises:
-        ConfigError: There is no candidate that would train.
-    """
+    """Return the plan of all candidates, and the fastest that fits into the limit."""
     found = _estimated(Estimator(anatomy, profile, space.ranks_per_node), space, failed)
     chosen = _confirmed(anatomy, limit, found, failed, space.ranks_per_node)
     if not found:

@@ -1,10 +1,8 @@
 """The model of a simulated pipeline: its layers split and its stages cut, as on a real rank.
 
-    module ──stand-ins──> split layers ──> stages         shared by the ranks: without elements
-               │              tp             pp           nothing has to be left out
-               └ no elements
-
-Everything here is the code that trains; only the group is simulated.
+module ──stand-ins──> split layers ──> stages         shared by the ranks: without elements
+           │              tp             pp           nothing has to be left out
+           └ no elements
 """
 
 import copy
@@ -88,10 +86,8 @@ class NoElements:
     ) -> M:
         """Copy a module with stand-ins for its parameters and buffers; ties stay ties.
 
-        Args:
-            module: The module to copy, on any device, meta included.
-            dtype: Format of real parameters and buffers; None leaves each its own.
-            left_out: Objects that the module refers to and the copy must not.
+        Real ones get the format `dtype`; None leaves each its own. The copy does not refer to
+        `left_out`.
         """
         return copied_with(lambda one: self.tensor(one, dtype), module, left_out)
 
@@ -145,12 +141,7 @@ class SimulatedCollectives(Collectives):
 
 
 class SimulatedModel:
-    """A model without elements, split for the first rank of the group along each axis.
-
-    Args:
-        module: A module without elements, which is changed.
-        options: Options of the simulated world.
-    """
+    """A model without elements, changed for the first rank of the group along each axis."""
 
     def __init__(self, module: nn.Module, options: WorldOptions) -> None:
         self.module, self.options = module, options
@@ -195,11 +186,7 @@ class SimulatedModel:
         return self.staged.running(self._skips.watch(run, blocks), stage)
 
     def step(self, microbatch: Microbatch) -> Any:
-        """Run the user's step on a microbatch.
-
-        Raises:
-            ConfigError: The step asks for elements.
-        """
+        """Run the user's step on a microbatch."""
         with explained(self._fails_without_elements):
             return self.options.step(self.module, microbatch.content)
 
@@ -232,10 +219,9 @@ def loss_of(result: Any) -> Tensor:
 class Skips:
     """Remembers the structure of results by class of block and shapes of its arguments.
 
-    Other effects of a skipped block, such as an auxiliary loss, happen only once.
-
-    A real rank runs the Python code of each block of other stages in its first batch. That is
-    little for one rank; a simulation has all ranks of a pipeline.
+    A real rank runs the Python code of each block of other stages in its first batch; a simulation
+    has all ranks of a pipeline. Other effects of a skipped block, an auxiliary loss say, happen
+    only once.
     """
 
     def __init__(self) -> None:
@@ -279,10 +265,7 @@ class _RememberingRun:
 
 
 class ProductsOfGroups(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Multiplies groups of matrices without elements in any format.
-
-    Such products know no shape of theirs but in bfloat16, so they are asked in that format.
-    """
+    """Multiplies groups of matrices without elements in any format, as torch does in bfloat16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Ask for the shapes of a product in bfloat16."""

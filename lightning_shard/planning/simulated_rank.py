@@ -1,9 +1,7 @@
 """One rank of a simulated pipeline: its engine, and its forwards and backwards.
 
-    stages of this rank ──> engine       over groups of which only this rank is there
-           pp                 dp
-
-Everything that trains is the code that trains; only the groups are `SimulatedCollectives`.
+stages of this rank ──> engine       over groups of which only this rank is there
+       pp                 dp
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -45,9 +43,7 @@ class SimulatedRank:
     """Rank `rank` of a pipeline, the first of its tensor-parallel and data-parallel groups.
 
     Attributes:
-        stages: Stages on this rank.
-        sent: Bytes that this rank has sent along each axis so far.
-        sent_elements: Elements that it has sent.
+        sent: Bytes that this rank has sent along each axis so far; `sent_elements` are elements.
         saved: What the backward of a stage needs of one microbatch, by stage and size.
         recomputed: Further bytes of the checkpointed block whose recomputation holds most.
     """

@@ -3,14 +3,14 @@
     rank 0   F0 F1 ...                          each rank goes on until it waits for a message
     rank 1         F0 F1 ..  B0                 of another
 
-Microbatches of one size cost the same: one of them is run and counts for all. Under ZeRO stage 3
-the unsharded units depend on the order, so there each microbatch is run.
+Microbatches of one size cost the same: one of them is run and counts for all, but under ZeRO stage
+3, where the unsharded units depend on the order.
 
     forward  ▁▂▃▄▅▆  backward  ▆█▅▄▃▂▁
               saved            most
 
-A dry run says what is saved for backward. In a trace the counter of all live tensors runs beside
-it, so that what lives for a moment counts, too: the gradient of the logits is often the largest.
+A dry run says what is saved for backward. In a trace what lives for a moment counts, too: the
+gradient of the logits is often the largest.
 """
 
 import warnings
@@ -49,13 +49,7 @@ _STEPS_OF_STAGE_3 = 2  # what is gathered ahead follows the step before
 
 
 class SimulatedPipeline:
-    """The ranks of one pipeline.
-
-    Args:
-        model: The model without elements, shared by the ranks.
-        schedule: Schedule of the pipeline's step.
-        microbatches: Microbatches of a batch, without elements.
-    """
+    """The ranks of one pipeline, which share a model without elements."""
 
     def __init__(
         self, model: SimulatedModel, schedule: Schedule, microbatches: Sequence[Microbatch]
@@ -211,16 +205,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op ──> result ──> its storage is alive until nobody has it
                           alive  ▁▃▅▇█▇▅▃     most: what an allocator must have had at one time
 
-    It sees real tensors and those without elements alike, so that a prediction and its measurement
-    are made by the same counter. What an operation allocates inside and frees before it returns
-    (workspace of a kernel) is not seen, nor is what an allocator rounds up.
+    It sees real tensors and those without elements alike. What an operation allocates inside and
+    frees before it returns is not seen, nor is what an allocator rounds up.
 
     Attributes:
-        alive: Bytes of such storages now.
-        most: The most that were alive at one time.
-        moved: Bytes of arguments and results of operations that compute, each once an operation:
-            what has gone through memory where nothing is fused. Matrix products, attention and
-            convolutions do not count: their time is that of their arithmetic.
+        moved: Bytes of arguments and results of operations that compute: what has gone through
+            memory where nothing is fused. Matrix products, attention and convolutions do not count:
+            their time is that of their arithmetic.
     """
 
     def __init__(self) -> None:
@@ -279,16 +270,14 @@ def _num_bytes(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """What one rank's forward and backward of one batch take.
+    """What one rank's forward and backward of one batch take, in bytes.
 
     Attributes:
-        saved: Bytes that forward keeps for backward.
-        most: The most bytes that are alive at one time, of what the step makes itself: activations,
-            what is computed again, and what lives for a moment. Not parameters, nor gradients of
-            parameters.
-        moved: Bytes that operations of forward and backward read and write, unfused, but for
-            matrix products, attention and convolutions.
-        sent: Bytes that this rank sends its tensor-parallel peers.
+        saved: What forward keeps for backward.
+        most: The most that is alive at one time of what the step makes itself, which parameters and
+            their gradients are not.
+        moved: See `LiveBytes`.
+        sent: What this rank sends its tensor-parallel peers.
     """
 
     saved: int
@@ -298,12 +287,7 @@ class StepTrace:
 
 
 def trace_step(model: SimulatedModel, batch: Any) -> StepTrace:
-    """Run a step of a model, in no pipeline, on one simulated rank.
-
-    Args:
-        model: The model, whose module is full.
-        batch: Batch of the rank, without elements.
-    """
+    """Run a step of a full model, in no pipeline, on one simulated rank."""
     if model.options.cut is not None:
         raise ConfigError("A step is traced on one rank, but the options have a pipeline.")
     (content,) = split_batch(batch, 1, BatchReader("fields"))

@@ -8,8 +8,6 @@ gradients and optimizer state all exist:
     1               0.83 MiB    0.83 MiB          1.65 MiB    3.31 MiB
     replicated      3.31 MiB    3.31 MiB          6.62 MiB   13.24 MiB
     most / repl.         25%         25%               25%         25%
-
-The callback `MemoryMonitor` writes what ranks hold of each kind when the optimizer steps.
 """
 
 import resource
@@ -80,15 +78,7 @@ class HeldBytesTable(OnlyLooks, Callback):
 
 
 def render_held_bytes(held: list[HeldBytes], replicated: HeldBytes) -> str:
-    """Lay the figures out as a table, a row for each rank.
-
-    Args:
-        held: Bytes that each rank holds, in order of rank; not empty.
-        replicated: Bytes that a rank would hold if nothing were sharded.
-
-    Returns:
-        Lines of plain text, without colours.
-    """
+    """Lay the figures out as a table in plain text, a row for each rank in order."""
     table = Table("rank", title="Bytes held by each rank")
     for heading in ("parameters", "gradients", "optimizer state", "total"):
         table.add_column(heading, justify="right")

@@ -10,11 +10,8 @@ rank's last. Three shares tell where idle time comes from:
     replayed    the schedule with the measured duration of each computation, messages free
     theory      the closed form: stages alike, a backward takes twice a forward
 
-The difference between theory and replayed comes from computations that are not alike, above all of
-uneven stages; that between replayed and measured from the messages.
-
-On CPUs the clock is the process's. On CUDA it is events in the rank's stream, so that nothing is
-synchronized before the batch has ended; what the host does between them counts as idle.
+On CUDA the clock is events in the rank's stream, so that nothing is synchronized before the batch
+has ended; what the host does between them counts as idle.
 """
 
 import platform
@@ -50,10 +47,6 @@ class ActionClock:
     """Takes the time of a rank's actions: an observer for `Pipeline.observer`.
 
     Each rank of the pipeline must construct this, just before a batch, and then `gather`.
-
-    Args:
-        group: Group of the pipeline's ranks.
-        device: Device of this rank.
     """
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
@@ -108,14 +101,7 @@ def _shifted(events: Sequence[Event], seconds: float) -> list[Event]:
 
 
 class IdleShares(NamedTuple):
-    """The idle shares of one batch, each 0 to 1.
-
-    Attributes:
-        measured: Measured idle share of each rank.
-        replayed: Idle share of each rank in a replay with the measured duration of each
-            computation, with free messages.
-        theory: Idle share of the schedule where a backward takes twice a forward.
-    """
+    """The idle shares of one batch, each 0 to 1, of each rank; see the module's first lines."""
 
     measured: tuple[float, ...]
     replayed: tuple[float, ...]
@@ -138,12 +124,7 @@ class IdleShares(NamedTuple):
 
 @dataclass(frozen=True)
 class _Profile:
-    """A batch that is being profiled.
-
-    Attributes:
-        number: Number of the batch in the fit.
-        clock: Clock that takes the time of its actions.
-    """
+    """A batch that is being profiled."""
 
     number: int
     clock: ActionClock

@@ -101,11 +101,7 @@ class PlanMonitor(RunMonitor):
 
 
 def _read(plan: Plan | str | Path) -> Mapping[str, Any]:
-    """Return a plan as JSON has it.
-
-    Raises:
-        ConfigError: The file is none of a plan, or the plan recommends nothing.
-    """
+    """Return a plan as JSON has it."""
     found: Any = None
     if isinstance(plan, Plan):
         found = plan.to_dict()

@@ -25,13 +25,7 @@ from lightning_shard.strategies.trainer.hook_advice import OnlyLooks
 class RunMonitor(OnlyLooks, Callback):
     """Writes records of each rank of a fit into the run's folder.
 
-    Args:
-        folder: Folder of the run; None takes the first logger's, or the Trainer's
-            `default_root_dir` without loggers.
-
-    Raises:
-        ConfigError: At set-up, when the Trainer's strategy is not one of this package's, or when it
-            is elastic and no folder is given.
+    A given folder of None is the first logger's, or the Trainer's `default_root_dir`.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -115,11 +109,7 @@ class RunMonitor(OnlyLooks, Callback):
 
 
 def own_strategy(trainer: "pl.Trainer", monitor: str) -> DataParallelStrategy:
-    """Return the Trainer's strategy, if it is one whose counters and engine are known.
-
-    Raises:
-        ConfigError: It is another strategy.
-    """
+    """Return the Trainer's strategy, if it is one whose counters and engine are known."""
     if not isinstance(trainer.strategy, DataParallelStrategy):
         raise ConfigError(
             f"{monitor} shows what the strategies of this package do, but the Trainer's is "

@@ -53,12 +53,7 @@ _IDS = "input_ids"  # of Hugging Face's batches
 class StepTime:
     """Seconds of one optimizer step of this rank; see the module's first lines.
 
-    Attributes:
-        seconds: Duration of the step.
-        loading: Seconds between its batches.
-        optimizer: Seconds of clipping and of the update.
-        traffic: Counters of the collectives in it, by axis.
-        num_batches: Batches whose gradients have added up.
+    `num_batches` has the batches whose gradients have added up.
     """
 
     seconds: float = 0.0
@@ -85,12 +80,7 @@ class StepTime:
 
 
 class StepClock:
-    """Takes the time of steps.
-
-    Args:
-        traffic_since: Returns the counters of collectives since it was called before.
-        now: The clock, in seconds.
-    """
+    """Takes the time of steps; `traffic_since` returns the counters since it was called before."""
 
     def __init__(
         self, traffic_since: Callable[[], AxisTraffic], now: Callable[[], float] = perf_counter
@@ -382,13 +372,7 @@ def num_samples(batch: Any) -> int | None:
 
 
 def num_tokens(batch: Any, count: Callable[[Any], int] | None = None) -> int | None:
-    """Return the number of tokens in a batch; None where it has none.
-
-    Args:
-        batch: A rank's batch.
-        count: Counts the tokens; None takes the elements of `input_ids`, or else of the first
-            tensor of whole numbers that has two dimensions, samples and positions.
-    """
+    """Return the number of tokens in a batch; None where it has none."""
     if count is not None:
         return int(count(batch))
     if isinstance(batch, Mapping) and isinstance(batch.get(_IDS), Tensor):

@@ -33,15 +33,9 @@ from lightning_shard.strategies.local_updates import LocalUpdates
 
 
 class Expectations:
-    """What one rank finds out about a run before its first step.
+    """What one rank finds out about a run before its first step, from the callbacks' `setup` on.
 
-    Args:
-        module: The module of the run, full, in the callbacks' `setup`.
-        strategy: The Trainer's strategy.
-        precision: As for the Trainer.
-
-    Attributes:
-        obstacles: Why something could not be found, by what it is.
+    `obstacles` says why something could not be found, by what it is.
     """
 
     def __init__(
@@ -112,11 +106,7 @@ AxisTraffic = dict[str, dict[str, OperationTraffic]]
 
 
 class AxisCounters:
-    """Says what this rank has sent and waited since it was asked before.
-
-    Args:
-        strategy: The strategy of the run.
-    """
+    """Says what this rank has sent and waited since it was asked before."""
 
     def __init__(self, strategy: DataParallelStrategy) -> None:
         self._strategy = strategy

@@ -395,11 +395,7 @@ if dist.is_available():
 def alone(
     record: RankRecord, strategy: DataParallelStrategy
 ) -> tuple[Shelf, DataParallelStrategy, AbstractContextManager[None]]:
-    """Prepare to take one rank alone.
-
-    Args:
-        record: What the rank has recorded, with results.
-        strategy: The recorded run's strategy.
+    """Prepare to take one rank alone, of a record with results.
 
     Returns:
         Where what comes of it is noted, the strategy of the rank, and what must be around its fit.

@@ -4,8 +4,8 @@
     given        of each batch: the batch as the loader gave it, and the random streams then
     came of it   the loss of each backward pass, an error, a digest of the state at the end
 
-The file holds tensors and plain values, and is read without running any code. Where a user's batch
-or a callback's state is of a class of its own, reading it takes `trust`.
+It is read without running any code. Where a user's batch or a callback's state is of a class of its
+own, reading it takes `trust`.
 """
 
 import hashlib
@@ -54,16 +54,10 @@ class RankRecord:
     """What one rank has recorded of a step, or of a few that end with it.
 
     Attributes:
-        rank: Global rank of the process that has written it.
-        num_ranks: Ranks of the run.
         start: Optimizer steps done when the record begins.
         step: Optimizer steps done before the step that it is about.
         reason: "failure", "loss" (one that is not finite) or "asked".
         setup: The Trainer's and the strategy's options that change what is computed, and versions.
-        place: The Trainer's place; see `replay.place`.
-        buffers: The module's buffers.
-        snapshot: The rank's shard of parameters and optimizer state.
-        given: By batch what the rank was given.
         losses: The loss of each backward pass.
         error: Class and message of what was raised; None for nothing.
         state: Digest of the shards, the optimizer state and the buffers at the end.
@@ -91,11 +85,7 @@ class RankRecord:
     orders: tuple[list[int], list[int], tuple[Any, ...]] = ([], [], ())
 
     def save(self, folder: Path) -> Path:
-        """Write the record, whole or not at all, and return the file's path.
-
-        Raises:
-            CheckpointError: The file cannot be written; the operating system's reason.
-        """
+        """Write the record, whole or not at all, and return the file's path."""
         path = path_of(folder, self.rank)
         metadata = {**vars(self.snapshot.metadata), "extra": None}
         content = {
@@ -111,12 +101,7 @@ class RankRecord:
 
     @classmethod
     def load(cls, path: Path, *, trust: bool = False) -> "RankRecord":
-        """Read a record.
-
-        Args:
-            path: The file, as `path_of` names it.
-            trust: Whether classes that are not torch's or this package's may be made, which can run
-                any code that the writer of the file has put there.
+        """Read a record; `trust` lets it make classes of others, which can run code of its writer.
 
         Raises:
             CheckpointError: The file is damaged, of another version, or needs trust.

@@ -271,11 +271,7 @@ def _note(exception: BaseException, text: str) -> None:
 
 
 def _check(trainer: "pl.Trainer", *, with_results: bool) -> None:
-    """Raise if the steps of this fit cannot be taken again.
-
-    Raises:
-        ConfigError: Naming what can be.
-    """
+    """Raise if the steps of this fit cannot be taken again."""
     strategy = trainer.strategy
     name = strategy_name(strategy)
     if name not in BY_STAGE or not isinstance(strategy, DataParallelStrategy):

@@ -290,12 +290,7 @@ def _fit(
 
 
 def _check_begun(error: Exception) -> None:
-    """Raise what has kept the step from beginning at all.
-
-    Raises:
-        CheckpointError: The records do not fit the module.
-        ConfigError: The module cannot be trained by the strategy.
-    """
+    """Raise what has kept the step from beginning at all: the records or the module do not fit."""
     if isinstance(error, CheckpointError | ConfigError):
         raise error
 

@@ -3,18 +3,15 @@
     recorded     all_reduce -> 8 numbers     recv -> 4 numbers     send     recv, unfinished
     replayed     the rank makes the same calls in the same order, and is given the same results
 
-The rank is alone then: nobody answers but the tape. A call that had no result, because a peer had
-failed, raises that.
-
-What collectives give this rank is noted beneath everybody who calls them:
+A call that had no result, because a peer had failed, raises that. Results are noted beneath
+everybody who calls collectives:
 
     this package, Lightning, user code ──> torch.distributed ──> ProcessGroup.allreduce ──> Gloo
                                                                   noted here
 
-The methods of c10d's groups are patched while a fit runs. Calls of the thread that trains are
-noted, and those of autograd's own threads, which run hooks of a backward pass on a GPU; those of
-other threads are not, whose order is chance. What calls from C++ (functional collectives, DTensor)
-does not pass here; the recorded strategies have none.
+Calls of the thread that trains are noted, and those of autograd's own threads, which run hooks of a
+backward pass on a GPU; the order of other threads' is chance. What calls from C++ (functional
+collectives, DTensor) does not pass here; the recorded strategies have none.
 """
 
 import threading
@@ -122,8 +119,7 @@ def _shapes(tensors: Sequence[Tensor] | None) -> str:
 class ResultRecorder:
     """Keeps the results of calls of the thread that has entered `noting`, and of its backward.
 
-    Attributes:
-        results: The calls since `clear`, each with its result once it has been waited for.
+    `results` has the calls since `clear`, each with its result once it has been waited for.
     """
 
     def __init__(self) -> None:

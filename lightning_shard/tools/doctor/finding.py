@@ -17,8 +17,6 @@ class Finding:
     Attributes:
         state: "ok"; "absent", which matters only to those who want it; "warning", where something
             is slow or fails later; "failure", where training does.
-        subject: What was looked at.
-        found: What is there.
         advice: What to do; empty where nothing has to be done.
     """
 

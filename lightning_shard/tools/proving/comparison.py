@@ -3,8 +3,7 @@
 A value of the ranks is made comparable first: outputs of the ranks' samples are put one after the
 other, losses and other numbers are averaged over the ranks of different samples, everything else is
 taken from the first rank. The deviation of a tensor is its largest absolute one, relative to the
-tensor's largest element; tensors that are next to nothing beside others of their kind are measured
-by a thousandth of those.
+tensor's largest element, or to a thousandth of others of its kind.
 
 Rounding is measured: how far one device is from itself where only the order of sums differs.
 
@@ -13,8 +12,8 @@ Rounding is measured: how far one device is from itself where only the order of 
     rotated              3 4 5 6 7 0 1 2
     in parts             0 1 2 3 | 4 5 6 7    gradients accumulate, as those of ranks are averaged
 
-A step that computes a part in float32 whatever its format is (a loss of Hugging Face's models does)
-rounds in float64 as well, and in half precision no fixed bound tells rounding from a mistake.
+A step that computes a part in float32 (a loss of Hugging Face's models does) rounds in float64 as
+well, and in half precision no fixed bound tells rounding from a mistake.
 """
 
 import math
@@ -81,9 +80,7 @@ class Difference:
 class Comparison:
     """Ranks beside one device.
 
-    Attributes:
-        deviations: By kind the largest relative deviation.
-        differences: What deviates by more than the tolerance, in the order of the run.
+    `differences` has what deviates by more than the tolerance, in the order of the run.
     """
 
     deviations: dict[Kind, float] = field(default_factory=dict)

@@ -481,10 +481,7 @@ def wrong_data(subject: Subject, ranks: Run) -> tuple[Difference, Cause] | None:
 
 
 def _is_a_loaders(subject: Subject, ranks: Run) -> bool:
-    """Whether a loader repeats so: one device's own, or a sampler that gives ranks as many each.
-
-    A sampler repeats fewer samples than there are ranks, at the end of all that there are.
-    """
+    """Whether a loader repeats so: one device's own, or a sampler that gives ranks as many each."""
     number = subject.num_steps * len(ranks.batches)
     alone = replace(subject, num_steps=number).on_one_device(None).records[0].batches
     given = [one for of_rank in ranks.batches for batch in of_rank for one in samples_of(batch)]

@@ -55,9 +55,7 @@ class Record:
     """What one rank has recorded.
 
     Attributes:
-        rank: Global rank of the recorder.
         data_rank: Rank among those of different samples.
-        num_data_ranks: Number of ranks with different samples.
         values: By place the values, several where a module is called several times.
         batches: The batches as they came from the loader.
         epoch_metrics: Names of metrics that were logged for an epoch without `sync_dist`.
@@ -93,11 +91,7 @@ class Sink:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's records.
-
-    Attributes:
-        records: One for each rank, in their order.
-    """
+    """The records of a run, one for each rank, in their order."""
 
     records: list[Record]
 

@@ -43,14 +43,10 @@ def strategy_in_process(
 ) -> ShardStrategy:
     """Return a new strategy of the same options whose ranks run inside this process.
 
-    Args:
-        given: The strategy's name, itself, or what makes it.
-        num_ranks: Ranks inside this process.
-        asked_by: Who asks, for the message.
-        **changed: Options that it is to have in the place of its own.
+    `changed` are options that it is to have in the place of its own.
 
     Raises:
-        ConfigError: The strategy is not one of this package.
+        ConfigError: The strategy is not one of this package; the message names `asked_by`.
     """
     made = _made(given)
     if not isinstance(made, ShardStrategy):
