@@ -3,14 +3,12 @@
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
 from math import prod
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -21,6 +19,7 @@ from lightning_shard.checkpoint.conversion.consolidating import (
 )
 from lightning_shard.checkpoint.conversion.description import describe
 from lightning_shard.cli.parsers import dtype_name
+from lightning_shard.cli.reporting import rows_by_name
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -79,16 +78,6 @@ def _print(told: dict[str, Any], depth: int) -> None:
     console = Console(highlight=False)
     console.print(rows_by_name(_rows(told)))
     console.print(_tree(told["weights"]["tensors"], depth))
-
-
-def rows_by_name(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return a table without borders, of names and what is said of each."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    return table
 
 
 def _rows(told: dict[str, Any]) -> list[tuple[str, str]]:

@@ -7,7 +7,6 @@ Answers that need no torch come first, within a second; torch is imported for ba
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 from rich.console import Console
@@ -15,11 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_shard.core.schemes import BACKENDS, named_schemes
-from lightning_shard.tools.doctor.finding import Finding, size
-from lightning_shard.tools.doctor.host import host
-from lightning_shard.tools.doctor.present import absent, launcher, software
+from lightning_shard.tools.doctor.host import Finding, host, lacking, launcher, size, software
 
-_WITH_TORCH = {"Network": "network", "Backends": "backends"}
 _MARKS = {"ok": ("ok", "green"), "absent": ("-", "dim"), "warning": ("!", "yellow")}
 _FAILURE = ("x", "bold red")
 _NARROWEST = 100  # of what is not a terminal
@@ -38,8 +34,10 @@ def _rooms() -> Iterator[tuple[str, Callable[[], Iterator[Finding]]]]:
     yield "Software", software
     yield "Host", host
     yield "Launcher", launcher
-    for title, name in _WITH_TORCH.items():
-        yield title, getattr(import_module(f"lightning_shard.tools.doctor.{name}"), name)
+    from lightning_shard.tools.doctor import communication  # which imports torch
+
+    yield "Network", communication.network
+    yield "Backends", communication.backends
 
 
 def _doctor(given: Namespace) -> int:
@@ -72,10 +70,9 @@ def _table(found: list[Finding]) -> Table:
 
 
 def _measured(given: Namespace) -> dict[str, Any]:
-    measuring = import_module("lightning_shard.tools.doctor.measuring")
-    profile = measuring.measured_machine(
-        num_ranks=given.ranks, backend=given.backend, network=given.network
-    )
+    from lightning_shard.tools.doctor.measuring import measured_machine
+
+    profile = measured_machine(num_ranks=given.ranks, backend=given.backend, network=given.network)
     profile.save(given.measure)
     return dict(vars(profile))
 
@@ -103,7 +100,7 @@ def _rate(bytes_per_second: float) -> str:
 
 
 def _strategies(given: Namespace) -> int:
-    here = {name: absent(name) for name in BACKENDS}
+    here = {name: lacking(name) for name in BACKENDS}
     rows = [
         {
             "name": one.name,

@@ -1,8 +1,22 @@
-"""The subcommand `report`: a page of what a run's callbacks have written; torch is not imported."""
+"""What subcommands print of a run: a table, or by `report` a page; torch is not imported."""
 
 from argparse import Namespace
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
 
 from lightning_shard.core.reporting.page import write_report
+
+
+def rows_by_name(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table without borders, of names and what is said of each."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
 
 
 def run(subcommand: str, given: Namespace) -> int:

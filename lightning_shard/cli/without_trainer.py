@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 from typing_extensions import override
 
-from lightning_shard.cli.checkpoints import rows_by_name
+from lightning_shard.cli.reporting import rows_by_name
 from lightning_shard.cli.shard_cli import ShardCLI, find_classes_here
 from lightning_shard.replay.replay import Replayed, replay
 from lightning_shard.tools.proving.prove import prove

@@ -11,8 +11,8 @@ from lightning_shard.cli import main
 from lightning_shard.cli.completion import whole_parser
 from lightning_shard.cli.entry import LIGHTNINGS
 from lightning_shard.cli.parsers import HOMES, TEXTS
-from lightning_shard.tools.doctor import network
-from lightning_shard.tools.doctor.finding import Finding
+from lightning_shard.tools.doctor import communication
+from lightning_shard.tools.doctor.host import Finding
 from tests.cli.test_cli import LIGHT, run_alone, set_arguments
 
 
@@ -79,7 +79,7 @@ def test_a_failure_has_an_exit_code_and_is_marked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = Finding(subject="ports", state="failure", found="none", advice="Open one.")
-    monkeypatch.setattr(network, "network", lambda: iter([bad]))
+    monkeypatch.setattr(communication, "network", lambda: iter([bad]))
     status, told = run_here(monkeypatch, capsys, "doctor")
     assert status == 1
     assert "x   ports" in told

@@ -1,16 +1,63 @@
-"""This host: cores, memory, limits, shared memory, clock, and the file system of this directory."""
+"""This host without torch: what it has, what is installed, and who started this process.
+
+A second is enough to say that: versions are what the installed distributions say. Whether backends
+can run here needs torch, see `communication`.
+"""
 
 import contextlib
 import ctypes
+import importlib.util
 import os
+import platform
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Literal
 
-from lightning_shard.tools.doctor.finding import Finding, absent, failure, judged, ok, size, warning
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from lightning_shard.core import settings
+from lightning_shard.core.reporting.output import format_bytes
+from lightning_shard.errors import ConfigError
+
+State = Literal["ok", "absent", "warning", "failure"]
+size = partial(format_bytes, digits=".4g")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check has found.
+
+    Attributes:
+        state: "ok"; "absent", which matters only to those who want it; "warning", where something
+            is slow or fails later; "failure", where training does.
+        advice: What to do; empty where nothing has to be done.
+    """
+
+    state: State
+    subject: str
+    found: str
+    advice: str = ""
+
+
+ok = partial(Finding, "ok")
+absent = partial(Finding, "absent")
+warning = partial(Finding, "warning")
+failure = partial(Finding, "failure")
+
+
+def judged(is_ok: bool, subject: str, found: str, advice: str) -> Finding:
+    """Return that something is as it should be, or else slow or failing later, with advice."""
+    return ok(subject, found) if is_ok else warning(subject, found, advice)
+
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED = Path("/dev/shm")
@@ -50,28 +97,21 @@ def memory_bytes() -> int:
 
 def _cores() -> Finding:
     own, all_of_them = num_cores(), os.cpu_count() or 1
-    told = f"{own} of {all_of_them}" if own < all_of_them else str(own)
-    return ok("cores", told)
+    return ok("cores", f"{own} of {all_of_them}" if own < all_of_them else str(own))
 
 
 def _memory() -> Finding:
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     own = memory_bytes()
-    if own < whole:
-        told = f"{size(own)}, the container's limit on a host of {size(whole)}"
-        return ok("memory", told)
-    return ok("memory", size(whole))
+    limit = f", the container's limit on a host of {size(whole)}" if own < whole else ""
+    return ok("memory", f"{size(own)}{limit}")
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES:
-        return ok("open files", f"at most {soft}")
-    return warning(
-        "open files",
-        f"at most {soft}",
-        f"Loaders with many workers and ranks need more: ulimit -n {min(65536, hard)}",
-    )
+    is_enough = soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES
+    advice = f"Loaders with many workers and ranks need more: ulimit -n {min(65536, hard)}"
+    return judged(is_enough, "open files", f"at most {soft}", advice)
 
 
 def _shared_memory() -> Finding:
@@ -84,28 +124,24 @@ def _shared_memory() -> Finding:
         )
     whole, _, free = shutil.disk_usage(_SHARED)
     told = f"{_SHARED}: {size(free)} free of {size(whole)}"
-    if free >= _LEAST_SHARED:
-        return ok(subject, told)
-    return warning(
-        subject,
-        told,
+    advice = (
         "Workers of loaders die with 'Bus error' where it is full: docker run "
-        "--shm-size=8g, --ipc=host, or in Kubernetes an emptyDir of medium Memory at /dev/shm.",
+        "--shm-size=8g, --ipc=host, or in Kubernetes an emptyDir of medium Memory at /dev/shm."
     )
+    return judged(free >= _LEAST_SHARED, subject, told, advice)
 
 
 def _clock() -> Finding:
     state = _kernel_clock_state()
     if state is None:
         return absent("clock", "the system does not say")
-    if state == _CLOCK_IS_NOT_SET:
-        return warning(
-            "clock",
-            f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, not synchronised",
-            "Logs and time-outs of several hosts are compared: run chrony or "
-            "systemd-timesyncd on the host.",
-        )
-    return ok("clock", f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, synchronised")
+    is_set = state != _CLOCK_IS_NOT_SET
+    told = f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, {'' if is_set else 'not '}synchronised"
+    advice = (
+        "Logs and time-outs of several hosts are compared: run chrony or systemd-timesyncd on the "
+        "host."
+    )
+    return judged(is_set, "clock", told, advice)
 
 
 def _kernel_clock_state() -> int | None:
@@ -154,3 +190,162 @@ def _replaced_file(folder: Path) -> float:
         if old.read_bytes() != b"new":
             raise OSError("a file that was replaced reads as before")
         return skew
+
+
+_PACKAGE = "lightning-shard"
+_PYTHON = ">=3.11"
+_SHM_MACHINES = ("x86_64",)
+
+
+def software() -> Iterator[Finding]:
+    """Yield the versions of Python and of what this package needs."""
+    own = platform.python_version()
+    yield _judged("python", own, SpecifierSet(_PYTHON), f"{own} at {sys.executable}")
+    for line in requires(_PACKAGE) or ():
+        wanted = Requirement(line)
+        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+            yield _installed(wanted)
+
+
+def _installed(wanted: Requirement) -> Finding:
+    try:
+        found = version(wanted.name)
+    except PackageNotFoundError:
+        return failure(
+            wanted.name, "not installed", f"pip install '{wanted.name}{wanted.specifier}'"
+        )
+    return _judged(wanted.name, found, wanted.specifier, found)
+
+
+def _judged(name: str, found: str, wanted: SpecifierSet, told: str) -> Finding:
+    if wanted.contains(found, prereleases=True):
+        return ok(name, told)
+    return failure(
+        name,
+        f"{told}, expected {wanted}",
+        "Install Python 3.11 or 3.12." if name == "python" else f"pip install '{name}{wanted}'",
+    )
+
+
+def lacking(backend: str) -> str | None:
+    """Say what a backend lacks on this machine, or None where it has what it needs."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    check = {"nccl": _nccl, "mpi": _mpi, "shm": _shm}.get(backend)
+    return None if check is None else check()
+
+
+def _nccl() -> str | None:
+    if not _torch_has("libtorch_cuda", "libtorch_hip", "torch_cuda"):
+        return "this torch is built without CUDA"
+    return None if _num_cuda_devices() else "no CUDA device is visible"
+
+
+def _torch_has(*libraries: str) -> bool:
+    spec = importlib.util.find_spec("torch")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return any(
+        any(Path(folder, "lib").glob(f"{library}.*")) for folder in folders for library in libraries
+    )
+
+
+def _num_cuda_devices() -> int:
+    """Return what the driver counts; it heeds CUDA_VISIBLE_DEVICES."""
+    count = ctypes.c_int(0)
+    for library in ("libcuda.so.1", "nvcuda.dll", "libamdhip64.so"):
+        with contextlib.suppress(OSError, AttributeError):
+            driver = ctypes.CDLL(library)
+            if library == "libamdhip64.so":
+                driver.hipGetDeviceCount(ctypes.byref(count))
+            elif driver.cuInit(0) == 0:
+                driver.cuDeviceGetCount(ctypes.byref(count))
+            return count.value
+    return 0
+
+
+def _mpi() -> str | None:
+    if importlib.util.find_spec("mpi4py") is not None:
+        return None
+    return "mpi4py is not installed: pip install 'lightning-shard[mpi]'"
+
+
+def _shm() -> str | None:
+    if sys.platform == "linux" and platform.machine() in _SHM_MACHINES:
+        return None
+    return f"it needs Linux on {' or '.join(_SHM_MACHINES)}"
+
+
+_BY_HAND = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SLOW = {
+    "LIGHTNING_SHARD_DEBUG": "ranks compare every call before they make it",
+    "TORCH_DISTRIBUTED_DEBUG": "torch checks collectives",
+    "CUDA_LAUNCH_BLOCKING": "a GPU's kernels run one by one",
+    "NCCL_DEBUG": "NCCL logs",
+}
+_OFF = ("", "0", "OFF", "WARN")
+
+
+def launcher() -> Iterator[Finding]:
+    """Yield what the launcher's variables say."""
+    found = [names for names in _candidates() if names is not None]
+    for names in found:
+        yield _placed(names)
+    if not found:
+        yield _without()
+    if len({_rank(names) for names in found}) > 1:
+        yield failure(
+            "launchers",
+            " and ".join(f"{names.launcher} says rank {_rank(names)}" for names in found),
+            "One launcher inside another: start with one, or unset the variables of the outer one.",
+        )
+    yield from _job()
+    slow = [name for name in _SLOW if settings.given(name) not in _OFF]
+    for name in slow:
+        yield warning(
+            name,
+            f"is {settings.given(name)}: {_SLOW[name]}",
+            f"unset {name} for runs that should be fast.",
+        )
+
+
+def _candidates() -> Iterator[settings.LauncherVariables | None]:
+    yield settings.TORCHRUN if settings.given("TORCHELASTIC_RUN_ID") else None
+    yield settings.SLURM if settings.given(settings.SLURM.rank) else None
+    yield settings.mpi_variables()
+
+
+def _rank(names: settings.LauncherVariables) -> str:
+    return settings.given(names.rank)
+
+
+def _placed(names: settings.LauncherVariables) -> Finding:
+    try:
+        place = settings.placement(names)
+    except ConfigError as error:
+        return failure(names.launcher, str(error), f"Start with {names.start.format('N')}.")
+    hosts = "" if place.num_nodes is None else f" on host {place.node_rank} of {place.num_nodes}"
+    return ok(
+        names.launcher,
+        f"rank {place.rank} of {place.world_size}, local rank {place.local_rank}{hosts}",
+    )
+
+
+def _without() -> Finding:
+    by_hand = [name for name in _BY_HAND if settings.given(name)]
+    if not by_hand:
+        return ok("launcher", "none: a Trainer starts the ranks of this host")
+    found = f"none that is known, but {', '.join(by_hand)} set by hand"
+    advice = f"unset {' '.join(by_hand)}, or set all of {', '.join(_BY_HAND)} for every rank."
+    return judged(len(by_hand) == len(_BY_HAND), "launcher", found, advice)
+
+
+def _job() -> Iterator[Finding]:
+    try:
+        job = settings.job()
+    except ConfigError as error:
+        yield failure("elastic job", str(error))
+        return
+    if job is not None:
+        token = "with a token" if job.token else "without a token"
+        advice = "Set LIGHTNING_SHARD_JOB_TOKEN; see docs/security.md."
+        yield judged(bool(job.token), "elastic job", f"{job.host}:{job.port}, {token}", advice)

