@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
+from lightning_shard.checkpoint.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.full import ModuleSnapshot
 from lightning_shard.checkpoint.misfits import weights_error
 from lightning_shard.checkpoint.optimizer_state import local_state_dict

@@ -17,7 +17,7 @@ from lightning_shard.checkpoint.conversion.consolidating import (
     Consolidation,
     consolidate,
 )
-from lightning_shard.checkpoint.conversion.description import describe
+from lightning_shard.checkpoint.conversion.source import describe
 from lightning_shard.cli.parsers import dtype_name
 from lightning_shard.cli.reporting import rows_by_name
 

@@ -35,7 +35,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
+from lightning_shard.checkpoint.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.conversion.source import whole_checkpoint
 from lightning_shard.checkpoint.files.places import is_folder
 from lightning_shard.checkpoint.full import (

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
-from lightning_shard.checkpoint.async_save.background_saves import BackgroundSaves
+from lightning_shard.checkpoint.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.files.places import is_folder
 from lightning_shard.checkpoint.full import full_module_state, join_shards, load_module_state
 from lightning_shard.checkpoint.mapped_parameters import MappedParameters

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard import AsyncSGDStrategy, DDPStrategy, ElasticStrategy, LocalSGDStrategy
 from lightning_shard.checkpoint.conversion.consolidating import consolidate
-from lightning_shard.checkpoint.conversion.description import describe
+from lightning_shard.checkpoint.conversion.source import describe
 from lightning_shard.checkpoint.files.parts import is_leftover
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.sharded.runs import LAYOUTS, NUM_STEPS, Model, fit, quiet_trainer

@@ -4,7 +4,7 @@ Checked with lightning 2.6; `tests/strategies/tensor_parallel/test_batches.py`,
 `tests/strategies/trainer/test_measured_stages.py`,
 `tests/strategies/trainer/test_lightning_loops.py`,
 `tests/strategies/trainer/test_place_in_data.py`, `tests/checkpoint/test_same_bits.py`,
-`tests/checkpoint/async_save/test_model_checkpoint.py` and
+`tests/checkpoint/test_model_checkpoint.py` and
 `tests/strategies/data_parallel/test_compile.py` fail when one changes.
 
 Those of torchmetrics are checked with torchmetrics 1.9;

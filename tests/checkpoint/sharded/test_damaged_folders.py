@@ -14,9 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 from lightning_shard.checkpoint.by_rank import in_memory
 from lightning_shard.checkpoint.conversion.consolidating import consolidate
-from lightning_shard.checkpoint.conversion.description import describe
 from lightning_shard.checkpoint.conversion.loading import load_safetensors
-from lightning_shard.checkpoint.conversion.source import whole_checkpoint
+from lightning_shard.checkpoint.conversion.source import describe, whole_checkpoint
 from lightning_shard.checkpoint.sharded.entries import checkpoint_of
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all
 from lightning_shard.checkpoint.sharded.index import read_index

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_shard import AsyncSGDStrategy, ElasticStrategy, LocalSGDStrategy, ZeRO2Strategy
 from lightning_shard.backends.in_process.world import current_rank
-from lightning_shard.checkpoint.async_save.background_saves import SaveInFlight, StagedWriter
+from lightning_shard.checkpoint.background_saves import SaveInFlight, StagedWriter
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.errors import CheckpointError, ConfigError
 from tests.checkpoint.saved_sections import is_sharded_folder

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_shard.checkpoint.async_save.background_saves import SaveInFlight, StagedWriter
-from tests.checkpoint.async_save.test_async_saves import made, sharded
+from lightning_shard.checkpoint.background_saves import SaveInFlight, StagedWriter
 from tests.checkpoint.saved_sections import is_sharded_folder
 from tests.checkpoint.sharded.runs import NUM_STEPS, fit
+from tests.checkpoint.test_async_saves import made, sharded
 from tests.examples.commands import ignoring_advice
 
 pytestmark = ignoring_advice(

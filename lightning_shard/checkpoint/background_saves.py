@@ -17,6 +17,11 @@ One save goes through phases, from one to the next on all ranks at the boundary 
     complete
 
 A thread that fails takes all of them along, and the folder is removed.
+
+torch's `async_save` is not used: its thread (or process) talks to other ranks while training does,
+which needs a second group and mixes up collectives where ranks are threads; its stagers copy all
+that a rank has, before it is known which rank writes what; and its failures are in a future that
+each rank sees at another step.
 """
 
 import io
@@ -25,21 +30,21 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from threading import Event
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.async_save.save_plans import SavePlans
 from lightning_shard.checkpoint.files.checksums import Checksum, complete_folder, write_checked
 from lightning_shard.checkpoint.files.new import not_saved
 from lightning_shard.checkpoint.files.open_folder import META_FILE, OpenFolder, on_one_filesystem
@@ -47,6 +52,96 @@ from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.sharded.box_writer import BoxWriter, renamed
 from lightning_shard.checkpoint.sharded.writing import BoxSavePlanner, made_folder, write_folder
 from lightning_shard.errors import CheckpointError
+
+_MOST_KEPT = 3  # within an epoch, at its end, and one that somebody else has made necessary
+
+
+class _Plan(NamedTuple):
+    """What one rank keeps of a plan that all have made."""
+
+    number: int
+    local: SavePlan
+    final: SavePlan
+    metadata: Metadata | None
+
+
+class SavePlans:
+    """The plans of one rank's last saves, the latest of which is last.
+
+    The local plans of most saves are those of an earlier one, and then so is the global one, which
+    all ranks make together. A first optimizer step, parameters that are frozen or unfrozen, other
+    ranks: some local plan is a new one, and all ranks plan again. torch's own cache belongs to the
+    process, where ranks may be threads.
+    """
+
+    def __init__(self) -> None:
+        self.num_made = 0
+        self._group: Collectives | None = None
+        self._kept: deque[_Plan] = deque(maxlen=_MOST_KEPT)
+
+    @property
+    def final(self) -> SavePlan:
+        """What this rank writes."""
+        return self._kept[-1].final
+
+    @property
+    def metadata(self) -> Metadata:
+        """The index of the folder, to be filled in; on rank 0."""
+        metadata = self._kept[-1].metadata
+        assert metadata is not None
+        return copy(metadata)
+
+    def numbers_of(self, local: SavePlan, group: Collectives | None) -> set[int]:
+        """Return the numbers of the plans with this local plan; other ranks may have changed."""
+        if group is not self._group:
+            return set()
+        return {one.number for one in self._kept if one.local == local}
+
+    def choose(self, number: int) -> None:
+        """Take up a plan that is kept; each rank must, with the same number."""
+        place = [one.number for one in self._kept].index(number)
+        chosen = self._kept[place]
+        del self._kept[place]
+        self._kept.append(chosen)
+
+    def make(
+        self,
+        local: SavePlan,
+        planner: SavePlanner,
+        writer: StorageWriter,
+        group: Collectives | None,
+    ) -> None:
+        """Plan with the other ranks, each of which must call."""
+        if group is not self._group:
+            self._kept.clear()
+        locals_ = [local] if group is None else group.all_gather_object(local)
+        made: tuple[list[SavePlan], str] = [], ""
+        metadata = None
+        if group is None or group.rank == 0:
+            made, metadata = _global(locals_, planner, writer)
+        if group is not None:
+            made = group.broadcast_object(made, src=0)
+        plans, failure = made
+        if failure:
+            raise CheckpointError(
+                f"The checkpoint was not saved: the ranks' parts do not make up a whole: {failure}."
+                f" Earlier checkpoints are as they were."
+            )
+        final = planner.finish_plan(plans[0 if group is None else group.rank])
+        self.num_made, self._group = self.num_made + 1, group
+        self._kept.append(_Plan(self.num_made, local, final, metadata))
+
+
+def _global(
+    locals_: list[SavePlan], planner: SavePlanner, writer: StorageWriter
+) -> tuple[tuple[list[SavePlan], str], Metadata | None]:
+    try:
+        plans, metadata = planner.create_global_plan(locals_)
+        made: Any = writer.prepare_global_plan(plans)
+    except Exception as error:  # torch's, of plans that do not fit together
+        return ([], repr(error)), None
+    return (made, ""), metadata
+
 
 _ALIGNMENT = 64  # bytes
 FAILED, WORKING, FINISHED = -1, 0, 1
@@ -127,8 +222,8 @@ def _bits(tensor: Tensor) -> Tensor:
 def _copied(tensors: dict[MetadataIndex, Tensor], buffer: Tensor) -> dict[MetadataIndex, Tensor]:
     """Return copies of tensors in a buffer, complete."""
     copies = dict(zip(tensors, _laid_out(tensors.values(), buffer), strict=True))
-    for key, copy in copies.items():
-        copy.copy_(tensors[key], non_blocking=True)
+    for key, target in copies.items():
+        target.copy_(tensors[key], non_blocking=True)
     for device in {one.device for one in tensors.values() if one.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
     return copies

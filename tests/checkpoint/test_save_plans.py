@@ -9,15 +9,14 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard.backends.in_process.world import current_rank
-from lightning_shard.checkpoint.async_save.background_saves import StagedItems
-from lightning_shard.checkpoint.async_save.save_plans import SavePlans
+from lightning_shard.checkpoint.background_saves import SavePlans, StagedItems
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all
 from lightning_shard.checkpoint.sharded.writing import BoxSavePlanner
 from lightning_shard.errors import CheckpointError
-from tests.checkpoint.async_save.test_async_saves import Saving, sharded
 from tests.checkpoint.files.archives import same
 from tests.checkpoint.sharded import runs
 from tests.checkpoint.sharded.runs import NUM_STEPS, SAVED_AFTER, Model, fit
+from tests.checkpoint.test_async_saves import Saving, sharded
 from tests.examples.commands import ignoring_advice
 
 pytestmark = ignoring_advice("Be aware that when using `ckpt_path`")

@@ -1,1 +1,0 @@
-"""Tests of saves that go on while the run trains."""
