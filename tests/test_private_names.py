@@ -39,7 +39,7 @@ MAY_TOUCH_THEM = {
     "checkpoint/files/torch_archive.py",
     "checkpoint/sharded/box_writer.py",
     "checkpoint/sharded/index.py",
-    "checkpoint/sharded/reading.py",
+    "checkpoint/sharded/run_state.py",
     "data_parallel/torch_private.py",
     "elastic/_lightning.py",
     "elastic/data_loaders.py",

@@ -11,6 +11,7 @@ copy made during the run; a cloned one is not. A rank has no elements of some pa
 tell each other which entry is which.
 """
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import (
     Callable,
@@ -30,7 +31,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.mapped_parameters import MappedParameters
 from lightning_shard.checkpoint.misfits import (
     dtype_misfits,
     shape_misfits,
@@ -40,6 +40,7 @@ from lightning_shard.checkpoint.optimizer_state import is_shard, params_of
 from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
+from lightning_shard.data_parallel.torch_private import storage_uses, without_function_modes
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
 from lightning_shard.errors import CheckpointError, ConfigError
 
@@ -112,6 +113,88 @@ def detached(value: Any, engine: DataParallelEngine) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().cpu() if engine.is_first else value.detach()
+
+
+class MappedParameters:
+    """Lends a module's parameters what they would load, where that is all that loading does.
+
+        built by the user      param ──> own memory
+        lent                   param ──> mapped file    own memory waits: something may not fit
+        the engine is made     param ──> shards         a rank reads what becomes its own
+        given up               param ──> own memory     as it was
+
+    A parameter whose memory something else sees too, or that is in another format or order than in
+    the file, is left alone, to be loaded as ever.
+    """
+
+    def __init__(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        self._lent: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # own values, and the file's
+        self.state = copy.copy(state)  # with what torch's own mapping knows of module versions
+        left: Any = self.state
+        for param, names in _names(module).items():
+            value = _one_value(names, state)
+            if value is not None and _can_show(param, value):
+                self._lent[param] = param.data, value
+                left.update(dict.fromkeys(names, param))  # to be loaded from itself
+
+    @property
+    def params(self) -> Collection[nn.Parameter]:
+        """The parameters that are lent something, whose own values stay as they are."""
+        return self._lent.keys()
+
+    def lend(self) -> None:
+        """Let the parameters show what is in the file."""
+        for param, (_, value) in self._lent.items():
+            param.data = value
+
+    def give_back(self) -> None:
+        """Let the parameters that still show the file have their own memory again, as it was."""
+        for param, (own, _) in self._showing():
+            param.data = own
+
+    def take_over(self) -> None:
+        """Give the parameters that still show the file memory of their own, with what it holds."""
+        for param, _ in list(self._showing()):
+            param.data = param.data.clone()
+        self._lent.clear()
+
+    def forget_own(self) -> None:
+        """Let go of the values that the parameters had: all is known to fit."""
+        self._lent = {param: (value, value) for param, (_, value) in self._lent.items()}
+
+    def _showing(self) -> Iterator[tuple[nn.Parameter, tuple[Tensor, Tensor]]]:
+        for param, (own, value) in self._lent.items():
+            if param.data.data_ptr() == value.data_ptr():
+                yield param, (own, value)
+
+
+def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the names of each parameter in the module's state."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            names[value].append(name)
+    return names
+
+
+def _one_value(names: list[str], state: Mapping[str, Any]) -> Tensor | None:
+    """Return the tensor under these names, where it is the same; a tied weight may have others."""
+    values = [state[name] for name in names if isinstance(state.get(name), Tensor)]
+    places = {(value.data_ptr(), value.shape, value.stride()) for value in values}
+    return values[0] if len(values) == len(names) and len(places) == 1 else None
+
+
+def _can_show(param: nn.Parameter, value: Tensor) -> bool:
+    """Whether a parameter that shows another tensor is as it would be after a load."""
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return False
+    kinds = type(param) is nn.Parameter and type(value) is Tensor
+    with without_function_modes():  # one of which has what is on meta said to be on the CPU
+        places = param.is_cpu and value.is_cpu and param.layout is value.layout is torch.strided
+    if not (kinds and places) or not value.numel():
+        return False
+    forms = (param.dtype, param.shape, param.stride()) == (value.dtype, value.shape, value.stride())
+    return forms and storage_uses(param) == storage_uses(torch.empty(1))
 
 
 # Of these a load may change the entries. Subclasses of a user's own may do anything when copied.

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.by_rank import entries_of_ranks, outline
-from lightning_shard.checkpoint.full import ModuleSnapshot
-from lightning_shard.checkpoint.mapped_parameters import MappedParameters
+from lightning_shard.checkpoint.full import MappedParameters, ModuleSnapshot
 from lightning_shard.checkpoint.misfits import (
     kind_of,
     misfit_error,

@@ -34,7 +34,7 @@ from lightning_shard.checkpoint.sharded.entries import (
 )
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
 from lightning_shard.checkpoint.sharded.named_optimizers import name_misfits, numbered_state
-from lightning_shard.checkpoint.sharded.reading import (
+from lightning_shard.checkpoint.sharded.run_state import (
     load_rest,
     local_optimizer_state,
     placeholders,

@@ -50,15 +50,16 @@ from lightning_shard.checkpoint.resuming import agree_on_misfit, failing_togethe
 from lightning_shard.checkpoint.run_folders import RunFolders, is_stored, load_folder
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY, section_of
 from lightning_shard.checkpoint.sharded.folder import read_all
-from lightning_shard.checkpoint.sharded.reading import (
+from lightning_shard.checkpoint.sharded.run_state import (
     load_rest,
     loads_plainly,
     local_optimizer_state,
+    module_boxes,
+    optimizer_boxes,
     placeholders,
     read_weights,
     weight_misfits,
 )
-from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.core.mesh import ParallelMesh

@@ -40,9 +40,9 @@ from lightning_shard.pipeline_parallel.simulation import replay
 from lightning_shard.planning.description import Description, Measure, WorldOptions
 from lightning_shard.planning.report import ActivationBytes, DryRun, RankFigures
 from lightning_shard.planning.simulated_model import NoElements, SimulatedModel, loss_of
-from lightning_shard.planning.simulated_rank import SimulatedRank
 from lightning_shard.planning.simulated_step import (
     SimulatedPipeline,
+    SimulatedRank,
     StepTrace,
     apart,
     run_unpipelined,

@@ -26,12 +26,14 @@ from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.checkpoint.files.new import new_file
 from lightning_shard.checkpoint.optimizer_state import params_of
 from lightning_shard.checkpoint.rank_snapshot import (
+    CommonValue,
+    Scalar,
+    ShardMark,
     Snapshot,
     SnapshotMetadata,
     TensorEntry,
     TensorKey,
 )
-from lightning_shard.checkpoint.state_entries import CommonValue, Scalar, ShardMark
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import CheckpointError
 from lightning_shard.replay.tape import Result

@@ -29,8 +29,12 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.checkpoint.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.files.places import is_folder
-from lightning_shard.checkpoint.full import full_module_state, join_shards, load_module_state
-from lightning_shard.checkpoint.mapped_parameters import MappedParameters
+from lightning_shard.checkpoint.full import (
+    MappedParameters,
+    full_module_state,
+    join_shards,
+    load_module_state,
+)
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.checkpoint.resuming import (
     Resuming,
@@ -55,8 +59,11 @@ from lightning_shard.checkpoint.section import (
 )
 from lightning_shard.checkpoint.sharded.entries import checkpoint_of
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
-from lightning_shard.checkpoint.sharded.reading import loads_plainly
-from lightning_shard.checkpoint.sharded.run_state import module_boxes, optimizer_boxes
+from lightning_shard.checkpoint.sharded.run_state import (
+    loads_plainly,
+    module_boxes,
+    optimizer_boxes,
+)
 from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.core.mesh import ParallelMesh

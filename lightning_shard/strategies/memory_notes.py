@@ -37,7 +37,7 @@ from lightning_shard.data_parallel.recompute.recomputation import RECOMPUTED
 from lightning_shard.data_parallel.torch_private import hooks_of
 from lightning_shard.planning.dry_run import dry_run
 from lightning_shard.planning.simulated_model import NoElements
-from lightning_shard.planning.simulated_rank import largest_units
+from lightning_shard.planning.simulated_step import largest_units
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.options import option_names
 from lightning_shard.strategies.trainer.announcement import what_is_held

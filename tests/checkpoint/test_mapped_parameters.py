@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files.reading import read_mapped
-from lightning_shard.checkpoint.mapped_parameters import MappedParameters
+from lightning_shard.checkpoint.full import MappedParameters
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
 from tests.examples.commands import ignoring_advice

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from lightning_shard.checkpoint.state_entries import (
+from lightning_shard.checkpoint.rank_snapshot import (
     CommonValue,
     Entries,
     Scalar,

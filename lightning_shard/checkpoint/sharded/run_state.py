@@ -1,19 +1,24 @@
-"""The state of a run as boxes of full tensors, in the module's own names; nothing is sent.
+"""The state of a run as boxes of full tensors, by the module's names, and a folder read into it.
 
 Boxes are views of the engine's shards: what is written from them is written as it is then, and what
-is read into them is in the run.
+is read into them is in the run. A module that renames, converts or computes what it loads is given
+full tensors instead; what tells that is private to torch, and a test fails when it changes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.arriving import take_in_edits
-from lightning_shard.checkpoint.optimizer_state import is_shard, is_stepped, params_of
+from lightning_shard.checkpoint.misfits import dtype_misfits, shape_misfits
+from lightning_shard.checkpoint.optimizer_state import is_kept, is_shard, is_stepped, params_of
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor, boxed_range
+from lightning_shard.checkpoint.sharded.folder import StoredTensor, read_all
+from lightning_shard.checkpoint.unread import exchanged
 from lightning_shard.core.layout.boxes import whole
 from lightning_shard.data_parallel.engine import DataParallelEngine
 
@@ -138,3 +143,134 @@ def empty_entry(
     if flat.is_owned:
         value = value.view(flat.layout.slots[index].shape)
     return value, state_boxes(param, value, engine, reading=True)
+
+
+_LEAVE_PARAMETERS_ALONE = ("torch.nn.modules.", "torchmetrics.", "lightning.")
+_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
+
+
+def weight_misfits(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+    left_out: Container[str] = (),
+) -> list[str]:
+    """Return as messages what does not fit a module with full parameters.
+
+    Names in `left_out` may be missing under `strict` all the same.
+    """
+    own = module.state_dict(keep_vars=True)
+    found = list(_tensor_misfits(own, state))
+    if strict:
+        expected = [name for name in own if name in state or name not in left_out]
+        found += _name_misfits(expected, state)
+    return found
+
+
+def _tensor_misfits(own: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in own.items():
+        stored = state.get(name)
+        if not isinstance(stored, StoredTensor | Tensor) or not isinstance(value, Tensor):
+            continue
+        exchanges = isinstance(stored, Tensor) and stored.numel() == value.numel() == 1  # as torch
+        if not exchanges:
+            yield from shape_misfits(repr(name), stored.shape, value.shape)
+        yield from dtype_misfits(repr(name), stored.dtype, value.dtype)
+
+
+def _name_misfits(own: Iterable[str], state: Iterable[str]) -> list[str]:
+    theirs, ours = set(state), set(own)
+    missing = [repr(name) for name in own if name not in theirs]
+    unexpected = [repr(name) for name in state if name not in ours]
+    return [
+        *([f"Missing key(s) in state_dict: {', '.join(missing)}"] if missing else []),
+        *([f"Unexpected key(s) in state_dict: {', '.join(unexpected)}"] if unexpected else []),
+    ]
+
+
+def load_rest(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what is no parameter, by the module's own code: buffers, persistent metrics and such."""
+    own = module.state_dict(keep_vars=True)
+    rest = {
+        name: value
+        for name, value in state.items()
+        if name in own and not isinstance(own[name], nn.Parameter)
+    }
+    module.load_state_dict(read_all(rest), strict=False)
+
+
+@torch.no_grad()
+def read_weights(module: nn.Module, state: Mapping[str, Any], engine: DataParallelEngine) -> None:
+    """Read weights, which are known to fit, into the engine's shards; each rank must call."""
+    targets: dict[str, Any] = {}
+    folder = None
+    held = {param for flat in engine.flats for param in flat.params}
+    for name, param in module.named_parameters():
+        stored = state.get(name)
+        if isinstance(stored, StoredTensor) and param in held:
+            targets[stored.key] = parameter_boxes(param, engine, reading=True)
+            folder = stored.folder
+    if folder is not None:
+        with engine.optimizer_view():  # in which only shards are here
+            folder.read(targets)
+    engine.publish_shards()
+
+
+def local_optimizer_state(
+    state: Mapping[str, Any], optimizer: Optimizer, engine: DataParallelEngine
+) -> dict[str, Any]:
+    """Return the state of this rank's shards, read from a folder; `state` is full, by number."""
+    params = params_of(optimizer)
+    targets: dict[str, Any] = {}
+    folders = []
+    entries: dict[Any, Any] = {}
+    for number, saved in state["state"].items():
+        if number not in range(len(params)):  # what the optimizer keeps of itself
+            entries[number] = saved
+            continue
+        if not is_kept(params[number], engine):
+            continue
+        own = entries[number] = dict(saved)
+        for key, stored in saved.items():
+            if isinstance(stored, StoredTensor) and _is_cut(key, stored, params[number], engine):
+                own[key], boxes = empty_entry(params[number], stored.dtype, engine)
+                targets[stored.key] = boxes
+                folders.append(stored.folder)
+    if folders:
+        folders[0].read(targets)
+    local: dict[str, Any] = read_all({**state, "state": entries})  # counters, rates in tensors
+    return local
+
+
+def _is_cut(
+    key: str, stored: StoredTensor, param: nn.Parameter, engine: DataParallelEngine
+) -> bool:
+    """Whether a state tensor is cut as its parameter is; see `optimizer_state`."""
+    if not stored.shape and key == "step":  # the counter of a scalar parameter
+        return False
+    return tuple(stored.shape) == tuple(engine.full_shape(param))
+
+
+def placeholders(states: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return states with placeholders for stored tensors, to be checked."""
+    return [exchanged(state, StoredTensor.placeholder) for state in states]
+
+
+def loads_plainly(module: nn.Module) -> bool:
+    """Whether nothing but torch's own code takes the parameters out of a `state_dict`."""
+    return all(_is_plain(part) for part in module.modules())
+
+
+def _is_plain(part: nn.Module) -> bool:
+    kind = type(part)
+    methods = (kind._load_from_state_dict, kind._save_to_state_dict)
+    known = all(method.__module__.startswith(_LEAVE_PARAMETERS_ALONE) for method in methods)
+    return (
+        known
+        and kind.load_state_dict is nn.Module.load_state_dict
+        and kind.state_dict is nn.Module.state_dict
+        and kind.set_extra_state is nn.Module.set_extra_state
+        and not any(getattr(part, name) for name in _HOOKS)
+        and not any(is_lazy(param) for param in part.parameters(recurse=False))
+    )

@@ -34,6 +34,7 @@ from lightning_shard.tools.proving.causes import (
     first_random,
     log_cause,
 )
+from lightning_shard.tools.proving.changes import narrowed, shrunk
 from lightning_shard.tools.proving.comparison import (
     Comparison,
     Difference,
@@ -44,7 +45,6 @@ from lightning_shard.tools.proving.comparison import (
     is_low_precision,
 )
 from lightning_shard.tools.proving.laboratory import Laboratory
-from lightning_shard.tools.proving.narrowing import narrowed, shrunk
 from lightning_shard.tools.proving.records import Kind, Place, Record, Run, bare_name
 from lightning_shard.tools.proving.runs import EXACT, RunFailedError, Subject, check_options
 from lightning_shard.tools.proving.strategies import (

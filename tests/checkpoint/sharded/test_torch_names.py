@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import planner_helpers
 
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.index import read_index
-from lightning_shard.checkpoint.sharded.reading import loads_plainly
+from lightning_shard.checkpoint.sharded.run_state import loads_plainly
 from lightning_shard.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_shard import ConfigError, DDPStrategy, LocalSGDStrategy, ZeRO3Strategy, prove
-from lightning_shard.tools.proving.narrowing import narrowed
+from lightning_shard.tools.proving.changes import narrowed
 from tests.tools.proving.planted import (
     BatchNormed,
     BranchOfRank,
