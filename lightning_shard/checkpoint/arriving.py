@@ -133,10 +133,7 @@ def _received(
 def _parts(
     one: SlicedTensor, inboxes: Sequence["_Inbox"], device: torch.device
 ) -> Iterator[Tensor]:
-    if one.own is not None:
-        yield from _parts_of_slice(one.own.to(one.dtype))
-    else:
-        yield from _zeros(one.numels[0] * one.dtype.itemsize, device)
+    yield from _own_parts(one, 0, device)
     for inbox, numel in zip(inboxes, one.numels[1:], strict=True):
         yield from inbox.take(numel * one.dtype.itemsize)
 
@@ -146,12 +143,7 @@ def _sent(
 ) -> Iterator[ArrivingTensor]:
     outbox = _Outbox(group, _num_bytes(tensors, group.rank), device)
     for one in tensors:
-        num_bytes = one.numels[group.rank] * one.dtype.itemsize
-        if one.own is not None:
-            parts = _parts_of_slice(one.own.to(one.dtype))
-        else:
-            parts = _zeros(num_bytes, device)
-        for part in parts:
+        for part in _own_parts(one, group.rank, device):
             outbox.put(part)
         yield ArrivingTensor(one.shape, one.dtype, iter(()), device)
     outbox.finish()
@@ -159,6 +151,12 @@ def _sent(
 
 def _num_bytes(tensors: Sequence[SlicedTensor], rank: int) -> int:
     return sum(one.numels[rank] * one.dtype.itemsize for one in tensors)
+
+
+def _own_parts(one: SlicedTensor, rank: int, device: torch.device) -> Iterator[Tensor]:
+    if one.own is not None:
+        return _parts_of_slice(one.own.to(one.dtype))
+    return _zeros(one.numels[rank] * one.dtype.itemsize, device)
 
 
 def _parts_of_slice(own: Tensor) -> Iterator[Tensor]:

@@ -294,11 +294,7 @@ class UnfinishedFolder:
     """
 
     def __init__(
-        self,
-        saved: ToSave,
-        collectives: Collectives | None,
-        plans: SavePlans,
-        staging: Staging,
+        self, saved: ToSave, collectives: Collectives | None, plans: SavePlans, staging: Staging
     ) -> None:
         self.path = saved.path
         self.written: Any = None
@@ -421,11 +417,7 @@ class SaveInFlight:
     """A checkpoint that is copied, then written; collective, with one path."""
 
     def __init__(
-        self,
-        saved: ToSave,
-        collectives: Collectives | None,
-        buffers: HostBuffers,
-        plans: SavePlans,
+        self, saved: ToSave, collectives: Collectives | None, buffers: HostBuffers, plans: SavePlans
     ) -> None:
         self._collectives = None if collectives is None or collectives.size == 1 else collectives
         self._rank = 0 if self._collectives is None else self._collectives.rank
@@ -667,20 +659,17 @@ class BackgroundSaves:
         """
         self.close()
         if not is_common:
-            self._give_up(error)
+            if self._in_flight is not None:
+                error.add_note(
+                    f"The checkpoint {self._in_flight.paths[0]} was still being written, and is "
+                    f"given up; those before it are as they were."
+                )
+            self.discard()
             return
         try:
             self.finish()
         except CheckpointError as another:
             error.add_note(f"After this error: {another}")
-
-    def _give_up(self, error: BaseException) -> None:
-        if self._in_flight is not None:
-            error.add_note(
-                f"The checkpoint {self._in_flight.paths[0]} was still being written, and is given "
-                f"up; those before it are as they were."
-            )
-        self.discard()
 
     def discard(self) -> None:
         """Give up the save in flight, if there is one; no other rank is asked."""

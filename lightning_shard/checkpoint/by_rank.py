@@ -66,7 +66,11 @@ def in_memory(value: Any) -> Any:
 
 
 def gather_entries(
-    own: Mapping[str, Any], mesh: ParallelMesh, collectives: Collectives, device: torch.device
+    own: Mapping[str, Any],
+    mesh: ParallelMesh,
+    collectives: Collectives,
+    device: torch.device,
+    file: StreamedFile | None = None,
 ) -> dict[str, Any]:
     """Bring the entries of all ranks together on rank 0, on the CPU; each rank must call.
 
@@ -75,41 +79,25 @@ def gather_entries(
         mesh: The mesh of the run, whose ranks are those of `collectives`.
         collectives: Group of all ranks.
         device: Device over which tensors travel.
+        file: What is written: tensors come while it is, until when each rank must keep its entry
+            as it is. None brings them at once.
 
     Returns:
         On rank 0 the entries of the section, the mesh among them; {} on other ranks.
     """
     told, places = _told(own, collectives)
     coming = zip(places, _arriving(own, told, collectives, device), strict=True)
+    if file is not None:
+        file.add_source((("kept", *place), one) for place, one in coming)
+        return _section(
+            told, mesh, lambda *of: file.await_tensor(("kept", *of[:2]), *of[2:]), collectives
+        )
     here = {place: one.tensor().cpu() for place, one in coming if collectives.rank == 0}
     return _section(told, mesh, lambda rank, number, *_: here[rank, number], collectives)
 
 
-def stream_entries(
-    own: Mapping[str, Any],
-    mesh: ParallelMesh,
-    collectives: Collectives,
-    device: torch.device,
-    file: StreamedFile,
-) -> dict[str, Any]:
-    """Return what `gather_entries` does, with tensors that come while `file` is written.
-
-    Each rank must call, and keep its entry as it is until then.
-    """
-    told, places = _told(own, collectives)
-    coming = _arriving(own, told, collectives, device)
-    file.add_source((("kept", *place), one) for place, one in zip(places, coming, strict=True))
-    return _section(
-        told, mesh, lambda *of: file.await_tensor(("kept", *of[:2]), *of[2:]), collectives
-    )
-
-
 class _Place:
     """Stands for a tensor that travels by itself."""
-
-
-def _without_elements(entry: Any) -> Any:
-    return tree_map_only(Tensor, lambda _: _Place(), entry)
 
 
 def _filled(frame: Any, tensors: list[Tensor]) -> Any:
@@ -122,16 +110,14 @@ def _told(
     own: Mapping[str, Any], collectives: Collectives
 ) -> tuple[list[_Told], list[tuple[int, int]]]:
     """Tell each other what entries are like; return it with rank and number of each tensor."""
+    frame = tree_map_only(Tensor, lambda _: _Place(), own)
     forms = [(tuple(one.shape), one.dtype) for one in _tensors(own)]
-    told: list[_Told] = collectives.all_gather_object((_without_elements(own), forms))
+    told: list[_Told] = collectives.all_gather_object((frame, forms))
     return told, [(rank, at) for rank, (_, each) in enumerate(told) for at in range(len(each))]
 
 
 def _arriving(
-    own: Mapping[str, Any],
-    told: Sequence[_Told],
-    collectives: Collectives,
-    device: torch.device,
+    own: Mapping[str, Any], told: Sequence[_Told], collectives: Collectives, device: torch.device
 ) -> Iterator[ArrivingTensor]:
     """Bring the tensors of entries to rank 0 in turn; each rank must run through them."""
     mine = iter(_tensors(own))

@@ -31,11 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.misfits import (
-    dtype_misfits,
-    shape_misfits,
-    weights_error,
-)
+from lightning_shard.checkpoint.misfits import dtype_misfits, shape_misfits, weights_error
 from lightning_shard.checkpoint.optimizer_state import is_shard, params_of
 from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -235,7 +231,8 @@ class ModuleSnapshot:
             vars(part).clear()
             vars(part).update(attributes)
         for container, entries in self._entries:
-            _refill(container, entries)
+            container.clear()
+            container.extend(entries) if isinstance(container, list) else container.update(entries)
         self.restore_values()
 
     @torch.no_grad()
@@ -245,11 +242,6 @@ class ModuleSnapshot:
             if tensor.shape != value.shape:
                 tensor.data = data
             tensor.copy_(value)
-
-
-def _refill(container: Any, entries: Any) -> None:
-    container.clear()
-    container.extend(entries) if isinstance(container, list) else container.update(entries)
 
 
 def load_module_state(

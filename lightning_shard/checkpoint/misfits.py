@@ -108,6 +108,18 @@ def weights_error(module: nn.Module, misfits: Sequence[str]) -> CheckpointError 
     return misfit_error(type(module).__name__, misfits, WEIGHTS_ADVICE)
 
 
+def length_misfits(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> list[str]:
+    """Return the misfit of saved groups with other numbers of parameters; none for the same."""
+    lengths = [len(group["params"]) for group in groups]
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if lengths == expected:
+        return []
+    kind = type(optimizer).__name__
+    return [
+        f"the checkpoint's state of {kind} has groups of {lengths} parameters, expected {expected}"
+    ]
+
+
 def optimizer_misfits(
     saved: Mapping[str, Any],
     optimizer: Optimizer,
@@ -126,16 +138,9 @@ def optimizer_misfits(
     lacking = [key for key in ("state", "param_groups") if key not in saved]
     if lacking:
         return [f"the checkpoint's state of {kind} has no {lacking}"]
-    lengths = [len(group["params"]) for group in saved["param_groups"]]
-    expected = [len(group["params"]) for group in groups]
-    if lengths != expected:
-        return [
-            f"the checkpoint's state of {kind} has groups of {lengths} parameters, expected "
-            f"{expected}"
-        ]
-    if loads_itself:
-        return []
-    found: list[str] = []
+    found = length_misfits(saved["param_groups"], optimizer)
+    if found or loads_itself:
+        return found
     known: set[Any] = set()
     for group, saved_group in zip(groups, saved["param_groups"], strict=True):
         trials = _Trials(optimizer, group, saved_group)
@@ -241,14 +246,14 @@ class _Trials:
         except KeyError as error:
             (key,) = error.args
             lacks = key in self._settings and key not in self._saved
-            return _TrialState(None, shape, {}, [self._say_lacking(key)] if lacks else [])
+            told = (
+                f"a group of {type(self._optimizer).__name__} has the options "
+                f"{sorted(self._saved)}, expected {key!r}, too"
+            )
+            return _TrialState(None, shape, {}, [told] if lacks else [])
         except Exception:  # it takes what it does not take from a trial optimizer
             return _TrialState(None, shape, {})
         return _TrialState(trial, shape, dict(trial.state[param]))
-
-    def _say_lacking(self, key: str) -> str:
-        kind = type(self._optimizer).__name__
-        return f"a group of {kind} has the options {sorted(self._saved)}, expected {key!r}, too"
 
 
 def _step(optimizer: Optimizer, param: nn.Parameter) -> None:

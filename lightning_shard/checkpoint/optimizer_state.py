@@ -43,7 +43,11 @@ def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
 
 def own_state(key: str, value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
     """Return what this rank keeps of an entry of a parameter's full state."""
-    return _cut(key, _own_part(value, param, engine), *engine.owner(param))
+    if not isinstance(value, Tensor):
+        return value
+    is_gathered = engine.owners.gathers(param)
+    own = value.clone() if is_gathered else engine.split.local(param, value)
+    return _cut(key, own, *engine.owner(param))
 
 
 def local_state_dict(
@@ -60,17 +64,13 @@ def local_state_dict(
     numbers = [number for group in full["param_groups"] for number in group["params"]]
     params = dict(zip(numbers, params_of(optimizer), strict=True))
     state = {
-        key: _local_entries(entries, params[key], engine) if key in params else entries
+        key: {name: own_state(name, value, params[key], engine) for name, value in entries.items()}
+        if key in params
+        else entries
         for key, entries in full["state"].items()
         if key not in params or is_kept(params[key], engine)
     }
     return {**full, "state": state}
-
-
-def _local_entries(
-    entries: Mapping[str, Any], param: nn.Parameter, engine: DataParallelEngine
-) -> dict[str, Any]:
-    return {key: own_state(key, value, param, engine) for key, value in entries.items()}
 
 
 def _check_groups(full: Mapping[str, Any], optimizer: Optimizer) -> None:
@@ -90,9 +90,7 @@ def full_state_dict(optimizer: Optimizer, engine: DataParallelEngine) -> dict[st
     On rank 0 it is the `state_dict` of a single device, on the CPU; on other ranks it is empty.
     """
     state = FullOptimizerState(optimizer, engine)
-    return state.with_tensors(
-        {place: full.tensor().cpu() for place, full in state.tensors()},
-    )
+    return state.with_tensors({place: full.tensor().cpu() for place, full in state.tensors()})
 
 
 class FullOptimizerState:
@@ -316,13 +314,6 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [*chain.from_iterable([group["params"] for group in optimizer.param_groups])]
 
 
-def _own_part(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
-    """Return what this rank keeps of a state tensor of a parameter that tensor parallel splits."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.clone() if engine.owners.gathers(param) else engine.split.local(param, value)
-
-
 def is_kept(param: nn.Parameter, engine: DataParallelEngine) -> bool:
     """Whether this rank keeps state of a parameter, and not its owner alone."""
     if not engine.split.is_here(param) or engine.owners.gathered_elsewhere(param):
@@ -349,14 +340,12 @@ def is_shard(value: Any, flat: FlatParameters, index: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and tuple(value.shape) == tuple(shape)
 
 
-def _cut(key: str, value: Any, flat: FlatParameters, index: int) -> Any:
+def _cut(key: str, value: Tensor, flat: FlatParameters, index: int) -> Tensor:
     """Return a copy of this rank's shard of a full state tensor, whose file may be mapped."""
     slot = flat.layout.slots[index]
-    if not isinstance(value, Tensor):
-        return value
-    if tuple(value.shape) != slot.shape or flat.stage == 0 or flat.is_owned:
-        return value.clone()
-    if value.ndim == 0 and key == "step":  # the counter of a scalar parameter
+    is_counter = value.ndim == 0 and key == "step"  # of a scalar parameter
+    is_whole = tuple(value.shape) != slot.shape or flat.stage == 0 or flat.is_owned
+    if is_whole or is_counter:
         return value.clone()
     shard_slice = flat.layout.shard_slice(slot, flat.shard_index)
     return value.flatten()[shard_slice.param_offset : shard_slice.param_stop].clone()

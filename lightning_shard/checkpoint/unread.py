@@ -87,34 +87,31 @@ def has_unread(nested: Any) -> bool:
     return next(tensors_in(nested), None) is not None
 
 
-def exchanged(nested: Any, exchange: Callable[[Any], Any]) -> Any:
+def exchanged(
+    nested: Any, exchange: Callable[[Any], Any], is_one: Callable[[Any], bool] = is_unread
+) -> Any:
     """Return nested containers with something else in the place of each unread tensor.
 
-    Containers without any stay the same objects, of whatever class.
+    Containers in which nothing is exchanged stay the same objects, of whatever class.
     """
-    if is_unread(nested):
+    if is_one(nested):
         return exchange(nested)
-    if not has_unread(nested):
-        return nested
     if isinstance(nested, Mapping):
-        return like(nested, {key: exchanged(value, exchange) for key, value in nested.items()})
-    children = [exchanged(value, exchange) for value in nested]
-    return tuple(children) if isinstance(nested, tuple) else children
-
-
-def present(nested: Any) -> Any:
-    """Return nested containers with `Present` in the place of each tensor in memory."""
-    if isinstance(nested, Tensor) and nested.layout == torch.strided:
-        return Present(nested)
-    if isinstance(nested, Mapping):
-        found = {key: present(value) for key, value in nested.items()}
+        found = {key: exchanged(value, exchange, is_one) for key, value in nested.items()}
         return like(nested, found) if _differ(found.values(), nested.values()) else nested
     if isinstance(nested, (list, tuple)):
-        children = [present(value) for value in nested]
+        children = [exchanged(value, exchange, is_one) for value in nested]
         if not _differ(children, nested):
             return nested
         return tuple(children) if isinstance(nested, tuple) else children
     return nested
+
+
+def present(nested: Any) -> Any:
+    """Return nested containers with `Present` in the place of each tensor in memory."""
+    return exchanged(
+        nested, Present, lambda one: isinstance(one, Tensor) and one.layout == torch.strided
+    )
 
 
 def like(nested: Mapping[Any, Any], entries: Mapping[Any, Any]) -> dict[Any, Any]:

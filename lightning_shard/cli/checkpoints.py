@@ -77,12 +77,15 @@ def _describe(arguments: Namespace) -> int:
 def _print(told: dict[str, Any], depth: int) -> None:
     console = Console(highlight=False)
     console.print(rows_by_name(_rows(told)))
-    console.print(_tree(told["weights"]["tensors"], depth))
+    tree = Tree("modules")
+    _grow(tree, told["weights"]["tensors"], depth)
+    console.print(tree)
 
 
 def _rows(told: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the lines of the table, each with its name."""
-    weights = told["weights"]
+    weights, step = told["weights"], told["global_step"]
+    progress = "" if step is None else f"epoch {told['epoch']}, global step {step}"
     dtypes = ", ".join(f"{count:,} {name}" for name, count in weights["dtypes"].items())
     rows = [
         ("path", told["path"]),
@@ -90,7 +93,7 @@ def _rows(told: dict[str, Any]) -> list[tuple[str, str]]:
         ("size", f"{_size(told['bytes'])} in {told['files']} files"),
         ("written by", _writer(told)),
         ("versions", ", ".join(f"{name} {one}" for name, one in told["versions"].items())),
-        ("progress", _progress(told)),
+        ("progress", progress),
         ("weights", f"{dtypes}; {_size(weights['bytes'])}"),
         ("no tensors", ", ".join(weights["others"])),
         *((f"optimizer {at}", _optimizer(one)) for at, one in enumerate(told["optimizers"])),
@@ -106,12 +109,6 @@ def _writer(told: dict[str, Any]) -> str:
     ranks = f"{told['ranks']} ranks" if told["ranks"] else ""
     mesh = _pairs(told["mesh"]) if told["mesh"] else ""
     return ", ".join(filter(None, (told["scheme"], ranks, mesh)))
-
-
-def _progress(told: dict[str, Any]) -> str:
-    if told["global_step"] is None:
-        return ""
-    return f"epoch {told['epoch']}, global step {told['global_step']}"
 
 
 def _optimizer(one: dict[str, Any]) -> str:
@@ -140,14 +137,8 @@ def _pairs(values: Any) -> str:
     return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
 
 
-def _tree(tensors: dict[str, Any], depth: int) -> Tree:
-    """Return the modules with their numbers of elements, down to a depth."""
-    tree = Tree("modules")
-    _grow(tree, tensors, depth)
-    return tree
-
-
 def _grow(tree: Tree, tensors: dict[str, Any], depth: int) -> None:
+    """Add the modules with their numbers of elements, down to a depth."""
     children: dict[str, dict[str, Any]] = {}
     for name, one in tensors.items():
         first, _, rest = name.partition(".")

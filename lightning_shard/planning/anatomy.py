@@ -9,7 +9,7 @@ say what any number of either takes. The steps are dry runs: the code that train
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -308,7 +308,7 @@ class Anatomy:
             ).ranks
             for size in self.sizes
         }
-        ties = _tied_bytes(self.weights(tp)["both"])
+        ties = tied_bytes(self.weights(tp))
         whole = self.unpipelined(tp, choice, stage)
 
         def line(read: Callable[[tuple[RankFigures, ...]], float]) -> Bilinear:
@@ -340,9 +340,9 @@ def _by_place(
     }
 
 
-def _tied_bytes(both: Weights) -> int:
+def tied_bytes(weights: Mapping[str, Weights]) -> int:
     """Return what each of the two end ranks sends to sum the gradients of what both have."""
-    return both.numel * 4
+    return weights["both"].numel * 4
 
 
 def _blocks_of(module: nn.Module, path: str) -> BlockList:

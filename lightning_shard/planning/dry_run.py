@@ -157,15 +157,23 @@ def trace_of(
 
 
 class SimulatedEnvironment(InProcessEnvironment):
-    """Answers for rank 0 of a world that is not there, also where ranks of another one run."""
+    """Answers for one rank of a world that is not there, also where ranks of another one run."""
+
+    def __init__(self, num_ranks: int, rank: int = 0) -> None:
+        super().__init__(num_ranks)
+        self._rank = rank
 
     @override
     def world_size(self) -> int:
         return self._num_ranks
 
     @override
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the world is given."""
+
+    @override
     def global_rank(self) -> int:
-        return 0
+        return self._rank
 
 
 class SimulatedWorld:

@@ -19,7 +19,7 @@ from lightning_shard.data_parallel.offload.activations import HostActivations
 from lightning_shard.pipeline_parallel.partition import best_bounds
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, make_schedule
 from lightning_shard.pipeline_parallel.simulation import replay
-from lightning_shard.planning.anatomy import Anatomy, Weights
+from lightning_shard.planning.anatomy import Anatomy, Weights, tied_bytes
 from lightning_shard.planning.candidates import PlanCandidate
 from lightning_shard.planning.machine import MachineProfile
 from lightning_shard.planning.report import ActivationBytes, RankMemory
@@ -254,7 +254,7 @@ class _PipelinedEstimate:
         parts = self.anatomy.weights(one.tp)
         numels = tuple(parts[name].numel for name in ("before", "block", "after", "both"))
         self.bounds = _bounds(numels, self.anatomy.num_blocks, self.num_stages)
-        count = _clipped(one)
+        count = min(one.num_microbatches, 4 * one.pp)  # beyond a few rounds all are alike
         self.table = _table(one.schedule, one.pp, count, self.num_stages)
         self.left_out = one.num_microbatches - count
 
@@ -330,7 +330,7 @@ class _PipelinedEstimate:
     def _sent_pp(self, own: tuple[int, ...]) -> int:
         per = sum(sum(self._messages(stage, self.one.microbatch)) for stage in own)
         ends = 0 in own or self.num_stages - 1 in own
-        ties = self.anatomy.weights(self.one.tp)["both"].numel * 4 if ends else 0
+        ties = tied_bytes(self.anatomy.weights(self.one.tp)) if ends else 0
         return int(per * self.one.num_microbatches * self.one.rounds + ties)
 
     def _sent_tp(self, own: tuple[int, ...]) -> int:
@@ -378,12 +378,6 @@ class _PipelinedEstimate:
         total = short + self.left_out * max(loads)
         busy = sum(loads) * self.one.num_microbatches / self.one.pp
         return total, 1 - busy / total
-
-
-def _clipped(one: PlanCandidate) -> int:
-    """Return how many microbatches are replayed: beyond a few rounds all rounds are alike."""
-    few = 4 * one.pp
-    return one.num_microbatches if one.num_microbatches <= few else few
 
 
 @lru_cache(maxsize=256)

@@ -124,11 +124,7 @@ def plan(
 
 
 def _searched(
-    anatomy: Anatomy,
-    space: SearchSpace,
-    profile: MachineProfile,
-    limit: int,
-    failed: LeftOut,
+    anatomy: Anatomy, space: SearchSpace, profile: MachineProfile, limit: int, failed: LeftOut
 ) -> Plan:
     """Return the plan of all candidates, and the fastest that fits into the limit."""
     found = _estimated(Estimator(anatomy, profile, space.ranks_per_node), space, failed)
@@ -282,7 +278,6 @@ def simulated(anatomy: Anatomy, one: Estimate, ranks_per_node: int = 8) -> Estim
         passing=_passing(anatomy, one, fullest),
         sent=_most([rank.sent for rank in run.ranks], made),
         sent_elements=_most([rank.sent_elements for rank in run.ranks], made),
-        idle_share=one.idle_share,
         is_simulated=True,
     )
 

@@ -164,7 +164,7 @@ class SimulatedModel:
         shapes = {param: part.shape for param, part in self.parts.items()}
         self.stages: Mapping[nn.Parameter, Stages] = dict.fromkeys(self.parts, (0,))
         self._staged: StagedModel | None = None
-        self._skips = Skips()
+        self._templates: dict[Any, Template] = {}  # of the results of skipped blocks
         if options.cut is not None:
             partition = options.cut(module)
             self.stages = parameter_stages(module, partition)
@@ -183,7 +183,7 @@ class SimulatedModel:
     def running(self, run: StepRun, stage: int) -> AbstractContextManager[None]:
         """Pass the blocks' calls to `run` inside, with stand-ins for other stages' parameters."""
         blocks = self.staged.partition.blocks.modules
-        return self.staged.running(self._skips.watch(run, blocks), stage)
+        return self.staged.running(_RememberingRun(run, blocks, self._templates), stage)
 
     def step(self, microbatch: Microbatch) -> Any:
         """Run the user's step on a microbatch."""
@@ -216,39 +216,18 @@ def loss_of(result: Any) -> Tensor:
     return found
 
 
-class Skips:
-    """Remembers the structure of results by class of block and shapes of its arguments.
+class _RememberingRun:
+    """A run of a stage, or a probe, that runs skipped blocks where their results are not known.
 
     A real rank runs the Python code of each block of other stages in its first batch; a simulation
-    has all ranks of a pipeline. Other effects of a skipped block, an auxiliary loss say, happen
-    only once.
+    has all ranks of a pipeline. So `templates` keeps the structure of results by class of block and
+    shapes of its arguments. Other effects of a skipped block, an auxiliary loss say, happen once.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[Any, Template] = {}
-
-    def watch(self, run: StepRun, blocks: Sequence[nn.Module]) -> StepRun:
-        """Return a run that runs skipped blocks only where their results are not known."""
-        return _RememberingRun(run, blocks, self)
-
-    def result(self, kind: type[nn.Module], skipped: Skipped, call: BlockCall) -> Any:
-        """Return placeholders in the structure of a skipped block's result."""
-        leaves = tensors_in(call.arguments)
-        key = kind, signature(leaves)
-        if key in self._known:
-            return self._known[key].build(leaves)
-        result = skipped(call)
-        template = Template.of(result, leaves)
-        if template.is_plain:
-            self._known[key] = template
-        return result
-
-
-class _RememberingRun:
-    """A run of a stage, or a probe, that remembers the results of skipped blocks."""
-
-    def __init__(self, run: StepRun, blocks: Sequence[nn.Module], skips: Skips) -> None:
-        self._run, self._blocks, self._skips = run, blocks, skips
+    def __init__(
+        self, run: StepRun, blocks: Sequence[nn.Module], templates: dict[Any, Template]
+    ) -> None:
+        self._run, self._blocks, self._templates = run, blocks, templates
 
     def known(self) -> AbstractContextManager[None]:
         """Return the context of the wrapped run."""
@@ -260,8 +239,19 @@ class _RememberingRun:
 
     def call(self, index: int, skipped: Skipped, call: BlockCall) -> Any:
         """Answer as the wrapped run does, with the known result where it skips the block."""
-        known = partial(self._skips.result, type(self._blocks[index]), skipped)
+        known = partial(self._result, type(self._blocks[index]), skipped)
         return self._run.call(index, known, call)
+
+    def _result(self, kind: type[nn.Module], skipped: Skipped, call: BlockCall) -> Any:
+        leaves = tensors_in(call.arguments)
+        key = kind, signature(leaves)
+        if key in self._templates:
+            return self._templates[key].build(leaves)
+        result = skipped(call)
+        template = Template.of(result, leaves)
+        if template.is_plain:
+            self._templates[key] = template
+        return result
 
 
 class ProductsOfGroups(TorchDispatchMode):  # type: ignore[no-untyped-call]

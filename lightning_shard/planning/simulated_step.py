@@ -52,13 +52,7 @@ from lightning_shard.pipeline_parallel.microbatches import Microbatch, split_bat
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, StageInput
 from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError, uncompiled
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
-from lightning_shard.planning.report import (
-    ActivationBytes,
-    Kept,
-    RankMemory,
-    at_once,
-    peak,
-)
+from lightning_shard.planning.report import ActivationBytes, Kept, RankMemory, at_once, peak
 from lightning_shard.planning.simulated_model import (
     ProductsOfGroups,
     SimulatedCollectives,
@@ -267,12 +261,14 @@ class SimulatedRank:
             gradients = storage_bytes(t for one in engine.gradients for t in one.buffers())
             state = self.options.state_values * sum(param.data.nbytes for param in self._trained)
         engine.publish(self._trained)
-        in_pipeline = self.options.cut is not None
+        is_sharded, in_pipeline = self.options.engine.stage == 3, self.options.cut is not None
+        gathered = max(self._gathered, largest_units(engine)) if is_sharded else 0
+        in_flight = sum(self._gradient(one).nbytes for one in self._trained) if in_pipeline else 0
         found = RankMemory(
             parameters=parameters,
-            gathered=self._most_gathered(),
+            gathered=gathered,
             gradients=gradients,
-            gradients_in_flight=sum(map(self._gradient_bytes, self._trained)) if in_pipeline else 0,
+            gradients_in_flight=in_flight,
             optimizer_state=state,
             activations=activations.on_device,
             recomputed=self.recomputed,
@@ -298,14 +294,6 @@ class SimulatedRank:
             optimizer_state=0,
             offloaded=found.offloaded + shards + found.optimizer_state,
         )
-
-    def _most_gathered(self) -> int:
-        if self.options.engine.stage < 3:
-            return 0
-        return max(self._gathered, largest_units(self.engine))
-
-    def _gradient_bytes(self, param: nn.Parameter) -> int:
-        return self.model.parts[param].shape.numel() * sum_dtype(param).itemsize
 
     def begin_step(self) -> None:
         """Forget what has been sent, and the gradients of the last step."""
@@ -623,10 +611,7 @@ def trace_step(model: SimulatedModel, batch: Any) -> StepTrace:
     sent = rank.sent["tp"]
     live = _traced(model, rank, content)
     return StepTrace(
-        saved=rank.saved[0, content.size].total,
-        most=live.most,
-        moved=live.moved,
-        sent=sent,
+        saved=rank.saved[0, content.size].total, most=live.most, moved=live.moved, sent=sent
     )
 
 

@@ -207,12 +207,12 @@ class StepMonitor(RunMonitor):
             self._clock = StepClock(self._counters.since)
         self._counters.look()
         self._clock.begin_batch()
-        for name, more in (("samples", num_samples(batch)), ("tokens", self._tokens_of(batch))):
+        for name, more in (
+            ("samples", num_samples(batch)),
+            ("tokens", num_tokens(batch, self._tokens)),
+        ):
             before = self._contents[name]
             self._contents[name] = None if more is None or before is None else before + more
-
-    def _tokens_of(self, batch: Any) -> int | None:
-        return num_tokens(batch, self._tokens)
 
     @override
     def on_before_optimizer_step(
@@ -328,7 +328,7 @@ class StepMonitor(RunMonitor):
     def _note_flops(self, trainer: Trainer, expectations: Expectations, batch: Any) -> None:
         """Write how much arithmetic a token, or a sample, takes."""
         flops, machine = expectations.flops(batch), self._machine
-        held = {"tokens": self._tokens_of(batch), "samples": num_samples(batch)}
+        held = {"tokens": num_tokens(batch, self._tokens), "samples": num_samples(batch)}
         per = next(((name, number) for name, number in held.items() if number), None)
         if flops is not None and per is not None:
             self._flops_per = {per[0]: flops / per[1]}

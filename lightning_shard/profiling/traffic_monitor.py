@@ -1,7 +1,8 @@
 """Writes what ranks send in a step, by axis and operation, and what a dry run says of it."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -23,6 +24,8 @@ from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
 from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.local_updates import LocalUpdates
+
+T = TypeVar("T")
 
 # What a run is expected to take, found on a copy of its module without elements.
 #
@@ -49,14 +52,13 @@ class Expectations:
 
     def flops(self, batch: Any) -> int | None:
         """Return the operations of a batch in forward and backward; None where it cannot run."""
-        found: int | None = self._found(
+        return self._found(
             "flops", lambda: flops_of_batch(self._module, _shapes(batch), self._precision)
         )
-        return found
 
     def dry_run(self, batch: Any) -> DryRun | None:
         """Return the strategy's dry run with a batch; None where it cannot run."""
-        found: DryRun | None = self._found(
+        return self._found(
             "dry run",
             lambda: self._strategy.dry_run(
                 self._module,
@@ -65,9 +67,8 @@ class Expectations:
                 precision=self._precision,
             ),
         )
-        return found
 
-    def _found(self, what: str, find: Any) -> Any:
+    def _found(self, what: str, find: Callable[[], T]) -> T | None:
         if self._module is None:
             self.obstacles[what] = self.obstacles["copy"]
             return None
@@ -77,7 +78,7 @@ class Expectations:
         finally:
             load_random_state(streams, self._strategy.root_device)
 
-    def _unless_it_fails(self, what: str, find: Any) -> Any:
+    def _unless_it_fails(self, what: str, find: Callable[[], T]) -> T | None:
         """Return what is found; a monitored run must not end because a step asks for elements."""
         try:
             return find()
@@ -199,10 +200,7 @@ class TrafficMonitor(RunMonitor):
 
     @checked_options
     def __init__(
-        self,
-        folder: str | Path | None = None,
-        every_n_steps: AtLeastOne = 10,
-        dry_run: bool = True,
+        self, folder: str | Path | None = None, every_n_steps: AtLeastOne = 10, dry_run: bool = True
     ) -> None:
         super().__init__(folder)
         self._every_n_steps, self._takes_dry_run = every_n_steps, dry_run

@@ -38,8 +38,8 @@ from lightning_shard.backends.python_group import PythonGroup
 from lightning_shard.checkpoint.random_state import load_random_state
 from lightning_shard.checkpoint.rank_snapshot import load
 from lightning_shard.data_parallel.optimizer_entries import host_copy
-from lightning_shard.environments import InProcessEnvironment
 from lightning_shard.errors import ConfigError, RankFailedError
+from lightning_shard.planning.dry_run import SimulatedEnvironment
 from lightning_shard.replay.rank_record import RankRecord, own_error, state_digest
 from lightning_shard.replay.tape import WITHOUT_RESULT, CallTape, set_buffers, set_full, set_place
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
@@ -402,7 +402,7 @@ def alone(
     """
     is_cut_short = record.error is not None and record.error[0] == RankFailedError.__name__
     tape = CallTape(rank=record.rank, results=record.results or (), is_cut_short=is_cut_short)
-    environment = _OneRank(record.rank, record.num_ranks)
+    environment = SimulatedEnvironment(record.num_ranks, record.rank)
     made = strategy.with_options(backend="gloo", num_ranks=None, cluster_environment=environment)
     made._local_ranks.use(RecordedBackend(record.setup["backend"]))
     vars(made)["compare_settings"] = lambda _: None  # with whom?
@@ -417,23 +417,3 @@ def _as_rank(tape: CallTape, num_ranks: int) -> Iterator[None]:
             yield
     finally:
         setattr(rank_zero_only, "rank", before)  # noqa: B010  (a function attribute)
-
-
-class _OneRank(InProcessEnvironment):
-    """Knows the rank, of a run on one host whose other processes are not there."""
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        super().__init__(num_ranks)
-        self._rank = rank
-
-    @override
-    def world_size(self) -> int:
-        return self._num_ranks
-
-    @override
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: the record knows."""
-
-    @override
-    def global_rank(self) -> int:
-        return self._rank

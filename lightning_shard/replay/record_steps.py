@@ -166,7 +166,8 @@ class RecordSteps(OnlyLooks, Callback):
                 self._asked_for.discard(record.step)
                 _tell(record.step, "was asked for", self._write(trainer, "asked"))
             if not self._failures:
-                self._drop()
+                self._buffers.give_back(record.snapshot.data)
+                self._record, self._must_begin = None, True
 
     def _look_at_losses(self, trainer: "pl.Trainer") -> None:
         losses = self._record.losses[self._num_losses :] if self._record is not None else []
@@ -220,11 +221,6 @@ class RecordSteps(OnlyLooks, Callback):
         buffers = trainer.lightning_module.buffers()
         record.state = state_digest(strategy.engine, strategy.optimizers, buffers)
         return record.save(self._folder / f"step-{record.step:08d}")
-
-    def _drop(self) -> None:
-        if self._record is not None:
-            self._buffers.give_back(self._record.snapshot.data)
-        self._record, self._must_begin = None, True
 
     def _close(self) -> None:
         self._in_fit.close()

@@ -18,10 +18,10 @@ from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
 from lightning_shard.replay.group_of_one import Outcome, RecordedData, Replayer, Shelf, alone
 from lightning_shard.replay.rank_record import RankRecord, bits, read_record, read_records, versions
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.names import strategy_name
 from lightning_shard.tools.proving.strategies import (
     QUIET_OPTIONS,
     StrategyLike,
-    name_of,
     quiet,
     strategy_in_process,
 )
@@ -254,10 +254,10 @@ def _as_named(
 ) -> DataParallelStrategy:
     name = record.setup["strategy"]
     made = strategy_in_process(strategy or name, record.num_ranks, asked_by="replay")
-    if name_of(made) != name:
+    if (got := strategy_name(made)) != name:
         raise ConfigError(
-            f"replay got the strategy {name_of(made)!r}, expected {name!r}, under which {folder} "
-            f"was recorded. Leave strategy out, or pass that one."
+            f"replay got the strategy {got!r}, expected {name!r}, under which {folder} was "
+            f"recorded. Leave strategy out, or pass that one."
         )
     assert isinstance(made, DataParallelStrategy)
     chosen = record.setup.get("bucket_mb")  # by measuring, which would come to something else here
@@ -283,16 +283,11 @@ def _fit(
     try:
         trainer.fit(module, datamodule=RecordedData(shelf))
     except Exception as raised:
-        if not any(one.losses or one.state for one in shelf.outcomes.values()):
-            _check_begun(raised)
+        has_begun = any(one.losses or one.state for one in shelf.outcomes.values())
+        if not has_begun and isinstance(raised, CheckpointError | ConfigError):
+            raise  # the records do not fit the module, or the strategy does not train it
         return raised
     return None
-
-
-def _check_begun(error: Exception) -> None:
-    """Raise what has kept the step from beginning at all: the records or the module do not fit."""
-    if isinstance(error, CheckpointError | ConfigError):
-        raise error
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from lightning_shard.checkpoint.by_rank import (
     entries_of_ranks,
     gather_entries,
     own_entry,
-    stream_entries,
 )
 from lightning_shard.checkpoint.files.torch_archive import write_archive
 from lightning_shard.checkpoint.random_state import load_random_state, random_misfit, random_state
@@ -76,7 +75,7 @@ def test_entries_of_other_forms_come_together_on_the_first_rank(tmp_path: Path) 
 def test_entries_came_together_on_the_first_rank_before_a_file_was_written(tmp_path: Path) -> None:
     def save(rank: int) -> None:
         file, group = StreamedFile(), world("in_process")
-        section = stream_entries(entry_of(rank), MESH, group, CPU, file)
+        section = gather_entries(entry_of(rank), MESH, group, CPU, file)
         assert bool(section) == (rank == 0)
         tensors = [one for one in tree_leaves(section) if isinstance(one, torch.Tensor)]
         assert all(one.is_meta for one in tensors)

@@ -230,7 +230,8 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
         source.folder.check_complete()
     named = named_as(module, own, source.weights)
     stored = named.tensors
-    misses = _misses(own, stored)
+    missing = [name for name in own if not is_unread(stored.get(name))]
+    misses = Misses(missing, [name for name in stored if name not in own])
     found = _name_misfits(own, stored, misses, named.may_lack) if strict else []
     found += _misfits(own, stored)
     if found:
@@ -241,11 +242,6 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
             if not read_at_start(value, unread.read):
                 _set(module, name, value, unread)
     return misses
-
-
-def _misses(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Misses:
-    missing = [name for name in own if not is_unread(stored.get(name))]
-    return Misses(missing, [name for name in stored if name not in own])
 
 
 def _name_misfits(

@@ -239,11 +239,6 @@ def new_folder(path: Any, *, own: Sequence[str] = ()) -> Iterator[OpenFolder]:
             put_in_place(part, place)
 
 
-def is_checkpoint_folder(path: Path) -> bool:
-    """Whether a folder holds a sharded checkpoint, complete or not."""
-    return _holds(path, _OF_CHECKPOINTS)
-
-
 def _holds(folder: Path, patterns: Sequence[str]) -> bool:
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
@@ -251,7 +246,7 @@ def _holds(folder: Path, patterns: Sequence[str]) -> bool:
 @contextmanager
 def _local_file(place: Path) -> Iterator[BinaryIO]:
     _make_room(place)
-    if place.is_dir() and not place.is_symlink() and not is_checkpoint_folder(place):
+    if _is_folder(place) and not _holds(place, _OF_CHECKPOINTS):
         raise _is_another(place, "a file")
     part = part_of(place)
     with _removed_unless_done(part):
@@ -282,13 +277,13 @@ def _make_room(place: Path) -> None:
 
 def _keep_others(place: Path, part: Path, own: Sequence[str]) -> None:
     """Give a folder's next checkpoint the files in it that are of none: somebody's notes."""
-    if place.is_symlink() or not place.is_dir():
+    if not _is_folder(place):
         return
     for path in place.iterdir():
         if any(map(path.match, (*own, *_OTHERS_OF_CHECKPOINTS))):
             continue
         with suppress(FileNotFoundError):  # somebody has just removed it
-            if path.is_dir() and not path.is_symlink():
+            if _is_folder(path):
                 shutil.copytree(path, part / path.name, symlinks=True, copy_function=link_or_copy)
             else:
                 link_or_copy(path, part / path.name)
@@ -429,7 +424,8 @@ def _settle(filesystem: Any, inner: str, edition: str) -> None:
     if INDEX_FILE in names and edition.encode() in filesystem.cat_file(index):
         own = in_edition(META_FILE, edition)
         if own in names:
-            _copy(filesystem, posixpath.join(inner, own), posixpath.join(inner, META_FILE))
+            content = filesystem.cat_file(posixpath.join(inner, own))
+            filesystem.pipe_file(posixpath.join(inner, META_FILE), content)
         kept = {INDEX_FILE, META_FILE}
         names = [one for one in names if one not in kept and edition_in(one) != edition]
     else:
@@ -439,7 +435,3 @@ def _settle(filesystem: Any, inner: str, edition: str) -> None:
     if not names_in(filesystem, inner):
         with suppress(OSError, NotImplementedError):
             filesystem.rmdir(inner)
-
-
-def _copy(filesystem: Any, source: str, target: str) -> None:
-    filesystem.pipe_file(target, filesystem.cat_file(source))

@@ -114,7 +114,8 @@ def writer_lives(name: str, has_changed: Callable[[], bool]) -> bool:
     is called where the writer cannot be asked.
     """
     found = _NAME.fullmatch(name)
-    if found is None or found["home"] != home() or not _can_tell():
+    can_tell = _began(os.getpid()) > 0
+    if found is None or found["home"] != home() or not can_tell:
         return has_changed()
     pid = int(found["pid"])
     return pid == os.getpid() or 0 < _began(pid) == int(found["began"])
@@ -144,11 +145,6 @@ def home() -> str:
         namespace = 0
     told = f"{socket.gethostname()} {boot} {namespace}"
     return hashlib.sha256(told.encode()).hexdigest()[:16]
-
-
-def _can_tell() -> bool:
-    """Whether this system says when a process began."""
-    return _began(os.getpid()) > 0
 
 
 def _began(pid: int) -> int:

@@ -19,6 +19,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,11 +28,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.checkpoint.files.places import remote_place
+from lightning_shard.checkpoint.files.torch_archive import HEADER, LONG, SHORT
 from lightning_shard.errors import CheckpointError
 
 _CHUNK_BYTES = 1 << 18  # stays in the processor's cache between the copy and the sum
-_HEADER = struct.Struct("<4s5H3I2H")
-_SHORT, _LONG = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
 _HAS_DESCRIPTOR = 8
 _IS_FOLDER = 0x10  # for which torch reads nothing
 _STORAGES = {
@@ -113,8 +113,8 @@ def _begin_of(file: BinaryIO, one: zipfile.ZipInfo, expected: int) -> int:
             f"it begins at byte {one.header_offset}, expected {expected}", one.filename
         )
     file.seek(one.header_offset)
-    header = file.read(_HEADER.size)
-    fields = _HEADER.unpack(header) if len(header) == _HEADER.size else (b"",)
+    header = file.read(HEADER.size)
+    fields = HEADER.unpack(header) if len(header) == HEADER.size else (b"",)
     if fields[0] != b"PK\x03\x04":
         raise DamagedError("its header is damaged", one.filename)
     _, _, flags, kind, _, _, _, _, _, name_bytes, extra_bytes = fields
@@ -122,7 +122,7 @@ def _begin_of(file: BinaryIO, one: zipfile.ZipInfo, expected: int) -> int:
     own = one.orig_filename.encode("utf-8" if flags & 0x800 else "cp437", errors="replace")
     if (flags, kind) != (one.flag_bits, one.compress_type) or name != own:
         raise DamagedError("its header is not that of the archive's list", one.filename)
-    return one.header_offset + int(_HEADER.size + name_bytes + extra_bytes)
+    return one.header_offset + int(HEADER.size + name_bytes + extra_bytes)
 
 
 def _check_descriptor(file: BinaryIO, one: zipfile.ZipInfo, end: int, limit: int) -> None:
@@ -131,7 +131,7 @@ def _check_descriptor(file: BinaryIO, one: zipfile.ZipInfo, end: int, limit: int
     if gap == 0:
         return
     expected = b"PK\x07\x08", one.CRC, one.compress_size, one.file_size
-    for form in (_SHORT, _LONG):
+    for form in (SHORT, LONG):
         if gap == form.size and one.flag_bits & _HAS_DESCRIPTOR:
             file.seek(end)
             if form.unpack(file.read(gap)) == expected:
@@ -204,32 +204,27 @@ class Storage(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, eq=False)
 class RecordTensor:
     """A tensor whose elements lie in a record of an archive, from element `start` on."""
 
-    def __init__(
-        self,
-        archive: "ArchiveFile",
-        record: str,
-        dtype: torch.dtype,
-        start: int,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-    ) -> None:
-        self._archive, self.record = archive, record
-        self._start, self._stride = start, stride
-        self.shape, self.dtype = torch.Size(shape), dtype
+    archive: "ArchiveFile"
+    record: str
+    dtype: torch.dtype
+    start: int
+    shape: torch.Size
+    stride: tuple[int, ...]
 
     def read(self) -> Tensor:
         """Read the elements, and those between them where the tensor is strided."""
         if not prod(self.shape):
             return torch.empty(self.shape, dtype=self.dtype)
-        pairs = zip(self.shape, self._stride, strict=True)
+        pairs = zip(self.shape, self.stride, strict=True)
         length = 1 + sum((size - 1) * stride for size, stride in pairs)
         size = self.dtype.itemsize
-        content = self._archive.read(self.record, self._start * size, length * size)
+        content = self.archive.read(self.record, self.start * size, length * size)
         flat = torch.frombuffer(content, dtype=torch.uint8).view(self.dtype)
-        return flat.as_strided(self.shape, self._stride).contiguous()
+        return flat.as_strided(self.shape, self.stride).contiguous()
 
 
 class ArchiveFile:
@@ -259,7 +254,7 @@ class ArchiveFile:
     def tensor(self, storage: Any, start: int, shape: Any, stride: Any) -> RecordTensor:
         """Return a tensor of a storage; the same object for the same elements."""
         record, dtype = storage
-        place = (record, dtype, start, tuple(shape), tuple(stride))
+        place = (record, dtype, start, torch.Size(shape), tuple(stride))
         if place not in self._known:
             self._known[place] = RecordTensor(self, *place)
         return self._known[place]
@@ -273,7 +268,7 @@ class ArchiveFile:
                 raise ValueError(f"there are no {length} bytes from {start} on")
             with self._filesystem.open(self._inner, "rb") as file:
                 file.seek(info.header_offset)
-                *_, name_bytes, extra_bytes = _HEADER.unpack(file.read(_HEADER.size))
+                *_, name_bytes, extra_bytes = HEADER.unpack(file.read(HEADER.size))
                 file.seek(name_bytes + extra_bytes + start, os.SEEK_CUR)
                 if file.readinto(content) != length:
                     raise ValueError("the file ends in them")

@@ -30,9 +30,9 @@ _CHUNK_BYTES = 1 << 20  # stays in the processor's cache between its checksum an
 _MAX_32 = 0xFFFFFFFF
 _LONG_FROM = _MAX_32  # what takes fields of 64 bits
 _FLAGS = 0x808  # checksum and lengths follow the record; names are UTF-8
-_HEADER = struct.Struct("<4s5H3I2H")
+HEADER = struct.Struct("<4s5H3I2H")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
-_SHORT, _LONG = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+SHORT, LONG = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
 _END_64, _LOCATOR = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
 _END = struct.Struct("<4s4H2IH")
 _FOLDER = "archive"
@@ -159,7 +159,7 @@ class Archive:
         crc = self._put_elements(parts)
         assert self._offset == first + size, f"{name} has come with another size"
         if size:
-            form = _LONG if is_long else _SHORT
+            form = LONG if is_long else SHORT
             self.put(form.pack(b"PK\7\b", crc, size, size))
         self._sums.update(path + crc.to_bytes(4, "little"))
         self._entries.append(_entry(path, crc, size, begin))
@@ -169,11 +169,11 @@ class Archive:
         path, begin = f"{_FOLDER}/{name}".encode(), self._offset
         is_long = max(size, begin) >= _LONG_FROM
         extra = _sizes_64(size, size) if is_long else b""
-        extra += _padding(begin + _HEADER.size + len(path) + len(extra))
+        extra += _padding(begin + HEADER.size + len(path) + len(extra))
         told = (_MAX_32, _MAX_32) if is_long else (0, 0)
         version = 45 if is_long else 0
         kind = (version, _FLAGS, 0, 0, 0)
-        self.put(_HEADER.pack(b"PK\3\4", *kind, 0, *told, len(path), len(extra)))
+        self.put(HEADER.pack(b"PK\3\4", *kind, 0, *told, len(path), len(extra)))
         self.put(path + extra)
         return path, is_long
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
@@ -88,11 +88,18 @@ class BoxWriter(FileSystemWriter):
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = self._folder.named(f"{plan.storage_data.prefix}0.distcp")
+        results, crc = list[WriteResult](), 0
         with closing(self._folder.create(name)) as file:
-            boxes = _BoxFile(name, file)
-            results = [boxes.write(item, planner.resolve_data(item)) for item in plan.items]
+            for item in plan.items:
+                begin = file.tell()
+                crc = _write(file, planner.resolve_data(item), crc)
+                length = file.tell() - begin
+                place = _StorageInfo(name, begin, length)
+                results.append(
+                    WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
+                )
             file.finish()
-        self.checksums[name] = {"bytes": file.tell(), "crc32": f"{boxes.crc:08x}"}
+        self.checksums[name] = {"bytes": file.tell(), "crc32": f"{crc:08x}"}
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
@@ -111,24 +118,14 @@ def renamed(results: Sequence[WriteResult], names: Mapping[str, str]) -> list[Wr
     ]
 
 
-class _BoxFile:
-    """A file of items, each as `torch.save` writes it."""
-
-    def __init__(self, name: str, file: WrittenFile) -> None:
-        self.crc = 0
-        self._name, self._file = name, file
-
-    def write(self, item: WriteItem, data: Tensor | io.BytesIO) -> WriteResult:
-        """Write one item, and return where it lies."""
-        begin, archive = self._file.tell(), Archive(cast("BinaryIO", self._file), self.crc)
-        if isinstance(data, Tensor) and is_plain(data):
-            _write_tensor(archive, data.detach())
-        else:
-            archive.put(_pickled(data))
-        self.crc = archive.crc
-        length = self._file.tell() - begin
-        place = _StorageInfo(self._name, begin, length)
-        return WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
+def _write(file: WrittenFile, data: Tensor | io.BytesIO, crc: int) -> int:
+    """Write an item as `torch.save` does, and return the checksum of the file so far."""
+    archive = Archive(cast("BinaryIO", file), crc)
+    if isinstance(data, Tensor) and is_plain(data):
+        _write_tensor(archive, data.detach())
+    else:
+        archive.put(_pickled(data))
+    return archive.crc
 
 
 def is_plain(tensor: Tensor) -> bool:

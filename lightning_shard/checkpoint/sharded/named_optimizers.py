@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.misfits import length_misfits
 from lightning_shard.errors import some_of
 
 
@@ -77,13 +78,9 @@ def name_misfits(
     own = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
     if state.get("ungrouped"):
         return _ungrouped_misfits(state, own, kind)
+    if found := length_misfits(state["param_groups"], optimizer):
+        return found
     saved = [list(group["params"]) for group in state["param_groups"]]
-    lengths, expected = [len(one) for one in saved], [len(one) for one in own]
-    if lengths != expected:
-        return [
-            f"the checkpoint's state of {kind} has groups of {lengths} parameters, expected "
-            f"{expected}"
-        ]
     return [
         f"group {number} of the state of {kind} holds {_some(set(theirs) - set(ours))}, expected "
         f"{_some(set(ours) - set(theirs))}"

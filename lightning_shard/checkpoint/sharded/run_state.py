@@ -150,11 +150,7 @@ _HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_d
 
 
 def weight_misfits(
-    module: nn.Module,
-    state: Mapping[str, Any],
-    *,
-    strict: bool,
-    left_out: Container[str] = (),
+    module: nn.Module, state: Mapping[str, Any], *, strict: bool, left_out: Container[str] = ()
 ) -> list[str]:
     """Return as messages what does not fit a module with full parameters.
 

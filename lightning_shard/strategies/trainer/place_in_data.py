@@ -45,7 +45,6 @@ from lightning_shard.checkpoint.by_rank import (
     gather_entries,
     in_memory,
     own_entry,
-    stream_entries,
 )
 from lightning_shard.checkpoint.random_state import (
     generator_state,
@@ -433,6 +432,4 @@ def _gathered(
     group = run.present_collectives
     if not own or group is None:
         return {}
-    if file is None:
-        return gather_entries(own, run.mesh, group, run.root_device)
-    return stream_entries(own, run.mesh, group, run.root_device, file)
+    return gather_entries(own, run.mesh, group, run.root_device, file)

@@ -66,6 +66,10 @@ def find_cause(lab: Laboratory) -> Cause:
     )
 
 
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
+
+
 def _divergence(lab: Laboratory) -> Cause | None:
     values, last = lab.alone.records[0].values.items(), lab.first.place.step
     losses = [float(of[-1]) for place, of in values if place.kind == "loss" and place.step <= last]
@@ -84,10 +88,10 @@ def _batch_norm(lab: Laboratory) -> Cause | None:
     names = changes.batch_norms_of(lab.subject.module)
     if not names or not lab.vanishes(changes.with_fixed_statistics):
         return None
-    told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
     return Cause(
         name="batch norm",
-        because=f"batch norm in {told}: each rank normalises by the statistics of its own samples",
+        because=f"batch norm in {_some(names)}: each rank normalises by the statistics of its own "
+        "samples",
         evidence="with fixed statistics the ranks and one device are equal",
         advice="pass Trainer(sync_batchnorm=True), or take a norm of single samples (GroupNorm, "
         "LayerNorm); with large batches on each rank it is often left as it is",
@@ -456,7 +460,6 @@ def cause_in_random_numbers(lab: Laboratory) -> Cause | None:
     if (shared := cause_in_shared_values(*tried)) is not None:
         return shared
     names = changes.dropouts_of(lab.subject.module)
-    told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
     advice = (
         "it is no mistake: ranks draw for different samples, and so do steps. To compare the rest, "
         "prove with dropout off (dropout=False, --no-dropout)"
@@ -464,7 +467,7 @@ def cause_in_random_numbers(lab: Laboratory) -> Cause | None:
     called = f"dropout that {moved} calls as a function, or something like it"
     tried_without = [(changes.still, called, "when the modules are in evaluation mode")]
     if names:
-        tried_without.insert(0, (changes.without_dropout, f"dropout in {told}", "with p=0"))
+        tried_without.insert(0, (changes.without_dropout, f"dropout in {_some(names)}", "with p=0"))
     for change, who, when in tried_without:
         if first_random(*tried, change) is None:
             return Cause(
@@ -645,8 +648,7 @@ def _written(lab: Laboratory) -> str:
     places = [one.place for one in found if one.place.step == step]
     kept = (one for one in places if one.kind == "buffer" or one.name in frozen)
     names = list(dict.fromkeys(one.name for one in kept))
-    told = ", ".join(map(repr, names[:3])) + (" and others" if len(names) > 3 else "")
-    return f"; from its samples the step writes {told}" if names else ""
+    return f"; from its samples the step writes {_some(names)}" if names else ""
 
 
 def _is_weighted(lab: Laboratory, one: object, two: object, own: list[Tensor]) -> bool:

@@ -23,6 +23,7 @@ from lightning_shard.data_parallel.torch_private import (
 )
 from lightning_shard.environments.launchers._copy import copy_with_functions
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel.blocks import num_parameters
 
 Change = Callable[[pl.LightningModule], None]
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -231,24 +232,21 @@ _OF_A_HEAD = ("d_kv",)  # a width of each head, kept where heads become fewer
 def narrowed(module: pl.LightningModule, factor: int) -> tuple[pl.LightningModule, str]:
     """Return a copy whose widths are divided by a factor, and what was done in words."""
     networks = [] if factor == 1 else list(_configured(module))
-    before = _numel(module)
+    before = num_parameters(module)
     if networks:
         made: pl.LightningModule = copy_with_functions(module, {}, [module], ())
         for path, network in networks:
             _put(made, path, _narrow_network(network, factor))
     else:
         made = _narrow_module(module, factor)
-    if _numel(made) >= before:
+    after = num_parameters(made)
+    if after >= before:
         raise ConfigError(
             f"narrow={factor} found no width in {type(module).__name__}: neither a network with a "
             f"Hugging Face configuration, nor an argument such as width=, hidden_size= or d_model= "
             f"that save_hyperparameters() has kept. Make the model narrow where it is made."
         )
-    return made, f"the model was made narrow, from {before:,} to {_numel(made):,} parameters"
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
+    return made, f"the model was made narrow, from {before:,} to {after:,} parameters"
 
 
 def _configured(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

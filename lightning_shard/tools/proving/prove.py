@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.strategies.names import strategy_name
 from lightning_shard.tools.proving import changes
 from lightning_shard.tools.proving.batches import (
     Join,
@@ -50,7 +51,6 @@ from lightning_shard.tools.proving.runs import EXACT, RunFailedError, Subject, c
 from lightning_shard.tools.proving.strategies import (
     StrategyLike,
     comparable,
-    name_of,
     strategy_in_process,
 )
 from lightning_shard.tools.proving.verdict import Cause, Verdict, phase_of
@@ -113,7 +113,7 @@ def prove(
     )
     if not dropout:
         subject = replace(subject, module=subject.fresh_module(changes.without_dropout))
-    name = name_of(strategy_in_process(strategy, num_ranks))
+    name = strategy_name(strategy_in_process(strategy, num_ranks))
     found = _judge(subject, Verdict(outcome="equal", strategy=name, num_ranks=num_ranks))
     return replace(found, seconds=time.perf_counter() - began, remarks=(*told, *found.remarks))
 
@@ -268,11 +268,8 @@ def _only_in_low_precision(
 def _trained(pair: _ComparedRuns) -> Difference | None:
     """Return the first difference in what is trained, not in what is only logged."""
     first = pair.found.first
-    return None if first is None or _is_logged(pair) else first
-
-
-def _is_logged(pair: _ComparedRuns) -> bool:
-    return all(one.place.kind == "metric" for one in pair.found.counting)
+    is_logged = all(one.place.kind == "metric" for one in pair.found.counting)
+    return None if first is None or is_logged else first
 
 
 def _logged(verdict: Verdict, pair: _ComparedRuns, remarks: list[str]) -> Verdict:
@@ -353,11 +350,6 @@ class _Rank:
     found: Comparison
     tolerance: float
 
-    @property
-    def first(self) -> Difference | None:
-        """What differs first, but for what is logged, which is each rank's own."""
-        return self.found.first
-
 
 def compared_alone(subject: Subject, verdict: Verdict) -> Verdict:
     """Compare each rank with one device on its own samples."""
@@ -387,7 +379,7 @@ def compared_alone(subject: Subject, verdict: Verdict) -> Verdict:
     )
     if first is None:
         return verdict
-    rank = next(one for one in ranks if one.first is first)
+    rank = next(one for one in ranks if one.found.first is first)
     return replace(verdict, outcome="different", first=first, cause=_cause(decided, rank))
 
 
@@ -413,7 +405,7 @@ def _before_the_end(record: Record) -> Run:
 
 
 def _first_of(ranks: Sequence[_Rank]) -> Difference | None:
-    found = [one.first for one in ranks if one.first is not None]
+    found = [one.found.first for one in ranks if one.found.first is not None]
     return min(found, key=lambda one: one.place.step, default=None)
 
 

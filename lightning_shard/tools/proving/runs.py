@@ -208,11 +208,7 @@ class Recorder(Callback):
                     self._add("update", "optimizer state", name, value)
 
     def _note_optimizer(
-        self,
-        trainer: "pl.Trainer",
-        module: "pl.LightningModule",
-        number: int,
-        optimizer: Optimizer,
+        self, trainer: "pl.Trainer", module: "pl.LightningModule", number: int, optimizer: Optimizer
     ) -> None:
         names = {param: name for name, param in module.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]

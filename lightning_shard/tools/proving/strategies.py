@@ -97,11 +97,6 @@ def full_gradients(module: "pl.LightningModule") -> list[tuple[str, Tensor]]:
     return full
 
 
-def name_of(strategy: ShardStrategy) -> str:
-    """Return the name of a strategy, without a backend."""
-    return strategy_name(strategy)
-
-
 def comparable(given: StrategyLike, num_ranks: int) -> tuple[StrategyLike, str, bool]:
     """Return what is compared in a strategy's place, where it differs from one device by design."""
     made = strategy_in_process(given, num_ranks)
