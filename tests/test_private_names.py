@@ -34,7 +34,7 @@ MAY_TOUCH_THEM = {
     "backends/_c10d.py",
     "backends/debug_wrapper.py",
     "backends/in_process/rank_globals.py",
-    "checkpoint/files/stored_archive.py",
+    "checkpoint/files/reading.py",
     "checkpoint/conversion/loading.py",
     "checkpoint/files/torch_archive.py",
     "checkpoint/sharded/box_writer.py",

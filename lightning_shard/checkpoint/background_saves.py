@@ -45,9 +45,15 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.files.checksums import Checksum, complete_folder, write_checked
 from lightning_shard.checkpoint.files.new import not_saved
-from lightning_shard.checkpoint.files.open_folder import META_FILE, OpenFolder, on_one_filesystem
+from lightning_shard.checkpoint.files.open_folder import (
+    META_FILE,
+    Checksum,
+    OpenFolder,
+    complete_folder,
+    on_one_filesystem,
+    write_checked,
+)
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.sharded.box_writer import BoxWriter, renamed
 from lightning_shard.checkpoint.sharded.writing import BoxSavePlanner, made_folder, write_folder

@@ -31,9 +31,10 @@ from lightning_shard.checkpoint.sharded.entries import (
     checkpoint_of,
     folder_entries,
     lightning_version,
+    name_misfits,
+    numbered_state,
 )
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
-from lightning_shard.checkpoint.sharded.named_optimizers import name_misfits, numbered_state
 from lightning_shard.checkpoint.sharded.run_state import (
     load_rest,
     local_optimizer_state,

@@ -23,9 +23,8 @@ from typing_extensions import override
 
 from lightning_shard.cli.reporting import rows_by_name
 from lightning_shard.cli.shard_cli import ShardCLI, find_classes_here
-from lightning_shard.replay.replay import Replayed, replay
+from lightning_shard.replay.replay import replay
 from lightning_shard.tools.proving.prove import prove
-from lightning_shard.tools.proving.verdict import Verdict
 
 # Lightning's own callbacks look on, but for these.
 _TRAINING = (
@@ -115,27 +114,6 @@ class ProveCLI(CLIWithoutTrainer):
         add("--no-dropout", action="store_true", help="Compare with dropout off.")
         add("--json", action="store_true", help="Print JSON, for scripts.")
 
-    def prove(self) -> Verdict:
-        """Prove what the configuration says."""
-        given = self.given_trainer
-        options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
-        return prove(
-            self.model,
-            self.datamodule,
-            strategy=_strategy(given.get("strategy", "auto")),
-            num_ranks=self.config.ranks or _num_ranks(given),
-            num_steps=self.config.steps,
-            precision=self.config.precision,
-            dropout=not self.config.no_dropout,
-            shrink=self.config.shrink,
-            narrow=self.config.narrow,
-            trainer_options={**options, "callbacks": self.training_callbacks},
-        )
-
-
-def _strategy(given: Any) -> Any:
-    return "shard_ddp" if given == "auto" else given
-
 
 def _num_ranks(given: dict[str, Any]) -> int:
     """Return the ranks that a configuration is for: as many here, if they are not too many."""
@@ -165,24 +143,26 @@ class ReplayCLI(CLIWithoutTrainer):
         add("--pdb", action="store_true", help="Look at the error in pdb, where it was raised.")
         add("--json", action="store_true", help="Print JSON, for scripts.")
 
-    def replay(self) -> Replayed:
-        """Replay what the configuration says."""
-        strategy = self.given_trainer.get("strategy", "auto")
-        return replay(
-            self.config.folder,
-            self.model,
-            strategy=None if strategy == "auto" else strategy,
-            callbacks=self.training_callbacks,
-            rank=self.config.rank,
-            trust=self.config.trust,
-        )
-
 
 def _run_prove() -> int:
     """Run `prove` with what is in `sys.argv`, and return the process's exit code."""
     cli = ProveCLI()
-    verdict = cli.prove()
-    if cli.config.json:
+    given, config = cli.given_trainer, cli.config
+    strategy = given.get("strategy", "auto")
+    options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
+    verdict = prove(
+        cli.model,
+        cli.datamodule,
+        strategy="shard_ddp" if strategy == "auto" else strategy,
+        num_ranks=config.ranks or _num_ranks(given),
+        num_steps=config.steps,
+        precision=config.precision,
+        dropout=not config.no_dropout,
+        shrink=config.shrink,
+        narrow=config.narrow,
+        trainer_options={**options, "callbacks": cli.training_callbacks},
+    )
+    if config.json:
         print(verdict.as_json())
         return verdict.exit_status
     head = Text(f"{verdict.strategy} on {verdict.num_ranks} ranks: ")
@@ -196,8 +176,16 @@ def _run_prove() -> int:
 def _run_replay() -> int:
     """Run `replay` with what is in `sys.argv`, and return the process's exit code."""
     cli = ReplayCLI()
-    found = cli.replay()
-    if cli.config.json:
+    config, strategy = cli.config, cli.given_trainer.get("strategy", "auto")
+    found = replay(
+        config.folder,
+        cli.model,
+        strategy=None if strategy == "auto" else strategy,
+        callbacks=cli.training_callbacks,
+        rank=config.rank,
+        trust=config.trust,
+    )
+    if config.json:
         print(found.as_json())
     else:
         who = "" if found.rank is None else f", rank {found.rank} alone"
@@ -206,7 +194,7 @@ def _run_replay() -> int:
         head.append(found.outcome.upper(), style=f"bold {colour}")
         head.append(", bit for bit" if found.is_bitwise else ", with other bits")
         _print(head, found.lines())
-    if cli.config.pdb and found.error is not None:
+    if config.pdb and found.error is not None:
         pdb.post_mortem(found.error.__traceback__)
     return found.exit_status
 

@@ -30,7 +30,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.misfits import optimizer_misfits
 from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit, error_of
-from lightning_shard.checkpoint.sharded.named_optimizers import name_misfits, numbered_state
+from lightning_shard.checkpoint.sharded.entries import name_misfits, numbered_state
 from lightning_shard.checkpoint.sharded.run_state import loads_plainly
 from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.differentiation import Gradients, Run

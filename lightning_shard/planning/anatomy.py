@@ -11,7 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -130,9 +130,9 @@ class Anatomy:
         except Exception as error:  # whatever the user's step raises
             self.sizes, self.refusal = _SIZES[1], f"{type(error).__name__}: {error}"
             self.flops = self._flops()
-        self._weights: dict[int, dict[str, Weights]] = {}
-        self._unpipelined: dict[tuple[int, Checkpointing, int], Unpipelined] = {}
-        self._stages: dict[tuple[int, Checkpointing, int], Stages] = {}
+        self.weights = cache(self._weighed)
+        self.stages = cache(self._staged)
+        self._traces = cache(self._traced)
 
     def batch(self, size: int) -> Any:
         """Return a batch of so many samples on meta."""
@@ -204,13 +204,8 @@ class Anatomy:
             self._plans[tp] = {layer.pattern: layer.style for layer in layers}
         return self._plans[tp]
 
-    def weights(self, tp: int) -> dict[str, Weights]:
-        """Return the parameters of a rank's "before", one "block", "after", and "both" ends."""
-        if tp not in self._weights:
-            self._weights[tp] = self._weighed(tp)
-        return self._weights[tp]
-
     def _weighed(self, tp: int) -> dict[str, Weights]:
+        """Return the parameters of a rank's "before", one "block", "after", and "both" ends."""
         module = self.short(1)
         world = SimulatedWorld(
             self.split(tp, 1, None),
@@ -251,10 +246,7 @@ class Anatomy:
 
     def unpipelined(self, tp: int, choice: Checkpointing, stage: int = 0) -> Unpipelined:
         """Return the figures of a rank without a pipeline; `stage` is one that `keeps_as` has."""
-        key = tp, choice, stage
-        if key not in self._unpipelined:
-            self._unpipelined[key] = self._traced(*key)
-        return self._unpipelined[key]
+        return self._traces(tp, choice, stage)
 
     def keeps_as(self, choice: Checkpointing, zero_stage: int) -> int:
         """Return 0 or 3, the ZeRO stage that keeps what a stage keeps for backward.
@@ -283,14 +275,8 @@ class Anatomy:
 
         return Unpipelined(**{name: line(name) for name in vars(traces[self.sizes[0], 2])})
 
-    def stages(self, tp: int, choice: Checkpointing, stage: int) -> Stages:
-        """Return the figures of a pipeline's stages; `stage` is one that `keeps_as` has."""
-        key = tp, choice, stage
-        if key not in self._stages:
-            self._stages[key] = self._staged(*key)
-        return self._stages[key]
-
     def _staged(self, tp: int, choice: Checkpointing, stage: int) -> Stages:
+        """Return the figures of a pipeline's stages; `stage` is one that `keeps_as` has."""
         strategy = strategy_class("HybridParallelStrategy")(
             pipeline_parallel_size=4,
             tensor_parallel_size=tp,

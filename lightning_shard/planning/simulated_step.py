@@ -279,20 +279,18 @@ class SimulatedRank:
     def _offloaded(self, found: RankMemory) -> RankMemory:
         """Return what is held where shards, their gradients and state lie in host memory."""
         flats, stage = self.engine.flats, self.options.engine.stage
-        on_device = self.options.offload == "optimizer" and stage == 3  # shards, too
-        masters = {flat: flat.shard.numel() * flat.shard.itemsize for flat in flats}
-        trained = [flat for flat in flats if flat.is_trained]
-        parameters = 0
-        for flat in flats:
-            parameters += 0 if stage == 3 else flat.full.numel() * flat.full.itemsize
-            parameters += flat.shard.numel() * flat.shard.itemsize if on_device else 0
-        shards = sum(masters.values()) + sum(masters[flat] for flat in trained)
+        masters = sum(flat.shard.nbytes for flat in flats)
+        gradients = sum(flat.shard.nbytes for flat in flats if flat.is_trained)
+        if stage == 3:  # where shards of parameters are on the device if they are not offloaded
+            parameters = masters if self.options.offload == "optimizer" else 0
+        else:
+            parameters = sum(flat.full.nbytes for flat in flats)
         return replace(
             found,
             parameters=parameters,
             gradients=found.gradients if stage < 2 else 0,
             optimizer_state=0,
-            offloaded=found.offloaded + shards + found.optimizer_state,
+            offloaded=found.offloaded + masters + gradients + found.optimizer_state,
         )
 
     def begin_step(self) -> None:
@@ -354,9 +352,7 @@ def largest_units(engine: DataParallelEngine) -> int:
     """Return the bytes of the units that stage 3 would have full at a time."""
     sizes: dict[bool, list[int]] = {True: [], False: []}
     for unit in engine.units:
-        sizes[unit.is_root].append(
-            sum(flat.full.numel() * flat.full.itemsize for flat in unit.flats)
-        )
+        sizes[unit.is_root].append(sum(flat.full.nbytes for flat in unit.flats))
     return sum(sizes[True]) + sum(sorted(sizes[False])[-_FULL_AT_ONCE:])
 
 
@@ -550,7 +546,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note(one)
         is_arithmetic = getattr(func, "overloadpacket", None) in flop_registry
         if not is_arithmetic and any(storage_key(one) not in keys for one in results):
-            self.moved += sum(map(_num_bytes, [*given, *results]))
+            self.moved += sum(one.nbytes for one in (*given, *results))
         return result
 
     def _note(self, tensor: Tensor) -> None:
@@ -577,10 +573,6 @@ def _tensors(values: Any) -> list[Tensor]:
         for one in found
         for part in ((one._indices(), one._values()) if one.is_sparse else (one,))
     ]
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 @dataclass(frozen=True, kw_only=True)

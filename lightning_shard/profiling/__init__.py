@@ -4,8 +4,7 @@ from lightning_shard.profiling.held_bytes import HeldBytesTable, MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
 from lightning_shard.profiling.progress_bar import CompressionRatio, ExpertBalance
 from lightning_shard.profiling.run_monitor import PlanMonitor
-from lightning_shard.profiling.step_monitor import StepMonitor
-from lightning_shard.profiling.traffic_monitor import TrafficMonitor
+from lightning_shard.profiling.step_monitor import StepMonitor, TrafficMonitor
 
 __all__ = [
     "CompressionRatio",

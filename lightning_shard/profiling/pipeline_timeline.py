@@ -17,7 +17,6 @@ has ended; what the host does between them counts as idle.
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
@@ -122,14 +121,6 @@ class IdleShares(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class _Profile:
-    """A batch that is being profiled."""
-
-    number: int
-    clock: ActionClock
-
-
 class PipelineTimeline(Callback):
     """Take timelines of a pipeline's training batches; print idle shares at the end of a fit.
 
@@ -165,7 +156,7 @@ class PipelineTimeline(Callback):
         self._every_n_steps = every_n_steps
         self._formats = tuple(formats)
         self._num_batches = 0
-        self._profile: _Profile | None = None
+        self._profile: tuple[int, ActionClock] | None = None  # of the batch of this number
         self._shares: list[IdleShares] = []
 
     @override
@@ -186,7 +177,7 @@ class PipelineTimeline(Callback):
             return
         strategy = _pipelined(trainer)
         clock = ActionClock(strategy.along("pp"), strategy.root_device)
-        self._profile = _Profile(self._num_batches, clock)
+        self._profile = self._num_batches, clock
         strategy.pipeline.observer = clock
 
     @override
@@ -196,14 +187,14 @@ class PipelineTimeline(Callback):
         profile, self._profile = self._profile, None
         if profile is None:
             return
-        strategy = _pipelined(trainer)
+        strategy, (number, clock) = _pipelined(trainer), profile
         strategy.pipeline.observer = None
-        timeline = profile.clock.gather()
+        timeline = clock.gather()
         num_microbatches = 1 + max(event.action.microbatch for event in timeline.rows[0])
         self._shares.append(IdleShares.of(timeline, strategy.schedule(num_microbatches)))
         pl_module.log("pipeline_idle_share", timeline.idle_share)
         if strategy.is_global_zero and self._folder is not None:
-            self._write(self._folder / f"batch_{profile.number:06}", timeline)
+            self._write(self._folder / f"batch_{number:06}", timeline)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -29,8 +29,7 @@ from lightning_shard.checkpoint.by_rank import entries_of_ranks
 from lightning_shard.checkpoint.files.new import new_file, remove_remote
 from lightning_shard.checkpoint.files.parts import home, remove
 from lightning_shard.checkpoint.files.places import is_on_the_web, local_path
-from lightning_shard.checkpoint.files.reading import read_file, read_mapped
-from lightning_shard.checkpoint.files.stored_archive import ALL, Share
+from lightning_shard.checkpoint.files.reading import ALL, Share, read_file, read_mapped
 from lightning_shard.checkpoint.files.torch_archive import ArchiveRecord, records_of, write_archive
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.errors import CheckpointError

@@ -3,8 +3,7 @@
 import pytest
 
 from lightning_shard.backends.traffic import OperationTraffic
-from lightning_shard.profiling.step_monitor import StepClock
-from lightning_shard.profiling.traffic_monitor import AxisTraffic
+from lightning_shard.profiling.step_monitor import AxisTraffic, StepClock
 
 
 class World:

@@ -15,7 +15,7 @@ from lightning_shard import TensorParallelStrategy, ZeRO2Strategy, ZeRO3Strategy
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.traffic import OperationTraffic
 from lightning_shard.core.mesh import ParallelMesh
-from lightning_shard.profiling.traffic_monitor import (
+from lightning_shard.profiling.step_monitor import (
     AxisCounters,
     Expectations,
     axis_of,

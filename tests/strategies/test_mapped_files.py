@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.files.reading import read_mapped
-from lightning_shard.checkpoint.files.stored_archive import Share
+from lightning_shard.checkpoint.files.reading import Share, read_mapped
 from lightning_shard.errors import CheckpointError
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles
 from lightning_shard.testing import run_ranks

@@ -17,7 +17,7 @@ import copy
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -39,19 +39,13 @@ _ADVICE = (
 )
 
 
-@dataclass
-class Named:
-    """Tensors by a module's names; `may_lack` has those that its class does without."""
-
-    tensors: dict[str, Any]
-    may_lack: set[str] = field(default_factory=set)
-
-
-def named_as(module: nn.Module, own: Iterable[str], stored: Mapping[str, Any]) -> Named:
-    """Return a file's tensors under the names that a module has for them; none is read."""
+def named_as(
+    module: nn.Module, own: Iterable[str], stored: Mapping[str, Any]
+) -> tuple[dict[str, Any], set[str]]:
+    """Return a file's tensors under a module's names, and the names that its class does without."""
     names = set(own)
     if not _is_hugging_face(module) or (names <= stored.keys() and len(names) == len(stored)):
-        return Named(dict(stored))
+        return dict(stored), set()
     found = _renamed(module, names, stored)
     unexpected = _patterns(module, "_keys_to_ignore_on_load_unexpected")
     buffers = [name for name, _ in module.named_buffers()]
@@ -61,10 +55,10 @@ def named_as(module: nn.Module, own: Iterable[str], stored: Mapping[str, Any]) -
         if any(name.endswith(leaf) for name in buffers)
     ]
     missing = _patterns(module, "_keys_to_ignore_on_load_missing")
-    return Named(
-        {name: one for name, one in found.items() if name in names or not _any(unexpected, name)},
-        {name for name in names if _any(missing, name)},
-    )
+    found = {
+        name: one for name, one in found.items() if name in names or not _any(unexpected, name)
+    }
+    return found, {name for name in names if _any(missing, name)}
 
 
 def _renamed(module: nn.Module, names: set[str], stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,11 +222,10 @@ def load_safetensors(module: nn.Module, path: Any, *, strict: bool = True) -> Mi
     source = open_source(path, weights_only=True)
     if source.folder is not None:
         source.folder.check_complete()
-    named = named_as(module, own, source.weights)
-    stored = named.tensors
+    stored, may_lack = named_as(module, own, source.weights)
     missing = [name for name in own if not is_unread(stored.get(name))]
     misses = Misses(missing, [name for name in stored if name not in own])
-    found = _name_misfits(own, stored, misses, named.may_lack) if strict else []
+    found = _name_misfits(own, stored, misses, may_lack) if strict else []
     found += _misfits(own, stored)
     if found:
         raise misfit_error(type(module).__name__, found, _ADVICE)

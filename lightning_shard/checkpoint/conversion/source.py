@@ -26,8 +26,7 @@ from lightning_shard.checkpoint.files.places import (
     local_path,
     remote_place,
 )
-from lightning_shard.checkpoint.files.reading import read_file, verify_file
-from lightning_shard.checkpoint.files.stored_archive import ArchiveFile
+from lightning_shard.checkpoint.files.reading import ArchiveFile, read_file, verify_file
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
 from lightning_shard.checkpoint.sharded.entries import (
     is_flattened,

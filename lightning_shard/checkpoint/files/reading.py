@@ -1,30 +1,372 @@
-"""Reading a checkpoint file: verified first, and every failure told by name.
+"""Reading a checkpoint file: verified first, every failure told by name, its tensors one by one.
 
-missing, empty, no checkpoint, truncated, damaged    told before anything of it is loaded
-objects where only tensors are asked for             told with their names
-written by torch before 1.6                          loads; such files have no checksums
+    ┌ local header ┬ record ┬ descriptor ┐┌ … ┐┌ directory ┬ end ┐      a zip archive
+      name           bytes    CRC, length        name, CRC, length, offset of each record
+
+torch stores a CRC-32 of each record, and never looks at it. Here all three must agree, and records
+must lie one behind the other: then no length and no offset can be wrong without a word. A file that
+torch was told to write without checksums has zeros in their place, and is taken as it is, as is one
+of torch before 1.6.
+
+An archive's list of tensors is read without running code: something inert is in the place of every
+class. What torch calls to make a tensor again is private, and a test fails when it changes.
 """
 
+import io
 import os
 import pickle
 import shutil
+import struct
 import tempfile
-from collections.abc import Iterator
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from lightning_shard.checkpoint.files.places import local_path, remote_place
-from lightning_shard.checkpoint.files.stored_archive import (
-    ALL,
-    ArchiveFile,
-    DamagedError,
-    Share,
-    check_archive,
-)
+from lightning_shard.checkpoint.files.torch_archive import HEADER, LONG, SHORT
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
+
+_CHUNK_BYTES = 1 << 18  # stays in the processor's cache between the copy and the sum
+_HAS_DESCRIPTOR = 8
+_IS_FOLDER = 0x10  # for which torch reads nothing
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "UntypedStorage": torch.uint8,
+}
+_PLAIN = {("collections", "OrderedDict"): OrderedDict, ("torch", "Size"): torch.Size}
+
+
+class DamagedError(Exception):
+    """Something in an archive is not as it was written; says what, as a clause."""
+
+    def __init__(self, message: str, record: str = "") -> None:
+        super().__init__(message)
+        self.record = record
+
+
+class Share(NamedTuple):
+    """The share of an archive's tensors that one of several processes checks."""
+
+    number: int
+    of: int
+
+
+ALL = Share(0, 1)
+
+
+def check_archive(file: BinaryIO, share: Share = ALL) -> None:
+    """Read an archive, and compare its records with their checksums; of elements, a share."""
+    try:
+        archive = zipfile.ZipFile(file)
+        records = sorted(archive.infolist(), key=lambda one: one.header_offset)
+        directory = archive.start_dir
+    except Exception as error:  # of whatever garbage looks like
+        raise DamagedError(
+            "its end is missing or damaged, where a list of its records was expected"
+        ) from error
+    if not records:
+        raise DamagedError("it holds no records")
+    has_sums = any(one.CRC for one in records)
+    end = 0
+    for one, following in zip(records, [*records[1:], None], strict=True):
+        limit = directory if following is None else following.header_offset
+        begin = _begin_of(file, one, end)
+        end = begin + one.compress_size
+        if one.compress_type == zipfile.ZIP_STORED and one.compress_size != one.file_size:
+            raise DamagedError("its lengths contradict each other", one.filename)
+        _check_descriptor(file, one, end, limit)
+        if has_sums and _is_in(share, one, begin, directory):
+            _check_sum(file, archive, one, begin)
+        end = limit
+
+
+def _is_in(share: Share, one: zipfile.ZipInfo, begin: int, end: int) -> bool:
+    """Whether a record is checked for a share: what holds no elements is for each."""
+    if "/data/" not in one.filename:
+        return True
+    middle = begin + one.compress_size // 2  # of the file, so that shares are of one size
+    return min(middle * share.of // max(end, 1), share.of - 1) == share.number
+
+
+def _begin_of(file: BinaryIO, one: zipfile.ZipInfo, expected: int) -> int:
+    """Return where the bytes of a record begin, from its own header."""
+    if one.external_attr & _IS_FOLDER or one.volume:
+        raise DamagedError("the archive's list says that it is no record", one.filename)
+    if one.header_offset != expected:
+        raise DamagedError(
+            f"it begins at byte {one.header_offset}, expected {expected}", one.filename
+        )
+    file.seek(one.header_offset)
+    header = file.read(HEADER.size)
+    fields = HEADER.unpack(header) if len(header) == HEADER.size else (b"",)
+    if fields[0] != b"PK\x03\x04":
+        raise DamagedError("its header is damaged", one.filename)
+    _, _, flags, kind, _, _, _, _, _, name_bytes, extra_bytes = fields
+    name = file.read(name_bytes)
+    own = one.orig_filename.encode("utf-8" if flags & 0x800 else "cp437", errors="replace")
+    if (flags, kind) != (one.flag_bits, one.compress_type) or name != own:
+        raise DamagedError("its header is not that of the archive's list", one.filename)
+    return one.header_offset + int(HEADER.size + name_bytes + extra_bytes)
+
+
+def _check_descriptor(file: BinaryIO, one: zipfile.ZipInfo, end: int, limit: int) -> None:
+    """Check what stands between a record and the next one: its checksum and lengths, or nothing."""
+    gap = limit - end
+    if gap == 0:
+        return
+    expected = b"PK\x07\x08", one.CRC, one.compress_size, one.file_size
+    for form in (SHORT, LONG):
+        if gap == form.size and one.flag_bits & _HAS_DESCRIPTOR:
+            file.seek(end)
+            if form.unpack(file.read(gap)) == expected:
+                return
+    raise DamagedError(f"it ends at byte {end}, and what follows is not its checksum", one.filename)
+
+
+def _check_sum(file: BinaryIO, archive: zipfile.ZipFile, one: zipfile.ZipInfo, begin: int) -> None:
+    found = _sum(_stored(file, begin, one.file_size))
+    if one.compress_type != zipfile.ZIP_STORED:
+        try:
+            with archive.open(one) as content:
+                found = _sum(iter(lambda: content.read(_CHUNK_BYTES), b""))
+        except Exception as error:
+            raise DamagedError(f"it cannot be unpacked: {error}", one.filename) from error
+    if found != one.CRC:
+        raise DamagedError(f"its checksum is {found:08x}, expected {one.CRC:08x}", one.filename)
+
+
+def _sum(chunks: Iterator[bytes | memoryview]) -> int:
+    crc = 0
+    for chunk in chunks:
+        crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _stored(file: BinaryIO, begin: int, length: int) -> Iterator[memoryview]:
+    """Yield the bytes of a record, in a buffer that is used again."""
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, length)))
+    file.seek(begin)
+    while length > 0:
+        num_read = file.readinto(buffer[:length])  # type: ignore[attr-defined]
+        if not num_read:
+            return
+        yield buffer[:num_read]
+        length -= num_read
+
+
+class Opaque(dict[Any, Any]):
+    """Stands for an object of another class: its entries where it is a mapping, else nothing."""
+
+    made_of: tuple[Any, ...] = ()
+
+    def __init__(self, *made_of: Any, **__: Any) -> None:
+        super().__init__()
+        self.made_of = made_of
+
+    def __call__(self, *_: Any, **__: Any) -> "Opaque":
+        """Do nothing, as what is called while an object is made again."""
+        return Opaque()
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def append(self, _: Any) -> None:
+        """Take an element, as a list does."""
+
+    def extend(self, _: Any) -> None:
+        """Take elements, as a list does."""
+
+    @override
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
+class Storage(NamedTuple):
+    """The elements of a tensor: the number of their record as text, and the storage's format."""
+
+    record: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class RecordTensor:
+    """A tensor whose elements lie in a record of an archive, from element `start` on."""
+
+    archive: "ArchiveFile"
+    record: str
+    dtype: torch.dtype
+    start: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """Read the elements, and those between them where the tensor is strided."""
+        if not prod(self.shape):
+            return torch.empty(self.shape, dtype=self.dtype)
+        pairs = zip(self.shape, self.stride, strict=True)
+        length = 1 + sum((size - 1) * stride for size, stride in pairs)
+        size = self.dtype.itemsize
+        content = self.archive.read(self.record, self.start * size, length * size)
+        flat = torch.frombuffer(content, dtype=torch.uint8).view(self.dtype)
+        return flat.as_strided(self.shape, self.stride).contiguous()
+
+
+class ArchiveFile:
+    """A file of `torch.save`, opened."""
+
+    def __init__(self, path: Any) -> None:
+        self._path = path
+        self._filesystem, self._inner = remote_place(path)
+        self._known: dict[Any, RecordTensor] = {}
+        self.has_objects = False
+        try:
+            with self._filesystem.open(self._inner, "rb") as file, zipfile.ZipFile(file) as archive:
+                self._records = {one.filename: one for one in archive.infolist()}
+                self._folder = next(iter(self._records)).partition("/")[0]
+                pickled = archive.read(f"{self._folder}/data.pkl")
+                order = self._records.get(f"{self._folder}/byteorder")
+                self._is_little = order is None or archive.read(order) == b"little"
+            self.content = _Reader(io.BytesIO(pickled), self).load()
+        except Exception as error:  # whatever a damaged file leads to
+            raise self._damaged(error) from error
+        if not self._is_little:
+            raise CheckpointError(
+                f"{path} was written by a big-endian processor, expected a little-endian one's "
+                f"elements. Load it with torch.load and save it again."
+            )
+
+    def tensor(self, storage: Any, start: int, shape: Any, stride: Any) -> RecordTensor:
+        """Return a tensor of a storage; the same object for the same elements."""
+        record, dtype = storage
+        place = (record, dtype, start, torch.Size(shape), tuple(stride))
+        if place not in self._known:
+            self._known[place] = RecordTensor(self, *place)
+        return self._known[place]
+
+    def read(self, record: str, start: int, length: int) -> bytearray:
+        """Read bytes of the record of a storage."""
+        info = self._records.get(f"{self._folder}/data/{record}")
+        content = bytearray(length)
+        try:
+            if info is None or start + length > info.file_size or info.compress_type:
+                raise ValueError(f"there are no {length} bytes from {start} on")
+            with self._filesystem.open(self._inner, "rb") as file:
+                file.seek(info.header_offset)
+                *_, name_bytes, extra_bytes = HEADER.unpack(file.read(HEADER.size))
+                file.seek(name_bytes + extra_bytes + start, os.SEEK_CUR)
+                if file.readinto(content) != length:
+                    raise ValueError("the file ends in them")
+        except (OSError, ValueError, struct.error) as error:
+            raise self._damaged(error, f"the record data/{record}") from error
+        return content
+
+    def name_of(self, record: str) -> str | None:
+        """Return the path of keys to the tensor of a record; None where nobody can tell.
+
+        archive/data/3    ─>    state_dict.layer.0.weight
+        """
+        wanted = record.partition("/data/")[2]
+        return next((path for path, one in _records_in(self.content, "") if one == wanted), None)
+
+    def _damaged(self, error: Exception, what: str = "its list of tensors") -> CheckpointError:
+        return CheckpointError(
+            f"{self._path} is damaged, or no file of torch.save: {what} cannot be read ({error}). "
+            f"Load another checkpoint, or copy this one again from where it is whole."
+        )
+
+
+def _records_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path of keys to each tensor, and the number of the record that it lies in."""
+    if isinstance(value, (RecordTensor, Storage)):
+        yield path, value.record
+        return
+    if isinstance(value, Opaque):  # a tensor of a kind that is read by torch alone, say
+        for one in value.made_of:
+            yield from _records_in(one, path)
+    children: Any = ()
+    if isinstance(value, Mapping):
+        children = value.items()
+    elif isinstance(value, (list, tuple)):
+        children = enumerate(value)
+    for key, child in children:
+        yield from _records_in(child, f"{path}.{key}" if path else str(key))
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, archive: ArchiveFile) -> None:
+        super().__init__(file)
+        self._archive = archive
+
+    @override
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) in _PLAIN:
+            return _PLAIN[module_name, global_name]
+        if module_name == "torch._utils" and global_name in _REBUILDS:
+            return getattr(self, _REBUILDS[global_name])
+        if module_name in ("torch", "torch.storage"):
+            value = getattr(torch, global_name, None)
+            if isinstance(value, torch.dtype):
+                return value
+            if global_name in _STORAGES:
+                return _STORAGES[global_name]
+        self._archive.has_objects = True
+        return type(global_name, (Opaque,), {"__module__": module_name})
+
+    @override
+    def persistent_load(self, pid: Any, /) -> Any:
+        _, dtype, record, *_ = pid
+        return Storage(str(record), dtype)
+
+    def rebuilt(self, storage: Any, start: int, shape: Any, stride: Any, *_: Any) -> Any:
+        return self._archive.tensor(storage, start, shape, stride)
+
+    def rebuilt_of_bytes(
+        self,
+        storage: Any,
+        start: int,
+        shape: Any,
+        stride: Any,
+        _: Any,
+        __: Any,
+        dtype: Any,
+        *___: Any,
+    ) -> Any:
+        return self._archive.tensor((storage[0], dtype), start, shape, stride)
+
+    def rebuilt_parameter(self, data: Any, *_: Any) -> Any:
+        return data
+
+
+_REBUILDS = {
+    "_rebuild_tensor": "rebuilt",
+    "_rebuild_tensor_v2": "rebuilt",
+    "_rebuild_tensor_v3": "rebuilt_of_bytes",
+    "_rebuild_parameter": "rebuilt_parameter",
+    "_rebuild_parameter_with_state": "rebuilt_parameter",
+}
+"""By torch's name of what makes a tensor again, the method here."""
+
 
 _ARCHIVE = b"PK\x03\x04"
 _OLD = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the number that files without an archive begin with

@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_shard.checkpoint.files.checksums import Checksum
-from lightning_shard.checkpoint.files.open_folder import OpenFolder, WrittenFile
+from lightning_shard.checkpoint.files.open_folder import Checksum, OpenFolder, WrittenFile
 from lightning_shard.checkpoint.files.torch_archive import (
     Archive,
     ArchiveRecord,

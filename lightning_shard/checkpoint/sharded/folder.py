@@ -22,8 +22,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_shard.checkpoint.files.checksums import CHECKSUMS, read_checksums, verify_folder
-from lightning_shard.checkpoint.files.open_folder import META_FILE, in_edition
+from lightning_shard.checkpoint.files.open_folder import (
+    CHECKSUMS,
+    META_FILE,
+    in_edition,
+    read_checksums,
+    verify_folder,
+)
 from lightning_shard.checkpoint.files.parts import is_leftover
 from lightning_shard.checkpoint.files.places import file_sizes, inside, is_file
 from lightning_shard.checkpoint.files.reading import read_file

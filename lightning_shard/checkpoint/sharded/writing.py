@@ -12,14 +12,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.files.checksums import (
+from lightning_shard.checkpoint.files.new import new_folder, not_saved
+from lightning_shard.checkpoint.files.open_folder import (
+    META_FILE,
     Checksum,
+    OpenFolder,
     complete_folder,
     read_checksums,
     verify_folder,
 )
-from lightning_shard.checkpoint.files.new import new_folder, not_saved
-from lightning_shard.checkpoint.files.open_folder import META_FILE, OpenFolder
 from lightning_shard.checkpoint.files.torch_archive import records_of, write_archive
 from lightning_shard.checkpoint.sharded.box_writer import BoxWriter
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor

@@ -10,8 +10,7 @@ import fsspec
 import pytest
 import torch
 
-from lightning_shard.checkpoint.files.reading import read_file
-from lightning_shard.checkpoint.files.stored_archive import check_archive
+from lightning_shard.checkpoint.files.reading import check_archive, read_file
 from lightning_shard.checkpoint.files.torch_archive import records_of, write_archive
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 from tests.checkpoint.files.archives import checkpoint, damage, same

@@ -12,9 +12,13 @@ import fsspec
 import pytest
 
 from lightning_shard.checkpoint.files import parts
-from lightning_shard.checkpoint.files.checksums import complete_folder, verify_folder, write_checked
 from lightning_shard.checkpoint.files.new import new_file, new_folder, remove_remote
-from lightning_shard.checkpoint.files.open_folder import edition_in
+from lightning_shard.checkpoint.files.open_folder import (
+    complete_folder,
+    edition_in,
+    verify_folder,
+    write_checked,
+)
 from lightning_shard.checkpoint.files.parts import by_age, completed_at, part_of
 from lightning_shard.checkpoint.files.places import names_in
 from lightning_shard.errors import CheckpointError

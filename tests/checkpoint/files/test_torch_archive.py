@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.serialization import config
 
 from lightning_shard.checkpoint.files import torch_archive
-from lightning_shard.checkpoint.files.stored_archive import check_archive
+from lightning_shard.checkpoint.files.reading import check_archive
 from lightning_shard.checkpoint.files.torch_archive import joined_crc, records_of, write_archive
 from tests.checkpoint.files.archives import checkpoint, same
 

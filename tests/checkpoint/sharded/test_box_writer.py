@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_shard.checkpoint.files import torch_archive
-from lightning_shard.checkpoint.files.checksums import checksum_of, read_checksums, verify_folder
+from lightning_shard.checkpoint.files.open_folder import checksum_of, read_checksums, verify_folder
 from lightning_shard.checkpoint.files.torch_archive import parts_of
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.writing import write_folder
