@@ -38,7 +38,7 @@ MAY_TOUCH_THEM = {
     "checkpoint/conversion/loading.py",
     "checkpoint/files/torch_archive.py",
     "checkpoint/sharded/box_writer.py",
-    "checkpoint/sharded/index.py",
+    "checkpoint/sharded/folder.py",
     "checkpoint/sharded/run_state.py",
     "data_parallel/torch_private.py",
     "elastic/_lightning.py",

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -53,14 +52,9 @@ def is_unread(value: Any) -> bool:
     return hasattr(value, "read") and isinstance(getattr(value, "dtype", None), torch.dtype)
 
 
-def numel_of(tensor: Unread) -> int:
-    """Return the number of its elements."""
-    return prod(tensor.shape)
-
-
 def bytes_in(tensor: Unread) -> int:
     """Return the number of its bytes."""
-    return numel_of(tensor) * tensor.dtype.itemsize
+    return tensor.shape.numel() * tensor.dtype.itemsize
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.conversion.consolidating import (
     consolidate,
 )
 from lightning_shard.checkpoint.conversion.source import describe
-from lightning_shard.cli.parsers import dtype_name
+from lightning_shard.cli.parsers import DTYPES
 from lightning_shard.cli.reporting import rows_by_name
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -33,7 +33,7 @@ def _consolidate(arguments: Namespace) -> int:
     options = Consolidation(
         to=arguments.format,
         weights_only=arguments.weights_only,
-        dtype=None if arguments.dtype is None else getattr(torch, dtype_name(arguments.dtype)),
+        dtype=None if arguments.dtype is None else getattr(torch, DTYPES[arguments.dtype]),
         prefix=arguments.prefix,
         max_shard_bytes=arguments.max_shard_size,
         trust=arguments.trust,

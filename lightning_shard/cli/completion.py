@@ -5,7 +5,7 @@ torch and Lightning define, it has those that a command line is written with.
 """
 
 import sys
-from argparse import Action, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -63,7 +63,8 @@ def whole_parser(lightnings: dict[str, str], path: Any = None) -> ArgumentParser
         subcommands.add_parser(name, help=text, parents=[parser_of(name)], add_help=False)
     for parser in subcommands.choices.values():
         for action in parser._actions:
-            if _takes_path(action):
+            options = action.option_strings
+            if action.dest in _PATH_NAMES or any(name in _PATHS for name in options):
                 action.complete = path  # type: ignore[attr-defined]
     return whole
 
@@ -81,7 +82,3 @@ def _add_trainer(parser: ArgumentParser, name: str) -> None:
     if name == "replay":
         parser.add_argument("folder")
     parser.add_argument("--debug", action="store_true")
-
-
-def _takes_path(action: Action) -> bool:
-    return action.dest in _PATH_NAMES or any(name in _PATHS for name in action.option_strings)

@@ -74,7 +74,7 @@ RUN_DIR is the folder that StepMonitor, TrafficMonitor and MemoryMonitor of
 lightning_shard.profiling were given. The page needs no other file and no network.
 """,
 }
-_DTYPES = {
+DTYPES = {
     "float32": "float32",
     "fp32": "float32",
     "float16": "float16",
@@ -82,6 +82,8 @@ _DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
+"""By given name torch's name of a format."""
+
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1}
 
 
@@ -112,7 +114,7 @@ def _add_consolidate(parser: ArgumentParser) -> None:
         help="Write a .ckpt without optimizers, schedulers and callbacks.",
     )
     parser.add_argument(
-        "--dtype", choices=list(_DTYPES), help="Turn floating-point weights into this format."
+        "--dtype", choices=list(DTYPES), help="Turn floating-point weights into this format."
     )
     parser.add_argument(
         "--prefix", default="", help="Write only weights whose names begin so, without it."
@@ -216,11 +218,6 @@ _ARGUMENTS = {
     "completion": _add_completion,
     "report": _add_report,
 }
-
-
-def dtype_name(given: str) -> str:
-    """Return torch's name of a format."""
-    return _DTYPES[given]
 
 
 def num_bytes(text: str) -> int:

@@ -81,19 +81,15 @@ def machine_profile(name_or_path: str | Path) -> MachineProfile:
             f"There is no machine profile {text!r}; expected one of {', '.join(published())}, or "
             f"the path of a file with the entries of one of these."
         )
-    return _parsed(content, text)
-
-
-def _parsed(content: str, origin: str) -> MachineProfile:
     wanted = {field.name for field in fields(MachineProfile)}
     try:
         entries = json.loads(content)
         differing = wanted.symmetric_difference(entries)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"The machine profile {origin!r} is no JSON object: {error}.") from error
+        raise ConfigError(f"The machine profile {text!r} is no JSON object: {error}.") from error
     if differing:
         raise ConfigError(
-            f"The machine profile {origin!r} has entries too many or too few: "
+            f"The machine profile {text!r} has entries too many or too few: "
             f"{', '.join(sorted(differing))}; expected exactly {', '.join(sorted(wanted))}."
         )
     return MachineProfile(**entries)

@@ -77,10 +77,11 @@ class ActionClock:
         (host, origin, _), *_ = ranks = self._group.all_gather_object(
             (platform.node(), self._seconds, events)
         )
-        return Timeline.of_rows(
-            _shifted(theirs, 0.0 if name == host else origin - seconds)
-            for name, seconds, theirs in ranks
-        )
+        rows = []
+        for name, seconds, theirs in ranks:
+            by = 0.0 if name == host else origin - seconds
+            rows.append([Event(one, start + by, end + by) for one, start, end in theirs])
+        return Timeline.of_rows(rows)
 
     def _mark(self) -> Any:
         if not self._uses_events:
@@ -93,10 +94,6 @@ class ActionClock:
         if not self._uses_events:
             return float(mark)
         return self._seconds + float(self._origin.elapsed_time(mark)) / 1e3
-
-
-def _shifted(events: Sequence[Event], seconds: float) -> list[Event]:
-    return [Event(one, start + seconds, end + seconds) for one, start, end in events]
 
 
 class IdleShares(NamedTuple):

@@ -244,14 +244,8 @@ def _name_misfits(
     missing = [
         name for name in misses.missing_keys if id(own[name]) not in loaded and name not in may_lack
     ]
-    return [
-        *([f"Missing key(s): {some_of(missing, 5)}"] if missing else []),
-        *(
-            [f"Unexpected key(s): {some_of(misses.unexpected_keys, 5)}"]
-            if misses.unexpected_keys
-            else []
-        ),
-    ]
+    told = {"Missing": missing, "Unexpected": misses.unexpected_keys}
+    return [f"{what} key(s): {some_of(names, 5)}" for what, names in told.items() if names]
 
 
 def _misfits(own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[str]:

@@ -40,7 +40,6 @@ from lightning_shard.checkpoint.unread import (
     bytes_in,
     exchanged,
     is_unread,
-    numel_of,
     present,
     tensors_in,
 )
@@ -380,9 +379,9 @@ def _weights(source: Source) -> dict[str, Any]:
     unique = {id(one): one for one in tensors.values()}.values()
     dtypes: Counter[str] = Counter()
     for one in unique:
-        dtypes[_name(one)] += numel_of(one)
+        dtypes[_name(one)] += one.shape.numel()
     return {
-        "elements": sum(map(numel_of, unique)),
+        "elements": sum(one.shape.numel() for one in unique),
         "bytes": sum(map(bytes_in, unique)),
         "dtypes": dict(dtypes.most_common()),
         "tensors": {
@@ -425,7 +424,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if is_unread(value):
-        if numel_of(value) == 1:
+        if value.shape.numel() == 1:
             return value.read().item()
         return f"{_name(value)} {tuple(value.shape)}"
     if isinstance(value, Mapping) and (value or type(value) is dict):

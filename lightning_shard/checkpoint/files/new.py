@@ -155,11 +155,6 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def sync_file(path: Path) -> None:
-    """Have the elements of a file on the disk before this returns."""
-    _sync(path, os.O_RDONLY)
-
-
 def sync_folder(path: Path) -> None:
     """Have the names in a folder on the disk before this returns, where the system can do so."""
     try:
@@ -213,8 +208,7 @@ def new_folder(path: Any, *, own: Sequence[str] = ()) -> Iterator[OpenFolder]:
     """Write a folder that is there when the block ends, whole, and not at all if it raises.
 
     One rank enters this, and tells the others the folder; all have written when it leaves. Its
-    files are flushed to the disk here; on a filesystem of several hosts each rank calls `sync_file`
-    of its own, too.
+    files are flushed to the disk here.
     """
     with explaining_failures(path):
         place = local_path(path)
@@ -292,7 +286,7 @@ def _keep_others(place: Path, part: Path, own: Sequence[str]) -> None:
 def _sync_all(folder: Path) -> None:
     for top, _, names in os.walk(folder):
         for name in names:
-            sync_file(Path(top) / name)
+            _sync(Path(top) / name, os.O_RDONLY)
 
 
 def _is_special(place: Path) -> bool:

@@ -109,7 +109,9 @@ def _entries(
     if engine.owners.gathers(param):
         shape = torch.Size(engine.full_shape(param))
         return {
-            key: _full_box(value) if _has_shape(value, shape) else value
+            key: _full_box(value)
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape == shape
+            else value
             for key, value in entries.items()
         }
     return {
@@ -118,10 +120,6 @@ def _entries(
         else value
         for key, value in entries.items()
     }
-
-
-def _has_shape(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == shape
 
 
 def _full_box(value: Tensor) -> BoxedTensor:
@@ -179,9 +177,9 @@ def _name_misfits(own: Iterable[str], state: Iterable[str]) -> list[str]:
     theirs, ours = set(state), set(own)
     missing = [repr(name) for name in own if name not in theirs]
     unexpected = [repr(name) for name in state if name not in ours]
+    told = {"Missing": missing, "Unexpected": unexpected}
     return [
-        *([f"Missing key(s) in state_dict: {', '.join(missing)}"] if missing else []),
-        *([f"Unexpected key(s) in state_dict: {', '.join(unexpected)}"] if unexpected else []),
+        f"{what} key(s) in state_dict: {', '.join(names)}" for what, names in told.items() if names
     ]
 
 

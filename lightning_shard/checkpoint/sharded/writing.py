@@ -24,8 +24,7 @@ from lightning_shard.checkpoint.files.open_folder import (
 from lightning_shard.checkpoint.files.torch_archive import records_of, write_archive
 from lightning_shard.checkpoint.sharded.box_writer import BoxWriter
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
-from lightning_shard.checkpoint.sharded.folder import StoredFolder
-from lightning_shard.checkpoint.sharded.index import by_itself, text_of, with_keys
+from lightning_shard.checkpoint.sharded.folder import StoredFolder, by_itself, text_of, with_keys
 from lightning_shard.errors import CheckpointError
 
 _OF_RANK = re.compile(r"__(\d+)_")
@@ -59,9 +58,14 @@ def write_folder(
     rank = 0 if group is None else group.rank
     with ExitStack() as stack:
         sums: dict[str, Checksum] = {}  # of what rank 0 writes beside its boxes
-        place = agreed_folder(
-            path, group, stack, lambda place: sums.update(write_meta(place, meta))
-        )
+        made: tuple[OpenFolder | None, str] = None, ""
+        if rank == 0:
+            made = made_folder(path, stack, lambda place: sums.update(write_meta(place, meta)))
+        if group is not None:
+            made = group.broadcast_object(made, src=0)
+        place, failure = made
+        if place is None:
+            raise CheckpointError(failure)
         writer = _write(place, state, alone=group is None)
         own = writer.checksums | sums
         written = [own] if group is None else group.all_gather_object(own)
@@ -79,28 +83,10 @@ def write_meta(place: OpenFolder, meta: Any) -> dict[str, Checksum]:
         return {name: {"bytes": file.tell(), "crc32": f"{archive.crc:08x}"}}
 
 
-def agreed_folder(
-    path: Any,
-    collectives: Collectives | None,
-    stack: ExitStack,
-    prepare: Callable[[OpenFolder], object],
-) -> OpenFolder:
-    """Return the folder to write into, which rank 0 makes; each rank must call."""
-    made: tuple[OpenFolder | None, str] = None, ""
-    if collectives is None or collectives.rank == 0:
-        made = made_folder(path, stack, prepare)
-    if collectives is not None:
-        made = collectives.broadcast_object(made, src=0)
-    folder, failure = made
-    if folder is None:
-        raise CheckpointError(failure)
-    return folder
-
-
 def made_folder(
     path: Any, stack: ExitStack, prepare: Callable[[OpenFolder], object]
 ) -> tuple[OpenFolder | None, str]:
-    """Make the folder to write into, on rank 0; see `agreed_folder`."""
+    """Make the folder to write into, on rank 0; return None and why where it cannot be."""
     try:
         place = stack.enter_context(new_folder(path))
         prepare(place)

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.errors import ShardError
-from lightning_shard.tools.proving.batches import reordered
 from lightning_shard.tools.proving.records import Kind, Phase, Place, Record, Run, option_of
-from lightning_shard.tools.proving.runs import EXACT, RunFailedError, Subject
+from lightning_shard.tools.proving.runs import EXACT, RunFailedError, Subject, reordered
 
 _PHASES = get_args(Phase)
 _FLOOR = 1e-3

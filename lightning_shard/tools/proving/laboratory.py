@@ -16,11 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard.errors import ShardError
-from lightning_shard.tools.proving.batches import halves
 from lightning_shard.tools.proving.changes import Change, without_updates
 from lightning_shard.tools.proving.comparison import Comparison, Difference, compare, deviation
 from lightning_shard.tools.proving.records import Kind, Phase, Place, Run
-from lightning_shard.tools.proving.runs import RunFailedError, Subject
+from lightning_shard.tools.proving.runs import RunFailedError, Subject, halves
 
 _LOSS: tuple[Phase, Kind, str] = ("loss", "loss", "loss")
 _SECOND = Place(1, 0, *_LOSS)

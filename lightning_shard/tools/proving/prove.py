@@ -21,13 +21,6 @@ import torch
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.tools.proving import changes
-from lightning_shard.tools.proving.batches import (
-    Join,
-    join_batches,
-    num_repeats,
-    repeated,
-    samples_of,
-)
 from lightning_shard.tools.proving.causes import (
     accumulated_multiple,
     cause_in_shared_values,
@@ -47,7 +40,17 @@ from lightning_shard.tools.proving.comparison import (
 )
 from lightning_shard.tools.proving.laboratory import Laboratory
 from lightning_shard.tools.proving.records import Kind, Place, Record, Run, bare_name
-from lightning_shard.tools.proving.runs import EXACT, RunFailedError, Subject, check_options
+from lightning_shard.tools.proving.runs import (
+    EXACT,
+    Join,
+    RunFailedError,
+    Subject,
+    check_options,
+    join_batches,
+    num_repeats,
+    repeated,
+    samples_of,
+)
 from lightning_shard.tools.proving.strategies import (
     StrategyLike,
     comparable,
@@ -255,14 +258,8 @@ def _only_in_low_precision(
     )
     first = next(one for one in pair.found.counting if one.place.kind in kinds)
     deviations = pair.found.deviations
-    return replace(
-        verdict,
-        outcome="different",
-        first=first,
-        cause=cause,
-        deviations=deviations,
-        remarks=remarks,
-    )
+    verdict = replace(verdict, deviations=deviations, remarks=remarks)
+    return replace(verdict, outcome="different", first=first, cause=cause)
 
 
 def _trained(pair: _ComparedRuns) -> Difference | None:

@@ -17,8 +17,7 @@ from lightning_shard.checkpoint.conversion.consolidating import consolidate
 from lightning_shard.checkpoint.conversion.loading import load_safetensors
 from lightning_shard.checkpoint.conversion.source import describe, whole_checkpoint
 from lightning_shard.checkpoint.sharded.entries import checkpoint_of
-from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all
-from lightning_shard.checkpoint.sharded.index import read_index
+from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all, read_index
 from lightning_shard.checkpoint.sharded.writing import verify_share
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.files.archives import damage, same

@@ -12,7 +12,7 @@ from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.checkpoint import planner_helpers
 
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
-from lightning_shard.checkpoint.sharded.index import read_index
+from lightning_shard.checkpoint.sharded.folder import read_index
 from lightning_shard.checkpoint.sharded.run_state import loads_plainly
 from lightning_shard.errors import CheckpointError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.tools.proving.batches import halves, join_batches, num_repeats, repeated
+from lightning_shard.tools.proving.runs import halves, join_batches, num_repeats, repeated
 
 Pair = namedtuple("Pair", "x y")
 
