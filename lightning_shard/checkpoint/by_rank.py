@@ -101,7 +101,6 @@ class _Place:
 
 
 def _filled(frame: Any, tensors: list[Tensor]) -> Any:
-    """Put tensors into their places, in order."""
     in_order = iter(tensors)
     return tree_map_only(_Place, lambda _: next(in_order), frame)
 

@@ -165,7 +165,6 @@ class MappedParameters:
 
 
 def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the names of each parameter in the module's state."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter):

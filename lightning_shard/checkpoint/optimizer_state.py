@@ -156,7 +156,6 @@ class FullOptimizerState:
     def _of_shards(
         self, entries: Sequence[tuple[int, str]]
     ) -> Iterator[tuple[tuple[int, str], ArrivingTensor]]:
-        """Bring entries together that lie in shards."""
         engine = self._engine
         params = [self._params[index] for index, _ in entries]
         ranks = [ranks_of(param, engine.groups, engine.split) for param in params]

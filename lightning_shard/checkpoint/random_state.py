@@ -66,14 +66,12 @@ def load_generator_state(one: Any, state: Any) -> None:
 
 
 def _of_python(state: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the state of a `random.Random` as a tensor and numbers."""
     version, words, normal = state
     packed = torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
     return {"version": version, "words": packed, "normal": normal}
 
 
 def _for_python(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what `random.Random.setstate` takes of what `python_state` has returned."""
     words = state["words"].numpy().view(np.uint32)
     return state["version"], tuple(words.tolist()), state["normal"]
 

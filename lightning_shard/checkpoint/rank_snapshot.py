@@ -502,7 +502,6 @@ def _rebuild(
     numbers: Mapping[FlatParameters, int],
     shards: Mapping[TensorKey, list[Tensor]],
 ) -> None:
-    """Give an optimizer its state and the options of its groups."""
     if all_metadata[0].own:  # not in what an earlier version has recorded
         optimizer.state.update(deepcopy(all_metadata[0].own[number]))
     merged = merge([metadata.states[number] for metadata in all_metadata])

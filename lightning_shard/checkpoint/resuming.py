@@ -174,7 +174,6 @@ def _states_misfits(
     optimizers: Sequence[Optimizer],
     named_shapes: Mapping[nn.Parameter, tuple[str, Sequence[int]]],
 ) -> list[str]:
-    """Return the misfits of the states of all optimizers."""
     if len(states) != len(optimizers):
         return [
             f"the checkpoint holds the state of {len(states)} optimizers, expected "
@@ -188,7 +187,6 @@ def _states_misfits(
 
 
 def _scaler_misfits(state: Any, scaler: GradScaler | None) -> Iterator[str]:
-    """Yield the misfits of a loss scaler's saved state."""
     if scaler is None or state is None:
         return
     if not isinstance(state, Mapping):
@@ -266,7 +264,6 @@ def _own_misfits(entry: Mapping[str, Any], shapes: _Shapes, whose: str) -> Itera
 
 
 def _stream_misfits(entry: Mapping[str, Any], whose: str) -> Iterator[str]:
-    """Yield the misfits of one rank's random streams."""
     data = entry.get("data") or {}
     for when in (entry.get("random"), data.get("iterators"), data.get("order")):
         if when and (found := random_misfit(when)) is not None:

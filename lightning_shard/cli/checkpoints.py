@@ -83,7 +83,6 @@ def _print(told: dict[str, Any], depth: int) -> None:
 
 
 def _rows(told: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines of the table, each with its name."""
     weights, step = told["weights"], told["global_step"]
     progress = "" if step is None else f"epoch {told['epoch']}, global step {step}"
     dtypes = ", ".join(f"{count:,} {name}" for name, count in weights["dtypes"].items())

@@ -55,7 +55,6 @@ class _Configured(LightningCLI):
 
 
 def _first_batch(cli: LightningCLI) -> Any:
-    """Return the first batch of the config's data, or of the module's own loader."""
     source: Any = cli.datamodule if cli.datamodule is not None else cli.model
     if cli.datamodule is not None:
         source.prepare_data()

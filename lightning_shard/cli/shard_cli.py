@@ -115,7 +115,6 @@ class NearestNamesParser(LightningArgumentParser):
 
 
 def _nearest(name: str, known: Iterable[str], what: str) -> Iterator[str]:
-    """Say which of the known names are near, if any are."""
     near = get_close_matches(name, known, n=3, cutoff=0.6)
     if near:
         yield f"{name!r} is unknown; the nearest {what}: {', '.join(near)}"

@@ -145,7 +145,6 @@ class ReplayCLI(CLIWithoutTrainer):
 
 
 def _run_prove() -> int:
-    """Run `prove` with what is in `sys.argv`, and return the process's exit code."""
     cli = ProveCLI()
     given, config = cli.given_trainer, cli.config
     strategy = given.get("strategy", "auto")
@@ -174,7 +173,6 @@ def _run_prove() -> int:
 
 
 def _run_replay() -> int:
-    """Run `replay` with what is in `sys.argv`, and return the process's exit code."""
     cli = ReplayCLI()
     config, strategy = cli.config, cli.given_trainer.get("strategy", "auto")
     found = replay(

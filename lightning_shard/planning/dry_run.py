@@ -332,7 +332,6 @@ def _measured(
     blocks: BlockList,
     what: Literal["flops", "memory"],
 ) -> BlockCosts:
-    """Return the costs of the full module's blocks."""
 
     def run() -> object:  # in which tensors are made without elements
         here = apply_to_collection(batch, Tensor, lambda one: torch.zeros_like(one, device="cpu"))

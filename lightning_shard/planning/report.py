@@ -150,7 +150,6 @@ _COLUMNS: tuple[_Column, ...] = (
 
 
 def _sent(axis: Axis) -> _Column:
-    """Return the column of what is sent along an axis."""
     return f"sent {axis}", lambda one: one.sent[axis]
 
 

@@ -333,7 +333,6 @@ def _ranks_per_node(devices: int, nodes: int | None, profile: MachineProfile) ->
 
 
 def _tp_sizes(anatomy: Anatomy, most: int, failed: LeftOut) -> tuple[int, ...]:
-    """Return the sizes by which the layers can be shared."""
     sizes = [1]
     for tp in _TP_SIZES[1:]:
         if tp > most:

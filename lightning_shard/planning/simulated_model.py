@@ -258,7 +258,6 @@ class ProductsOfGroups(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Multiplies groups of matrices without elements in any format, as torch does in bfloat16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Ask for the shapes of a product in bfloat16."""
         kwargs = dict(kwargs or {})
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
             return func(*args, **kwargs)

@@ -334,7 +334,6 @@ class _SimulatedSplit(Unsplit):
 
 
 def _data_groups(size: int, shard_size: int) -> DataGroups:
-    """Make the groups of data-parallel ranks."""
     dp = SimulatedCollectives(0, size)
     if shard_size == size:
         return DataGroups.of(dp)
@@ -408,7 +407,6 @@ class SimulatedPipeline:
         return [one for one in self.schedule.actions[rank] if one.microbatch in self._weights]
 
     def _needs(self) -> list[Needed | None]:
-        """Return the tensors that each stage needs of earlier ones."""
         try:
             return self._probed()
         except UnknownResultError:
@@ -537,7 +535,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and note the storages of its results."""
         result = func(*args, **(kwargs or {}))
         results, given = _tensors(result), _tensors((args, kwargs))
         keys = {storage_key(one) for one in given}

@@ -144,7 +144,6 @@ class MemoryMonitor(RunMonitor):
 
 
 def _peak(device: torch.device) -> dict[str, Any]:
-    """Return the most bytes that were there so far, and of what."""
     if device.type == "cuda":
         return {"peak": torch.cuda.max_memory_allocated(device), "peak_of": "device"}
     pages = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -130,7 +130,6 @@ def own_strategy(trainer: "pl.Trainer", monitor: str) -> DataParallelStrategy:
 
 
 def _described(trainer: "pl.Trainer", strategy: DataParallelStrategy) -> dict[str, Any]:
-    """Say which run this is, and which rank."""
     mesh, data = strategy.mesh, strategy.data_collectives
     return {
         "strategy": strategy_name(strategy),
@@ -230,7 +229,6 @@ class PlanMonitor(RunMonitor):
 
 
 def _read(plan: Plan | str | Path) -> Mapping[str, Any]:
-    """Return a plan as JSON has it."""
     found: Any = None
     if isinstance(plan, Plan):
         found = plan.to_dict()

@@ -113,7 +113,6 @@ class Expectations:
 
 
 def _shapes(batch: Any) -> Any:
-    """Return a batch without elements."""
     return apply_to_collection(
         batch, Tensor, lambda one: torch.empty_like(one, device="meta") if one.ndim else one.cpu()
     )
@@ -322,7 +321,6 @@ class TrafficMonitor(RunMonitor):
 
 
 def _rows(found: DryRun) -> list[dict[str, Any]]:
-    """Return what each rank of the pipeline holds and sends."""
     return [
         {
             "stages": list(one.stages),

@@ -272,7 +272,6 @@ def _fit(
     record: RankRecord,
     callbacks: Sequence[Callback],
 ) -> BaseException | None:
-    """Take the step; return what it raised."""
     trainer = pl.Trainer(
         **QUIET_OPTIONS,
         **record.setup["options"],

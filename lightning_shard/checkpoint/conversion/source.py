@@ -354,7 +354,6 @@ def _verified(path: Any) -> tuple[bool, str | None]:
 
 
 def _writer(source: Source, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return who has written it, as far as it says so."""
     section = source.checkpoint.get(CHECKPOINT_KEY) or {}
     layout = section.get("layout") or {}
     versions = {name: str(one) for name, one in (section.get("versions") or {}).items()}
@@ -392,7 +391,6 @@ def _weights(source: Source) -> dict[str, Any]:
 
 
 def _optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's groups, and what it keeps of each parameter."""
     keeps: Counter[str] = Counter()
     for entries in state.get("state", {}).values():
         for key, value in entries.items() if isinstance(entries, Mapping) else ():

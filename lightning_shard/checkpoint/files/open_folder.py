@@ -239,7 +239,6 @@ class OpenFolder:
     edition: str = ""
 
     def __fspath__(self) -> str:
-        """Return the path to write into."""
         return self.path
 
     @property

@@ -178,7 +178,6 @@ class Archive:
         return path, is_long
 
     def _put_elements(self, parts: Iterable[memoryview]) -> int:
-        """Write a record's elements, and return their checksum."""
         crc, begin = 0, self._offset
         for part in parts:
             for start in range(0, part.nbytes, _CHUNK_BYTES):
@@ -225,7 +224,6 @@ def _sizes_64(*sizes: int) -> bytes:
 
 
 def _entry(path: bytes, crc: int, size: int, begin: int) -> bytes:
-    """Return what the directory says of one record."""
     long = [one for one in (size, size, begin) if one >= _LONG_FROM]
     extra = _sizes_64(*long) if long else b""
     told, at = (_MAX_32 if one >= _LONG_FROM else one for one in (size, begin))

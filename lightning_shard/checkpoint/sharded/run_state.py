@@ -123,7 +123,6 @@ def _entries(
 
 
 def _full_box(value: Tensor) -> BoxedTensor:
-    """Return a tensor that is full on this rank as one box."""
     value = value.detach().contiguous()
     return BoxedTensor(value.shape, value.dtype, [(whole(value.shape), value)])
 

@@ -133,7 +133,6 @@ def verify_share(folder: StoredFolder, rank: int, num_ranks: int) -> None:
 
 
 def _writer_of(name: str) -> int:
-    """Return the rank that has written a file."""
     found = _OF_RANK.match(name)
     return 0 if found is None else int(found[1])
 

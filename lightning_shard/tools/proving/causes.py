@@ -594,7 +594,6 @@ def _kept(lab: Laboratory, evidence: str) -> Cause:
 
 
 def _loss_no_mean(lab: Laboratory, own: list[Tensor], whole: Tensor) -> Cause:
-    """Return what a loss is that is no mean over samples."""
     if lab.is_kept_from_earlier_samples():
         return _kept(
             lab,

@@ -158,7 +158,6 @@ def _alike(place: Place) -> tuple[str, str, str]:
 
 
 def _scales(values: dict[Place, list[Tensor]]) -> dict[tuple[str, str, str], float]:
-    """Return the largest element of all values that are alike."""
     scales: dict[tuple[str, str, str], float] = {}
     for place, tensors in values.items():
         if place.kind not in ("gradient", "weight", "buffer", "optimizer state"):

@@ -156,8 +156,6 @@ def _judge(subject: Subject, verdict: Verdict) -> Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class _ComparedRuns:
-    """One comparison in one precision."""
-
     subject: Subject
     ranks: Run
     alone: Run
@@ -341,8 +339,6 @@ def _accumulated(verdict: Verdict, pair: _ComparedRuns, remarks: list[str]) -> V
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """One rank beside one device."""
-
     batches: Sequence[Any]
     found: Comparison
     tolerance: float

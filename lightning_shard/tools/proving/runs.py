@@ -532,7 +532,6 @@ def _replay(owner: pl.LightningDataModule, batches: Sequence[Sequence[Any]]) -> 
 
 
 def _draw_from(seed: int) -> None:
-    """Let random numbers be drawn from this seed."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
