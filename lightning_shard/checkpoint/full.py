@@ -419,9 +419,7 @@ def join_shards(checkpoint: dict[str, Any], engine: DataParallelEngine) -> None:
     }
     told = engine.collectives.all_gather_object((sorted(read), own))
     _join_read(checkpoint, engine, read, [places for places, _ in told])
-    found: dict[_Path, Any] = {}
-    for _, theirs in told:
-        found.update(theirs)
+    found = {path: shard for _, theirs in told for path, shard in theirs.items()}
     for path, shard in found.items():
         full = engine.full_shard(shard)
         if engine.is_first:

@@ -128,8 +128,7 @@ class RunFolders:
     ) -> ModuleSnapshot:
         """Check stored weights against the module, load the rest, and read the weights later.
 
-        Returns:
-            The module before. Names in `left_out` may be missing all the same.
+        Names in `left_out` may be missing under `strict` all the same. Return the module before.
         """
         module = run.lightning_module
         assert module is not None

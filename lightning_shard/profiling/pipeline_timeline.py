@@ -97,7 +97,7 @@ class ActionClock:
 
 
 class IdleShares(NamedTuple):
-    """The idle shares of one batch, each 0 to 1, of each rank; see the module's first lines."""
+    """The idle shares of one batch, 0 to 1: of each rank, and in theory one for all."""
 
     measured: tuple[float, ...]
     replayed: tuple[float, ...]

@@ -35,7 +35,7 @@ from lightning_shard.strategies.trainer.hook_advice import OnlyLooks
 class RunMonitor(OnlyLooks, Callback):
     """Writes records of each rank of a fit into the run's folder.
 
-    A given folder of None is the first logger's, or the Trainer's `default_root_dir`.
+    Without a folder that is the first logger's, or the Trainer's `default_root_dir`.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:

@@ -159,11 +159,8 @@ def read_hugging_face(path: Any) -> dict[str, Any]:
                 f"each is one of several: writing may not have come to its end. Copy the whole "
                 f"folder."
             )
-        found: dict[str, Any] = {}
-        for name in sorted(names):
-            if name.endswith(_SUFFIX):
-                found |= read_safetensors(inside(path, name))
-        return found
+        files = [inside(path, name) for name in sorted(names) if name.endswith(_SUFFIX)]
+        return {name: one for file in files for name, one in read_safetensors(file).items()}
     filesystem, inner = remote_place(inside(path, INDEX_OF_SAFETENSORS))
     try:
         with filesystem.open(inner, "rb") as file:

@@ -47,14 +47,13 @@ def named_state(
     """Return a state by names."""
     if "param_groups" not in state or is_named(state):  # the groups come from one rank
         return dict(state)
-    named: dict[int, str] = {}
     numbers = range(sum(len(group["params"]) for group in state["param_groups"]))
-    for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        named |= {
-            number: names[param]
-            for number, param in zip(saved["params"], own["params"], strict=True)
-            if param in names
-        }
+    named = {
+        number: names[param]
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+        for number, param in zip(saved["params"], own["params"], strict=True)
+        if param in names
+    }
     return {
         "state": {
             named.get(key, key): one

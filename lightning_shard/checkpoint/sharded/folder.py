@@ -278,17 +278,13 @@ class BoxReader(IndexedReader):
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         left: list[ReadItem] = []
-        for path, items in self._by_file(plan.items):
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in sorted(plan.items, key=lambda one: self.storage_data[one.storage_index].offset):
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for path, items in by_file.items():  # in the order in which they lie there
             with self.fs.create_stream(self.fs.concat_path(self.path, path), "rb") as file:
                 left += [item for item in items if not self._read(file, item, planner)]
         return super().read_data(replace(plan, items=left), planner)
-
-    def _by_file(self, items: Sequence[ReadItem]) -> Iterator[tuple[str, list[ReadItem]]]:
-        """Yield the items of each file, in the order in which they lie there."""
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in sorted(items, key=lambda one: self.storage_data[one.storage_index].offset):
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        yield from by_file.items()
 
     def _read(self, file: Any, item: ReadItem, planner: LoadPlanner) -> bool:
         """Read an item, if its elements lie in order; return whether it was."""
