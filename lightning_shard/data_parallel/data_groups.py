@@ -47,7 +47,10 @@ class DataGroups:
         return self.replicate is None or self.replicate.rank == 0
 
     def duplicate(self, timeout: timedelta | None = None) -> "DataGroups":
-        """Make second groups of the same ranks for gradients, without `replicate`; collective."""
+        """Make second groups of the same ranks, for gradients; each rank must call.
+
+        `replicate` stays as it is, since nothing but gradients travels there.
+        """
         dp = self.dp.duplicate(timeout)
         if self.replicate is None:
             return DataGroups.of(dp)

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_shard.core.options import AtLeastZero, ClassNames, Limit, Options
 from lightning_shard.data_parallel.bucket_sizes import BucketMB, default_mb
 from lightning_shard.data_parallel.compression import Compression, Compressor
-from lightning_shard.data_parallel.memory.values_at_start import ValuesAtStart
+from lightning_shard.data_parallel.memory.flat_parameters import ValuesAtStart
 from lightning_shard.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)

@@ -100,7 +100,7 @@ def untraced_alone(function: F) -> F:
 
 
 class Untraced:
-    """A context that torch.compile does not look at being entered and left, but inside of it."""
+    """A context that torch.compile does not see being entered and left; it sees what is inside."""
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         self._context = context

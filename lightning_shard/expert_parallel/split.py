@@ -15,7 +15,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.layout.boxes import PlacedBox, whole
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.start import MetaStart
-from lightning_shard.data_parallel.memory.values_at_start import give_memory
+from lightning_shard.data_parallel.memory.flat_parameters import give_memory
 from lightning_shard.data_parallel.model_split import FewerRanks, ModelSplit, in_place
 from lightning_shard.expert_parallel.finding import Mixture
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.data_parallel.memory.values_at_start import give_memory
+from lightning_shard.data_parallel.memory.flat_parameters import give_memory
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.pipeline_parallel._torch import computed_before_forward
 from lightning_shard.pipeline_parallel.gradients import GradientStash

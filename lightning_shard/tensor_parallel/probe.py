@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.modules import random_streams_kept
-from lightning_shard.data_parallel.memory.values_at_start import give_memory
+from lightning_shard.data_parallel.memory.flat_parameters import give_memory
 from lightning_shard.data_parallel.torch_private import (
     forget_forward_hooks,
     in_backward,

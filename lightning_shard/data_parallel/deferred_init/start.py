@@ -26,8 +26,8 @@ from lightning_shard.data_parallel.deferred_init.tape import (
     note_recipe,
     recipe_of,
 )
+from lightning_shard.data_parallel.memory.flat_parameters import give_memory
 from lightning_shard.data_parallel.memory.quantised import is_quantised
-from lightning_shard.data_parallel.memory.values_at_start import give_memory
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.torch_private import INITIALISERS
 from lightning_shard.errors import ConfigError, some_of

@@ -355,7 +355,7 @@ class GradientBuffer:
             return
         if storage_uses(self.full) > self._own_uses:
             self.local, self.local_views = None, []
-            self.give_up_full()
+            self.full, self.views = None, []
 
     def _part_from_kept(self) -> None:
         """Go on in new memory where others have kept averages that new ones would overwrite."""
@@ -383,15 +383,11 @@ class GradientBuffer:
         grads = enumerate(map(OWN_GRAD, self.flat.params))
         return {index for index, grad in grads if isinstance(grad, AveragedGradient)}
 
-    def give_up_full(self) -> None:
-        """Keep `full` no longer."""
-        self.full, self.views = None, []
-
     def send_off(self) -> None:
         """Let `full` be on its way, so that what comes meanwhile gets memory of its own."""
         assert self.full is not None
         self._sent = self.full, self.views
-        self.give_up_full()
+        self.full, self.views = None, []
 
     def free_sent(self) -> None:
         """Give back what was sent off, once nobody reads it any more, but keep its views."""

@@ -267,7 +267,7 @@ class GradientShards:
     ) -> None:
         self._split, self._device = split, device
         self._all_ranks, self._phases = all_ranks, phases
-        self._shard_groups, self._reduce_owed = shard_groups, reduce_owed
+        self._shard_groups, self.reduce_owed = shard_groups, reduce_owed
         self.lent = LentMemory()
         self.num_changes = 0
         self._known: tuple[int, dict[float, Tensor]] = (-1, {})
@@ -358,15 +358,11 @@ class GradientShards:
             if isinstance(param.grad, AveragedGradient):
                 param.grad.settle(self._sources[param].note)
 
-    def ready(self) -> None:
-        """Average the gradients that were only accumulated; each rank must call."""
-        self._reduce_owed()
-
     @as_they_are
     @torch.no_grad()
     def norms(self, order: float) -> Tensor:
         """Return the norm of every parameter's gradient, (P,), float64; each rank must call."""
-        self.ready()
+        self.reduce_owed()
         partial = torch.stack([self._partial(source, order) for source in self._sources.values()])
         if self._known[0] != self.num_changes:
             self._known = self.num_changes, {}
@@ -424,7 +420,7 @@ class _Source:
 
     def sharded(self) -> ShardedTensor:
         """Return the gradient as a sharded tensor, which looks full."""
-        self.shards.ready()
+        self.shards.reduce_owed()
         local = self.local()
         tensor = self.apart(local)
         tensor.norm_of_all = partial(self._norm, local)

@@ -365,7 +365,7 @@ class LocalSGD:
         engine.around_methods = self._around_methods
 
     def watch(self, *, has_stepped: bool) -> None:
-        """Note what user code has set before this step, or that from now on it sets something."""
+        """After a step, take the values for its own; else note what user code has set since."""
         if self._watches:
             self._own.know() if has_stepped else self._own.look()
 

@@ -25,6 +25,7 @@ parameter shows itself; they share a note, and one that nobody has kept stands f
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from sys import getrefcount
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +52,8 @@ from lightning_shard.data_parallel.memory.flat_memory import (
     overwrite,
     shard_views,
 )
-from lightning_shard.data_parallel.memory.values_at_start import (
-    ValuesAtStart,
-    give_memory,
-    put_values,
-)
 from lightning_shard.data_parallel.offload.copier import HostCopier, HostShard, Uploaded
+from lightning_shard.data_parallel.torch_private import exchange_contents, has_gradient_hooks
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.views.sharded_parameter import (
     ParameterHome,
@@ -71,6 +68,7 @@ from lightning_shard.data_parallel.views.tensor_properties import (
     SET_OWN_GRAD,
     unrecorded,
 )
+from lightning_shard.errors import ConfigError
 
 _Form = tuple[torch.Size, torch.dtype, torch.device]
 _OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
@@ -130,6 +128,49 @@ class StandIns:
                 if getrefcount(made[form]) > _OWN_REFERENCES:
                     made.pop(form).lose(elements(index))
             self.notes[index].zeroed = False  # of a gradient that is gone
+
+
+class ValuesAtStart(Protocol):
+    """Knows the values of parameters that are on meta."""
+
+    device: torch.device
+
+    def fill(self, param: nn.Parameter, target: Tensor) -> None:
+        """Write the values of `param` to a tensor of its shape, in any format."""
+
+
+def put_values(
+    params: Iterable[nn.Parameter], targets: Iterable[Tensor], start: ValuesAtStart | None
+) -> None:
+    """Write parameters' values to tensors of their shapes, in any format."""
+    for param, target in zip(params, targets, strict=True):
+        if not param.is_meta:
+            target.copy_(param.data)
+        elif start is not None:
+            start.fill(param, target)
+
+
+def give_memory(param: nn.Parameter, value: Tensor) -> None:
+    """Let a parameter on meta lie in memory; it stays the same object, with all that is set on it.
+
+    Raises:
+        ConfigError: Something refers to the parameter in a way that does not allow it.
+    """
+    if has_gradient_hooks(param):
+        raise ConfigError(
+            f"A parameter on meta of shape {tuple(param.shape)} has a hook, which would be lost "
+            f"when it gets its values; expected none. Register it in on_fit_start or later."
+        )
+    made = nn.Parameter(value.new_empty(0), requires_grad=param.requires_grad)
+    try:
+        exchange_contents(param, made)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"A parameter on meta of shape {tuple(param.shape)} cannot be given its values, since "
+            f"a graph refers to it; expected modules and optimizers alone. Compute with it in "
+            f"on_fit_start or later."
+        ) from error
+    param.data = value  # and counts its changes by itself
 
 
 @unrecorded
@@ -316,7 +357,7 @@ class FlatParameters:
         return full[slice(*self.layout.shard_bounds(self.shard_index))]
 
     def shard_views(self, shard: Tensor) -> list[Tensor]:
-        """Return parameters' shards, 1-D, as views of a tensor like `shard`; full where owned."""
+        """Return parameters' shards as views of a tensor like `shard`: 1-D, under stage 0 full."""
         if self.stage == 0:
             return full_views(shard, self.layout)
         return shard_views(shard, self.layout, self.shard_index)

@@ -347,11 +347,8 @@ class Unsharder:
             elif unit.digits is Digits.ROUNDED and not torch.is_autocast_enabled(self._device_type):
                 widen()
 
-        def before_other(called: nn.Module, _: Any) -> None:
-            if not self._as_copy(called, self.copies.check_entered):
-                before(called, _)
-
-        self._handles.append(part.register_forward_pre_hook(TracedHook(before, before_other)))
+        hook = TracedHook(before, self._or_as_copy(before, self.copies.check_entered))
+        self._handles.append(part.register_forward_pre_hook(hook))
 
     def _hook_holder(self, module: nn.Module) -> None:
         enter, leave = _Hook(self._enter_holder), _Hook(self._leave_holder)
@@ -360,21 +357,25 @@ class Unsharder:
             if Phase.STEP not in self._phases.open:  # where all is here
                 enter()
 
-        def before_other(called: nn.Module, _: Any) -> None:
-            if not self._as_copy(called, self.copies.enter):
-                before(called, _)
-
         def after(_: nn.Module, __: Any, ___: Any) -> None:
             if Phase.STEP not in self._phases.open:
                 leave()
 
-        def after_other(called: nn.Module, _: Any, __: Any) -> None:
-            if not self._as_copy(called, self.copies.leave):
-                after(called, _, __)
-
-        first, last = TracedHook(before, before_other), TracedHook(after, after_other)
+        first = TracedHook(before, self._or_as_copy(before, self.copies.enter))
+        last = TracedHook(after, self._or_as_copy(after, self.copies.leave))
         self._handles.append(module.register_forward_pre_hook(first, prepend=True))
         self._handles.append(module.register_forward_hook(last, always_call=True))
+
+    def _or_as_copy(
+        self, function: Callable[..., None], act: Callable[[nn.Module], None]
+    ) -> Callable[..., None]:
+        """Return a hook that calls `act` with a copy, and `function` as a hook of the model's."""
+
+        def called(module: nn.Module, *args: Any) -> None:
+            if not self._as_copy(module, act):
+                function(module, *args)
+
+        return called
 
     def _as_copy(self, called: nn.Module, act: Callable[[nn.Module], None]) -> bool:
         """Call `act` with a module that copies one of the model's, and return whether it does."""

@@ -56,9 +56,7 @@ from lightning_shard.errors import ConfigError
 
 _KEPT = "_lightning_shard_kept"  # set on those that modules keep beside their own
 _HOME = "_lightning_shard_home"  # set on parameters that can be in shards
-_BRING = (
-    "_lightning_shard_bring"  # set on those of which other ranks have shards, and this has none
-)
+_BRING = "_lightning_shard_bring"  # set on those of which this rank has no shard, but others
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
@@ -206,7 +204,11 @@ def present(params: Iterable[nn.Parameter], *, sharded: bool) -> None:
 
 
 def bring_full(param: Tensor) -> bool:
-    """Make a parameter full until the step ends, or return False outside; each rank must call."""
+    """Make a parameter full until the step ends; each rank must call.
+
+    Returns False for shards outside of a step. Ranks that have nothing of the parameter take part
+    for what else is in its unit.
+    """
     if type(param) is ShardedParameter:
         return _home_of(param).bring_for_user()
     bring: Callable[[], bool] | None = vars(param).get(_BRING)

@@ -30,7 +30,7 @@ def transform_refused(what: str) -> ConfigError:
 
 
 def refuse_transforms(what: str, *given: Tensor) -> None:
-    """Raise ConfigError inside of a transform, of which batched rows among `given` tell, too."""
+    """Raise ConfigError inside of a transform, or where rows of gradients are given as a batch."""
     if in_transform() or any(map(is_batched, given)):
         raise transform_refused(what)
 
