@@ -188,6 +188,16 @@ class PowerSGD(Compressor):
         return LowRankExchange(self, buffer)
 
 
+@dataclass(eq=False)
+class _Travel:
+    """One average on its way: M of this rank, then what is lost; whether P was finite."""
+
+    out: Tensor
+    scale: Tensor | None
+    work: Tensor
+    sound: Tensor | None = None
+
+
 class LowRankExchange(Exchange):
     """Averages one buffer by PowerSGD."""
 
@@ -203,19 +213,14 @@ class LowRankExchange(Exchange):
         self._thin = [slot for slot in slots if pays(slot, settings.rank)]
         self._plain = [slot for slot in slots if not pays(slot, settings.rank)]
         self._residual = self._plain_values = self._used = torch.empty(0)
-        self._first: VectorAverage | None = None  # as all of these: from the first average on
-        self._second: VectorAverage | None = None
+        self._both: tuple[VectorAverage, VectorAverage] | None = None  # from the first average on
         self._factors: list[Factors] = []
-        self._work: Tensor | None = None  # M of this rank, then the average
-        self._out: Tensor | None = None
-        self._scale: Tensor | None = None
-        self._sound: Tensor | None = None
-        self._has_proceeded = False
+        self._travel: _Travel | None = None
 
-    def _allocate(self) -> None:
-        """Allocate the kept values; none for frozen parameters."""
-        if self._first is not None:
-            return
+    def _messages(self) -> tuple[VectorAverage, VectorAverage]:
+        """Return the vectors that are averaged; with them the kept values get memory."""
+        if self._both is not None:
+            return self._both
         device, dtype = self.buffer.device, self._settings.factor_dtype
         self._residual = torch.zeros(self.buffer.numel, dtype=torch.float32, device=device)
         ranks = [rank_of(slot, self._settings.rank) for slot in self._thin]
@@ -224,10 +229,12 @@ class LowRankExchange(Exchange):
         num_plain = sum(slot.numel for slot in self._plain)
         sizes = [num_p, num_plain, len(self.buffer.layout.slots)]
         # P of all, the plain ones, and 1 for each tensor that this rank has values for.
-        self._first = VectorAverage(sum(sizes), self.buffer, dtype)
-        self._second = VectorAverage(num_q, self.buffer, dtype)  # Q of all
-        p_values, self._plain_values, self._used = torch.split(self._first.values, sizes)
-        self._factors = self._cut(ranks, p_values, self._second.values)
+        first = VectorAverage(sum(sizes), self.buffer, dtype)
+        second = VectorAverage(num_q, self.buffer, dtype)  # Q of all
+        p_values, self._plain_values, self._used = torch.split(first.values, sizes)
+        self._factors = self._cut(ranks, p_values, second.values)
+        self._both = first, second
+        return self._both
 
     def _cut(self, ranks: list[int], p_values: Tensor, q_values: Tensor) -> list[Factors]:
         random = torch.Generator().manual_seed(self._settings.seed + self.buffer.number)
@@ -251,12 +258,11 @@ class LowRankExchange(Exchange):
     @override
     @torch.no_grad()
     def begin(self, values: Tensor, out: Tensor, used: Sequence[bool] | None = None) -> None:
-        self._allocate()
-        assert self._first is not None
-        self._out, self._scale, self._has_proceeded = out, self.loss_scale(), False
-        self._work = work = values.to(torch.float32, copy=True)
-        if self._scale is not None:
-            work.div_(self._scale)
+        first, _ = self._messages()
+        scale, work = self.loss_scale(), values.to(torch.float32, copy=True)
+        self._travel = _Travel(out, scale, work)
+        if scale is not None:
+            work.div_(scale)
         self._clip(work)
         self.froze_variance = self.freezes_variance
         self._mark_used(work, used)
@@ -266,9 +272,9 @@ class LowRankExchange(Exchange):
         for slot, part in self._plain_parts():
             full = work[slot.offset : slot.stop].add_(self._residual[slot.offset : slot.stop])
             part.copy_(full)
-            self._first.round_(part)
+            first.round_(part)
             full.sub_(part)  # what is lost
-        self._count(self._first.begin())
+        self._count(first.begin())
 
     def _mark_used(self, work: Tensor, used: Sequence[bool] | None) -> None:
         self._used.fill_(1.0)
@@ -291,49 +297,46 @@ class LowRankExchange(Exchange):
     @override
     @torch.no_grad()
     def proceed(self) -> None:
-        if self._has_proceeded:
+        travel = self._travel
+        if travel is None or travel.sound is not None:
             return
-        self._has_proceeded = True
-        assert self._first is not None
-        assert self._second is not None
-        assert self._work is not None
-        self._first.wait()
-        self._sound = sound = torch.isfinite(self._first.values).all()  # the same on all ranks
+        first, second = self._messages()
+        first.wait()
+        travel.sound = sound = torch.isfinite(first.values).all()  # the same on all ranks
         used = self._used_anywhere()
         for one in self._factors:
             one.orthonormalise(sound)
             one.p.mul_(used[one.slot.name])  # with P = 0 nothing is sent and all of M is kept
-            matrix = one.matrix(self._work)
+            matrix = one.matrix(travel.work)
             torch.mm(matrix.T, one.p, out=one.next_q)
-            self._second.round_(one.next_q)
+            second.round_(one.next_q)
             lost = matrix.addmm_(one.p, one.next_q.T, alpha=-1.0)  # not kept until all are sound
             least, greatest = lost.aminmax()  # NaN if there is one
             one.next_q.masked_fill_(~(greatest - least < torch.inf), torch.nan)  # tell all ranks
-        self.tally.sent_bytes += self._second.begin()
+        self.tally.sent_bytes += second.begin()
 
     @override
     @torch.no_grad()
     def wait(self) -> None:
         self.proceed()
-        assert self._second is not None
-        assert self._work is not None
-        assert self._sound is not None
-        assert self._out is not None
-        self._second.wait()
-        sound = self._sound & torch.isfinite(self._second.values).all()
+        travel, self._travel = self._travel, None
+        assert travel is not None
+        assert travel.sound is not None
+        _, second = self._messages()
+        second.wait()
+        sound = travel.sound & torch.isfinite(second.values).all()
         used = self._used_anywhere()
-        self._keep(self._work, sound, used)
-        average = self._work.zero_()
+        self._keep(travel.work, sound, used)
+        average = travel.work.zero_()
         for one in self._factors:
             torch.mm(one.p, one.next_q.T, out=one.matrix(average))
         for slot, mean in self._plain_parts():
             torch.mul(mean, used[slot.name], out=average[slot.offset : slot.stop])
         if not self.buffer.keeps_all:
             average = average.view(self.buffer.ranks.size, -1)[self.buffer.ranks.rank]
-        self._out.copy_(average)
-        scale_up(self._out, self._scale)
-        self._out.masked_fill_(~sound, torch.nan)
-        self._work = self._out = self._sound = None
+        travel.out.copy_(average)
+        scale_up(travel.out, travel.scale)
+        travel.out.masked_fill_(~sound, torch.nan)
         self.step += 1
 
     def _keep(self, lost: Tensor, sound: Tensor, used: Mapping[str, Tensor]) -> None:
@@ -351,13 +354,13 @@ class LowRankExchange(Exchange):
 
     @override
     def common_state(self) -> State:
-        if self._first is None:
+        if self._both is None:
             return {}
         return {"q": {one.slot.name: one.q.clone() for one in self._factors}}
 
     @override
     def own_state(self) -> State:
-        return {} if self._first is None else {"residual": self.buffer.views(self._residual)}
+        return {} if self._both is None else {"residual": self.buffer.views(self._residual)}
 
     @override
     @torch.no_grad()
@@ -369,9 +372,9 @@ class LowRankExchange(Exchange):
     @property
     @override
     def kept(self) -> list[Tensor]:
-        if self._first is None or self._second is None:
+        if self._both is None:
             return []
-        messages = self._first.values, self._second.values
+        messages = (one.values for one in self._both)
         return [self._residual, *messages, *(one.q for one in self._factors)]
 
     @override
@@ -379,8 +382,8 @@ class LowRankExchange(Exchange):
     def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
         self.step = step
         if any(name in state.get(kind, {}) for kind in state for name in self.buffer.names):
-            self._allocate()
-        if self._first is None:
+            self._messages()
+        if self._both is None:
             return
         self._residual.zero_()
         self.load_own(state)
