@@ -1,12 +1,14 @@
-"""Samples of products of parameters have each value, in no more cases than there are values."""
+"""Samples of products of parameters have each value; tests wait longer on a busy machine."""
 
+import os
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import covering, spread
+from tests.patience import patient
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3))
@@ -37,3 +39,24 @@ def test_few_cases_of_a_product_were_all_of_one_value(name: str) -> None:
     ]
     quick = [cases[number] for number in covering(cases, spread(name, 15, 5), 5)]
     assert set().union(*quick) == set().union(*cases)
+
+
+@pytest.mark.parametrize(("load", "seconds"), [(0.0, 10.0), (2.0, 10.0), (8.0, 40.0)])
+def test_what_shares_the_cores_takes_longer(
+    load: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert patient(10.0) == seconds
+
+
+@pytest.mark.timeout(50)
+def test_a_busy_machine_ended_tests_that_only_waited_for_their_turn(
+    request: pytest.FixtureRequest,
+) -> None:
+    """The time-out of a test, of starting processes, and of an example of a property."""
+    first, second = request.node.iter_markers("timeout")
+    assert first.args[0] >= 50
+    assert second.args == (50,)
+    assert settings.default is not None
+    assert settings.default.deadline is None

@@ -1,13 +1,21 @@
-"""The private names of Lightning that elastic training needs; a failure says what has changed."""
+"""The private names of Lightning that elastic training needs; ranks that are lost at once."""
 
+import contextlib
 import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import lightning as L  # noqa: N812
 import lightning.pytorch as pl
 import pytest
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -22,7 +30,13 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_shard.elastic._lightning import begin_anew, continue_logs
+import lightning_shard
+from lightning_shard.checkpoint.files.parts import part_of
+from lightning_shard.elastic._lightning import begin_anew, continue_logs, newest_checkpoint
+from lightning_shard.strategies.checkpoint_files import CheckpointFiles
+from tests.checkpoint.files.archives import checkpoint
+from tests.patience import patient
+from tests.processes import REPOSITORY
 
 
 def new_trainer() -> Any:
@@ -163,3 +177,43 @@ def test_a_rank_lost_before_its_loaders_iterator_was_made_ended_the_others() -> 
     begin_anew(trainer, mid_epoch=False)
     assert loop._combined_loader._iterator is not None
     assert next(loop._data_fetcher) is not None
+
+
+def test_a_file_that_is_not_whole_is_passed_over(tmp_path: Path) -> None:
+    trainer = L.Trainer(
+        strategy=lightning_shard.ElasticStrategy(backend="in_process", num_ranks=2),
+        accelerator="cpu",
+        logger=False,
+        callbacks=[ModelCheckpoint(tmp_path)],
+    )
+    names = ["whole", "flipped", "cut_off", "empty"]
+    paths = [tmp_path / f"{name}.ckpt" for name in names]
+    for path in [*paths, part_of(tmp_path / "last.ckpt")]:
+        CheckpointFiles().save_checkpoint(checkpoint(), path)
+    content = bytearray(paths[0].read_bytes())
+    weight = checkpoint()["state_dict"]["0.weight"].numpy().tobytes()
+    content[content.index(weight) + 5] ^= 1
+    paths[1].write_bytes(content)
+    paths[2].write_bytes(content[: len(content) // 2])
+    paths[3].write_bytes(b"")
+    for number, path in enumerate(paths):
+        os.utime(path, (1000 + number, 1000 + number))
+    with pytest.warns(UserWarning, match="cannot be read and is passed over: CheckpointError"):
+        assert newest_checkpoint(trainer, since=0) == str(paths[0])
+
+
+@pytest.mark.slow
+def test_who_is_left_steps_again_whoever_was_lost_and_whenever() -> None:
+    """Survivors stood still for the whole time-out, here ten minutes, after some losses."""
+    command = [sys.executable, "-m", "tests.elastic.early_losses", "4", "40", "1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    driver = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True, **pipes)
+    try:
+        printed, errors = driver.communicate(timeout=patient(280))
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(driver.pid, signal.SIGKILL)
+    assert driver.returncode == 0, errors
+    said = json.loads(printed)
+    assert said["statuses"] == [0, 0, 0]
+    assert len(said["seconds"]) == 40

@@ -1,5 +1,7 @@
-"""What raw loops do, under every stage as on a single device."""
+"""What raw loops do, one model after the other, under every stage as on a single device."""
 
+import gc
+import weakref
 from typing import Any
 from unittest.mock import Mock
 
@@ -8,6 +10,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
+import lightning_shard.fabric  # noqa: F401  (its names)
 from lightning_shard.errors import ConfigError
 from tests.fabric.nets import (
     STAGES,
@@ -390,3 +393,29 @@ def test_a_module_that_shares_parameters_with_another_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="in shards already"):
         on_ranks("zero2", loop)
+
+
+@pytest.mark.slow
+def test_every_module_ever_set_up_stayed_alive() -> None:
+    """The strategy held each until the launch ended, and each backward went through all of them."""
+    kept: list[nn.Module] = []
+
+    def train(fabric: Fabric) -> int:
+        alive = []
+        for number in range(4):
+            net = nn.Linear(4, 4)
+            optimizer = torch.optim.Adam(net.parameters(), 0.1)
+            model, stepping = fabric.setup(net, optimizer)
+            fabric.backward(model(torch.ones(2, 4)).square().mean())
+            stepping.step()
+            alive.append(weakref.ref(net))
+            if number == 1 and fabric.global_rank == 0:
+                kept.append(net)  # it is given back full
+            del net, optimizer, model, stepping
+            gc.collect()
+        return sum(one() is not None for one in alive)
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="zero3_in_process")
+    assert fabric.launch(train) == 2  # the last one, and what somebody keeps
+    assert kept[0].weight.shape == (4, 4)
+    assert len(fabric.strategy._held) == 0

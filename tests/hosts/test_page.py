@@ -1,7 +1,10 @@
-"""The page of launchers says what was measured, of every scheme under every launcher."""
+"""The page of launchers says what was measured; without SLURM its tests fail and say what to do."""
+
+from pathlib import Path
 
 import pytest
 
+from tests.hosts import slurm
 from tests.hosts.launching import LAUNCHERS
 from tests.hosts.page import PAGE, TOLERANCE, WITHOUT, cell, cells_of, page
 from tests.hosts.schemes import SCHEMES
@@ -23,3 +26,12 @@ def test_every_scheme_ran_under_every_launcher() -> None:
 )
 def test_a_cell(difference: float | None, text: str) -> None:
     assert cell(difference) == text
+
+
+def test_slurm_that_is_missing_is_no_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # neither srun nor apt-get
+    monkeypatch.setattr(slurm, "_UNPACKED", tmp_path / "slurm")
+    slurm.programs.cache_clear()
+    with pytest.raises(pytest.fail.Exception, match="install slurm-wlm and munge, or run `make"):
+        slurm.programs()
+    assert not (tmp_path / "slurm").exists()

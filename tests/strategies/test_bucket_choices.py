@@ -1,6 +1,8 @@
-"""`bucket_mb="auto"` under a Trainer and under Fabric: a size is chosen, and changes no values."""
+"""Buckets, units and gradient formats: what they may be, and what "auto" chooses for a run."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -8,25 +10,31 @@ from typing import Any
 import lightning as L  # noqa: N812
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_shard
+from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_shard.data_parallel.bucket_choice import BucketChoice, LinkTrial
+from lightning_shard.errors import ConfigError
 from lightning_shard.fabric import ZeRO3Strategy as FabricZeRO3
 from lightning_shard.fabric import strategy as fabric_strategy
 from lightning_shard.replay import RecordSteps, replay
 from lightning_shard.strategies import data_parallel
 from lightning_shard.testing import Fault
 from tests.elastic.runs import fit as elastic_fit
+from tests.examples.commands import set_arguments
 from tests.fabric.loops import fabric_of
 from tests.mpirun import run_mpi
 from tests.processes import run_processes
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
     STRATEGIES,
+    GlobalBatches,
     Run,
     assert_bitwise_equal,
+    build,
     ignore_upstream_warnings,
     ignoring,
     quiet_trainer,
@@ -301,3 +309,133 @@ def test_fabric_measures_on_processes() -> None:
     mine, theirs = run_processes(fabric_choice, 2)
     assert mine == theirs
     assert "measured" in mine
+
+
+class Model(L.LightningModule):
+    """A model that the command line makes."""
+
+
+def test_a_dry_run_takes_the_default() -> None:
+    def dry(size: Any) -> str:
+        strategy = lightning_shard.ZeRO3Strategy(bucket_mb=size)
+        module = build("gpt")
+        batch = next(iter(DataLoader(module.data(4), batch_size=4)))
+        return repr(strategy.dry_run(module, batch, world_size=4))
+
+    assert dry("auto") == dry(None)
+
+
+def command_line(monkeypatch: pytest.MonkeyPatch, size: str, folder: Path) -> Any:
+    config = folder / "config.yaml"
+    config.write_text(
+        "trainer:\n  accelerator: cpu\n  devices: 2\n  logger: false\n  strategy:\n"
+        "    class_path: lightning_shard.ZeRO2Strategy\n    init_args:\n"
+        f"      backend: in_process\n      bucket_mb: {size}\n"
+    )
+    set_arguments(monkeypatch, "program", f"--config={config}", "--seed_everything=0")
+    made = LightningCLI(Model, run=False, save_config_callback=None)
+    return made.trainer.strategy._options.bucket_mb
+
+
+@pytest.mark.parametrize(("text", "size"), [("auto", "auto"), ("2", 2.0), ("null", None)])
+def test_a_yaml_file_has_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, size: Any
+) -> None:
+    assert command_line(monkeypatch, text, tmp_path) == size
+
+
+def test_a_yaml_file_with_another_word_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command_line(monkeypatch, "automatic", tmp_path)
+    assert "'automatic'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lightning_shard.ZeRO2Strategy,
+        lightning_shard.LocalSGDStrategy,
+        lightning_shard.ElasticStrategy,
+        FabricZeRO3,
+    ],
+)
+@pytest.mark.parametrize("size", ["", "Auto", "25", "25MB"])
+def test_other_words_are_refused(kind: Any, size: str) -> None:
+    words = r"must be a finite number of MB above 0 \(25 is usual\) or 'auto' or None, got "
+    with pytest.raises(ConfigError, match=f"bucket_mb {words}{size!r}"):
+        kind(bucket_mb=size)
+
+
+@pytest.mark.parametrize("size", [0, -1.5])
+def test_other_numbers_are_refused(size: float) -> None:
+    with pytest.raises(ConfigError, match=f"number of MB above 0.* got {size}"):
+        lightning_shard.ZeRO3Strategy(bucket_mb=size)
+
+
+SCHEMES: dict[str, Any] = {
+    "tensor": lambda **options: TensorParallelStrategy(
+        tensor_parallel_size=2, zero_stage=3, **options
+    ),
+    "pipeline": lambda **options: PipelineParallelStrategy(
+        pipeline_parallel_size=2, num_microbatches=3, **options
+    ),
+    "hybrid": lambda **options: HybridParallelStrategy(
+        pipeline_parallel_size=2, num_microbatches=3, zero_stage=2, **options
+    ),
+}
+
+
+@dataclass
+class Seen(L.Callback):
+    """What rank 0 has of a fit, on four ranks of which two share data."""
+
+    losses: list[float]
+    num_units: int = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.num_units = len(trainer.strategy.engine.flats)
+
+
+@cache
+def seen(scheme: str, **options: Any) -> Seen:
+    units = {"units": list(options.pop("units"))} if "units" in options else {}
+    callback, model = Seen([]), build("gpt")
+    quiet_trainer(
+        strategy=SCHEMES[scheme](backend="in_process", **options, **units),
+        devices=4,
+        max_steps=2,
+        callbacks=[callback],
+    ).fit(model, datamodule=GlobalBatches(model, num_steps=2))
+    return callback
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_small_buckets_make_more_units_and_the_same_training(scheme: str) -> None:
+    usual, small = seen(scheme), seen(scheme, bucket_mb=SMALL_BUCKET_MB)
+    assert small.num_units > usual.num_units
+    assert small.losses == pytest.approx(usual.losses, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_units_are_named_by_the_classes_of_the_model_that_was_split(scheme: str) -> None:
+    small = seen(scheme, bucket_mb=SMALL_BUCKET_MB)
+    blocks = seen(scheme, bucket_mb=SMALL_BUCKET_MB, units=("Block",))
+    layers = seen(scheme, bucket_mb=SMALL_BUCKET_MB, units=("Linear",))
+    assert blocks.num_units == small.num_units < layers.num_units
+    assert layers.losses == pytest.approx(small.losses, rel=1e-5)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_travel_in_the_format_that_is_asked_for(scheme: str) -> None:
+    usual, narrow = seen(scheme), seen(scheme, reduce_dtype="bfloat16")
+    assert narrow.losses == pytest.approx(usual.losses, rel=1e-3)
+    assert narrow.losses != usual.losses  # the last two are after an update

@@ -1,15 +1,18 @@
-"""What a strategy is called, and what a notebook is told."""
+"""What a strategy is called, which backend it takes, and what a notebook is told."""
 
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
 import lightning_shard
+from lightning_shard import DDPStrategy, ElasticStrategy, ZeRO2Strategy
 from lightning_shard.core.schemes import SCHEMES
 from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.names import strategy_name
 
 
@@ -57,3 +60,41 @@ def test_one_rank_needs_no_process_and_works_in_a_notebook() -> None:
     assert trainer_of("zero2", devices=1).world_size == 1
     with pytest.raises(ConfigError, match="elastic_in_process"):
         trainer_of("elastic", devices=1)  # its rendezvous server is a process
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "num_devices", "num_nodes", "name"),
+    [
+        (ZeRO2Strategy, {}, 2, 1, "shm"),
+        (DDPStrategy, {"debug": True}, 3, 1, "shm"),
+        (ZeRO2Strategy, {}, 1, 1, "gloo"),
+        (ZeRO2Strategy, {}, 2, 2, "gloo"),
+        (ZeRO2Strategy, {"backend": "gloo"}, 2, 1, "gloo"),
+        (ElasticStrategy, {}, 2, 1, "gloo"),
+    ],
+)
+def test_ranks_of_one_host_share_memory(
+    make: type[ShardStrategy],
+    options: dict[str, Any],
+    num_devices: int,
+    num_nodes: int,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    strategy = make(parallel_devices=[CPU] * num_devices, **options)
+    strategy.num_nodes = num_nodes
+
+    assert strategy.backend.name == name
+
+
+def test_ranks_of_a_launcher_that_does_not_tell_of_one_host_share_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "worker-0.example")
+    strategy = ZeRO2Strategy(parallel_devices=[CPU] * 2)
+
+    assert strategy.backend.name == "gloo"

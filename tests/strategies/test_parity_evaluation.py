@@ -1,4 +1,4 @@
-"""Validation, test and prediction on sharded models: during a fit, after it, and without one."""
+"""Validation, test, prediction, generation on sharded models: in a fit, after it, without one."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.strategies.models import ConvNet, ConvNetOfRanks, ExampleGPT, Trained
 from tests.strategies.parity import (
@@ -17,6 +18,8 @@ from tests.strategies.parity import (
     ignoring,
     quiet_trainer,
 )
+from tests.strategies.schemes import SCHEMES
+from tests.strategies.stacks import BATCH, Stack, trainer_of
 
 pytestmark = ignoring()
 
@@ -157,3 +160,109 @@ def test_evaluation_without_a_fit(strategy: str) -> None:
     got = results(trainer(strategy, 3), model)
     assert got[:2] == pytest.approx(expected[:2], rel=1e-5)
     assert_shares(got[2], expected[2], 3)
+
+
+class Halved(Stack):
+    """Evaluates with half of its weights, and puts back what it has kept of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[tuple[str, list[float], list[torch.Size]]] = []
+
+    def look(self, hook: str) -> None:
+        params = list(self.parameters())
+        norms = [float(p.detach().norm()) for p in params]
+        self.read.append((hook, norms, [p.shape for p in params]))
+
+    @torch.no_grad()
+    def on_validation_start(self) -> None:
+        self.look("start")
+        self.kept = [p.detach().clone() for p in self.parameters()]
+        for p in self.parameters():
+            p.mul_(0.5)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.look("batch end")
+
+    @torch.no_grad()
+    def on_validation_end(self) -> None:
+        self.look("end")
+        for p, kept in zip(self.parameters(), self.kept, strict=True):
+            p.copy_(kept)
+        self.head.weight[0].zero_()
+
+    def val_dataloader(self) -> Any:
+        num_ranks = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        return DataLoader(self.dataset(), batch_size=BATCH // num_ranks)
+
+
+def evaluated(strategy: Any, num_ranks: int) -> tuple[float, dict[str, Any], Any]:
+    torch.manual_seed(3)
+    module = Halved()
+    trainer = trainer_of(strategy, devices=num_ranks, use_distributed_sampler=True)
+    loss = trainer.validate(module, verbose=False)[0]["loss"]
+    return loss, module.state_dict(), module.read
+
+
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
+@pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline", "zero2"])
+def test_hooks_of_an_evaluation_saw_shards(scheme: str) -> None:
+    """Under zero3 a weight had the shape and the norm of its shard."""
+    num_ranks, make = SCHEMES[scheme]
+    loss, weights, read = evaluated("auto", 1)
+    its_loss, its_weights, its_read = evaluated(make(), num_ranks)
+    assert its_loss == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(its_weights, weights, rtol=1e-5, atol=2e-7)
+    for (hook, norms, shapes), (its_hook, its_norms, its_shapes) in zip(
+        read, its_read, strict=True
+    ):
+        assert (its_hook, its_shapes) == (hook, shapes)
+        assert its_norms == pytest.approx(norms, rel=1e-5)
+
+
+END, NUM_WORDS, NUM_NEW = 10, 13, 12
+
+
+class Writer(L.LightningModule):
+    def __init__(self, texts: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        torch.manual_seed(0)
+        self.net = LlamaForCausalLM(
+            LlamaConfig(vocab_size=NUM_WORDS, num_hidden_layers=2, **sizes, initializer_range=1.0)
+        )
+        self.texts = texts
+
+    def written(self, words: Tensor) -> Tensor:
+        mask, ends = torch.ones_like(words), {"eos_token_id": END, "pad_token_id": 0}
+        found: Tensor = self.net.generate(
+            words, attention_mask=mask, max_new_tokens=NUM_NEW, **ends
+        )
+        return found
+
+    def validation_step(self, words: Tensor, batch_idx: int) -> None:
+        self.texts.append((words, self.written(words)))
+
+    def __deepcopy__(self, memo: object) -> "Writer":
+        return Writer(self.texts)
+
+
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
+def test_ranks_whose_texts_end_at_other_words_waited_for_each_other() -> None:
+    """One gathered the weights for its next word, which the other did not need."""
+    words = torch.randint(4, NUM_WORDS, (12, 1), generator=torch.Generator().manual_seed(1))
+    texts: list[tuple[Tensor, Tensor]] = []
+    trainer = quiet_trainer(strategy="zero3_in_process", devices=2)
+    trainer.validate(Writer(texts), DataLoader(words, batch_size=1), verbose=False)
+    alone = Writer([])
+    lengths = set()
+    for given, found in texts:
+        expected = alone.written(given)
+        lengths.add(expected.shape[1])
+        assert torch.equal(found[:, : expected.shape[1]], expected)
+    assert len(texts) == 12
+    assert len(lengths) > 2
+    assert not hasattr(trainer.lightning_module.net, "_is_fsdp_managed_module")

@@ -1,4 +1,4 @@
-"""Training with compressed gradients: what it must not change, what it sends, what it refuses."""
+"""Training with compressed gradients, also over Gloo: what it must not change, sends, refuses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from lightning_shard.profiling import CompressionRatio
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from tests.data_parallel.compression.buffers import Exact
 from tests.examples.commands import set_arguments
+from tests.processes import run_processes
 from tests.strategies.models import ExampleGPT, Trained
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
@@ -35,6 +36,7 @@ from tests.strategies.parity import (
     Run,
     assert_bitwise_equal,
     build,
+    ignore_upstream_warnings,
     ignoring,
     quiet_trainer,
     train,
@@ -379,3 +381,35 @@ def test_momentum_correction_trains_as_sgd_with_momentum(name: str) -> None:
     assert full.losses == pytest.approx(run(0.0, None).losses, rel=1e-5)
     some = run(0.0, TopK(ratio=0.3, momentum=0.9))
     assert some.losses != full.losses
+
+
+CASES = [
+    ("int8", "shard_ddp"),
+    ("topk", "zero1"),
+    ("powersgd", "zero2"),
+    ("powersgd", "shard_ddp"),
+    ("onebit", "zero1"),
+    ("fp16", "zero2"),
+]
+
+
+def train_cases() -> list[Run]:
+    """Train one case after the other; each process must call."""
+    ignore_upstream_warnings()
+    return [_train("gloo", *case) for case in CASES]
+
+
+def _train(backend: str, compression: str, strategy: str) -> Run:
+    choice = OneBit(warmup_steps=2) if compression == "onebit" else COMPRESSORS[compression]()
+    made = STRATEGIES[strategy](backend=backend, bucket_mb=SMALL_BUCKET_MB, compression=choice)
+    return train(build("gpt"), strategy=made, devices=2, max_steps=3)
+
+
+@pytest.mark.slow
+def test_gloo_trains_as_one_process_does() -> None:
+    first, second = run_processes(train_cases, 2)
+    for case, run, other in zip(CASES, first, second, strict=True):
+        assert_bitwise_equal(run, other)
+        inside = _train("in_process", *case)
+        assert run.losses == pytest.approx(inside.losses, rel=1e-4), case
+        assert run.norms == pytest.approx(inside.norms, rel=1e-3), case

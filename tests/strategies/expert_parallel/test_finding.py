@@ -1,4 +1,4 @@
-"""Which modules are taken for experts, and that they train as on a single device."""
+"""Which modules are taken for experts, and that they train as on one device, also over Gloo."""
 
 from collections.abc import Callable
 
@@ -9,8 +9,18 @@ from torch import Tensor, nn
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.finding import find_mixtures
 from tests.expert_parallel.models import Listed
+from tests.processes import run_processes
 from tests.strategies.expert_parallel.test_expert_parallel import fit, sharing
-from tests.strategies.parity import ignoring
+from tests.strategies.expert_parallel.test_parity import build, single_device
+from tests.strategies.parity import (
+    LONG_STEPS,
+    SMALL_BUCKET_MB,
+    Run,
+    assert_parity,
+    ignore_upstream_warnings,
+    ignoring,
+    train,
+)
 
 pytestmark = ignoring()
 
@@ -123,3 +133,23 @@ def test_both_kinds_are_still_refused_by_name() -> None:
     model.blocks[1] = Listed().blocks[0]
     with pytest.raises(ConfigError, match=r"in tensors \('blocks.0.experts'\) and in lists"):
         fit(model, sharing())
+
+
+def trained_by_processes() -> list[Run]:
+    ignore_upstream_warnings()
+    return [
+        train(
+            build(name),
+            strategy=sharing(backend="gloo", zero_stage=2, bucket_mb=SMALL_BUCKET_MB),
+            devices=2,
+            num_steps=LONG_STEPS,
+        )
+        for name in ("mixtral", "seldom")
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_over_gloo_equal_a_single_device() -> None:
+    runs = run_processes(trained_by_processes, 2)[0]
+    for name, run in zip(("mixtral", "seldom"), runs, strict=True):
+        assert_parity(run, single_device(name), num_steps=LONG_STEPS)

@@ -1,16 +1,32 @@
-"""Hooks of the fit that work with weights which are split, or on another stage."""
+"""Hooks of the fit that work with split weights, run steps of their own, or find a rate."""
 
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import lightning as L  # noqa: N812
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.tuner import Tuner
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_shard import ConfigError
+from lightning_shard import (
+    ConfigError,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeRO1Strategy,
+    ZeRO3Strategy,
+)
 from lightning_shard.errors import DeadlockError
 from lightning_shard.strategies.trainer import weights_in_hooks
+from tests.features.columns import COLUMNS, ONE_DEVICE, Column, Here
+from tests.features.network import Report, fitted
 from tests.strategies.data_parallel.hooked import (
     STYLES,
     Edits,
@@ -25,7 +41,8 @@ from tests.strategies.data_parallel.hooked import (
     replicas,
     tensor,
 )
-from tests.strategies.parity import ignoring
+from tests.strategies.models import ExampleGPT
+from tests.strategies.parity import GlobalBatches, ignoring, quiet_trainer
 
 pytestmark = ignoring()
 
@@ -135,3 +152,89 @@ def test_a_checkpoint_has_what_its_hook_has_written_before(
 ) -> None:
     monkeypatch.setattr(Saves, "options", {"default_root_dir": tmp_path})
     assert_equal(fit(Saves, strategy()), fit(Saves))
+
+
+AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "alone": nullcontext,
+    "another mode": lambda: torch.device("cpu"),
+}
+
+
+class Trains(Callback):
+    """Takes two steps, validates one batch, and notes what the weights are in between."""
+
+    def __init__(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.around = around
+        self.norms: list[float] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        batch = next(iter(trainer.datamodule.train_dataloader()))
+        optimizer = pl_module.optimizers(use_pl_optimizer=False)
+        with self.around():
+            for _ in range(2):
+                optimizer.zero_grad()
+                self.step(trainer, optimizer, batch)
+                self.norms.append(sum(param.norm().item() for param in pl_module.parameters()))
+
+    def step(self, trainer: L.Trainer, optimizer: Any, batch: Any) -> None:
+        loss = trainer.strategy.training_step(batch, 0)
+        trainer.strategy.backward(loss, None)
+        trainer.strategy.optimizer_step(optimizer, closure=lambda: loss)
+
+
+def trained(column: Column, around: str, folder: Path) -> Report:
+    trains = Trains(AROUND[around])
+    report = fitted(Here(column, folder), callbacks=[trains], max_steps=2, limit_val_batches=0)
+    return report | {"norms": trains.norms}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", ["zero3", "tensor_parallel", "pipeline_parallel"])
+def test_steps_of_a_hook_met_full_weights(name: str, around: str, tmp_path: Path) -> None:
+    got = trained(COLUMNS[name], around, tmp_path)
+    expected = trained(ONE_DEVICE, around, tmp_path)
+    torch.testing.assert_close(got["weights"], expected["weights"], rtol=1e-5, atol=1e-7)
+    assert got["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
+class Tuned(ExampleGPT):
+    """A model whose learning rate can be set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 1e-3
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "zero1": {"kind": ZeRO1Strategy},
+    "zero3": {"kind": ZeRO3Strategy},
+    "tensor": {"kind": TensorParallelStrategy},
+    "pipeline": {"kind": PipelineParallelStrategy},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+@pytest.mark.filterwarnings("ignore:.*suggested_lr.*")
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_learning_rate_finder_goes_back_to_the_weights_it_began_with(
+    name: str, tmp_path: Any
+) -> None:
+    torch.manual_seed(3)
+    model = Tuned()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    data = DataLoader(GlobalBatches(model).dataset, batch_size=4)
+    strategy = STRATEGIES[name]["kind"](backend="in_process")
+    trainer = quiet_trainer(
+        strategy=strategy, devices=2, default_root_dir=tmp_path, accumulate_grad_batches=1
+    )
+    finder = Tuner(trainer).lr_find(
+        model, train_dataloaders=data, num_training=8, update_attr=False
+    )
+    assert finder is not None
+    assert all(math.isfinite(loss) for loss in finder.results["loss"])
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0, msg=key)

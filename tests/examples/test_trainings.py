@@ -1,4 +1,6 @@
-"""The two networks of the GAN example train as on one device under every stage."""
+"""The digits, contrastive, three-dimensional and GAN examples come to what they should."""
+
+import runpy
 
 import pytest
 import torch
@@ -6,10 +8,77 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard  # noqa: F401  the import registers the names of the strategies
 from examples.train_gan import GAN
-from tests.examples.commands import ignoring_advice, run_example
+from tests.examples.commands import (
+    ignoring_advice,
+    largest_shares,
+    last_losses,
+    run_example,
+    set_arguments,
+)
 from tests.trainers import cpu_trainer
 
 pytestmark = ignoring_advice()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param("shard_ddp", marks=pytest.mark.slow),
+        pytest.param("zero1", marks=pytest.mark.slow),
+        pytest.param("zero2", marks=pytest.mark.slow),
+        "zero3",
+    ],
+)
+def test_more_than_95_percent_of_the_test_images_are_read_right(
+    stage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = f"--trainer.strategy={stage}_in_process"
+    run_example(monkeypatch, "train_digits", strategy, "--trainer.devices=2")
+    row = next(r for r in capsys.readouterr().out.splitlines() if "test_accuracy" in r)
+    assert float(row.split()[-2]) > 0.95
+
+
+def loss_after_an_epoch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> float:
+    run_example(monkeypatch, "contrastive", "--trainer.max_epochs=1", *arguments)
+    return float(capsys.readouterr().out.split("train loss")[-1])
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["zero3", *(pytest.param(s, marks=pytest.mark.slow) for s in ("shard_ddp", "zero1", "zero2"))],
+)
+def test_the_encoder_learns_which_views_are_of_one_image(
+    stage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = f"--trainer.strategy={stage}_in_process"
+    loss = loss_after_an_epoch(monkeypatch, capsys, strategy, "--trainer.devices=2")
+    assert loss < 2.5  # by chance log(64) = 4.2: both ranks' 32 images are told apart
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--stages=2", "--tensor=2", "--data=1", "--zero-stage=1"],
+        pytest.param(["--stages=2", "--tensor=2", "--data=2"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_gpt_in_three_dimensions(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_arguments(monkeypatch, "train_gpt_3d.py", "--steps=2", *options)
+    runpy.run_module("examples.train_gpt_3d", run_name="__main__")
+    output = capsys.readouterr().out
+    assert "stage 0" in output
+    assert "stage 1" in output
+    loss, bigram = last_losses(output)
+    assert bigram < loss < 8.0
+    assert float(largest_shares(output)[0].rstrip("%")) < 28
+
+
 NUM_RANKS, OWN, NUM_STEPS = 2, 4, 6
 
 
