@@ -26,7 +26,11 @@ from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.compression.compressor import Exchange
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.gradients.early_clipping import EarlyClipping
-from lightning_shard.data_parallel.gradients.flat_gradients import build_gradients, reducing_of
+from lightning_shard.data_parallel.gradients.flat_gradients import (
+    FlatGradients,
+    build_gradients,
+    reducing_of,
+)
 from lightning_shard.data_parallel.gradients.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
 from lightning_shard.data_parallel.gradients.reducer import (
@@ -133,10 +137,7 @@ class DataParallelEngine:
         )
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self._unshards = options.stage == 3 and not exist_once(self.units)
-        in_root = [flat for unit in self.units for flat in unit.flats if unit.is_root]
-        self.gradients = build_gradients(
-            self.flats, in_root if self._unshards else (), reducing, options, self.split
-        )
+        self.gradients = self._made_gradients(reducing)
         self._positions = _placed(
             (one, gradients.flat) for one, gradients in enumerate(self.gradients)
         )
@@ -155,9 +156,8 @@ class DataParallelEngine:
         self.buffers = BufferSync(model, self.collectives)
         self.buffers.broadcast_all()
         self.shards = self._gradient_shards()
-        self.absent = AbsentGradients(
-            self.shards, list(model.parameters()), self.split, self.device
-        )
+        params = list(model.parameters())
+        self.absent = AbsentGradients(self.shards, params, self.split, self.device)
         self.view = self._made_view()
         self._loading = cut_loaded(model, self._homes, self.split) if options.stage == 3 else []
         self.adoption = self._made_adoption()
@@ -169,6 +169,11 @@ class DataParallelEngine:
         self.around_methods: _InsideOf = nullcontext
         self.hook_trainable()
         keep_freed_memory(self.device)
+
+    def _made_gradients(self, reducing: DataGroups) -> list[FlatGradients]:
+        roots = [unit for unit in self.units if unit.is_root and self._unshards]
+        in_root = [flat for unit in roots for flat in unit.flats]
+        return build_gradients(self.flats, in_root, reducing, self.options, self.split)
 
     def _made_weights(self, reducing: DataGroups) -> EqualWeights:
         having = [(flat, reducing_of(flat, reducing, self.split).dp) for flat in self.flats]
