@@ -1,9 +1,13 @@
 """Callbacks that show what a strategy does: bytes that ranks hold and send, and how time passes."""
 
-from lightning_shard.profiling.held_bytes import HeldBytesTable, MemoryMonitor
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
-from lightning_shard.profiling.progress_bar import CompressionRatio, ExpertBalance
 from lightning_shard.profiling.run_monitor import PlanMonitor
+from lightning_shard.profiling.savings import (
+    CompressionRatio,
+    ExpertBalance,
+    HeldBytesTable,
+    MemoryMonitor,
+)
 from lightning_shard.profiling.step_monitor import StepMonitor, TrafficMonitor
 
 __all__ = [

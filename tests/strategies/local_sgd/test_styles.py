@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_shard import ConfigError, LocalSGDStrategy
 from lightning_shard.data_parallel.compression import Codec, OneBit, PowerSGD, TopK
-from lightning_shard.profiling.progress_bar import CompressionRatio
+from lightning_shard.profiling.savings import CompressionRatio
 from tests.strategies.local_sgd.local_training import (
     BATCH,
     ByHand,

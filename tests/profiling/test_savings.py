@@ -10,7 +10,7 @@ from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.errors import ConfigError
 from lightning_shard.profiling import HeldBytesTable
-from lightning_shard.profiling.held_bytes import render_held_bytes
+from lightning_shard.profiling.savings import render_held_bytes
 from lightning_shard.strategies.trainer.hook_advice import may_edit_gradients
 from tests.examples.commands import ignoring_advice, largest_shares
 from tests.trainers import cpu_trainer
