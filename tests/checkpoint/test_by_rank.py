@@ -9,11 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.by_rank import (
-    entries_of_ranks,
-    gather_entries,
-    own_entry,
-)
+from lightning_shard.checkpoint.by_rank import entries_of_ranks, gather_entries, own_entry
 from lightning_shard.checkpoint.files.torch_archive import write_archive
 from lightning_shard.checkpoint.random_state import load_random_state, random_misfit, random_state
 from lightning_shard.checkpoint.streamed import StreamedFile

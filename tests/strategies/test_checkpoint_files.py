@@ -63,7 +63,8 @@ class SavesAndCatches(Callback):
 
 
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero3", "local_sgd"])
-def test_a_failed_save_was_an_error_on_rank_0_only(tmp_path: Path, strategy: str) -> None:
+def test_a_failed_save_is_the_same_error_on_every_rank(tmp_path: Path, strategy: str) -> None:
+    """A failed save was an error on rank 0 only."""
     (tmp_path / "file").write_text("")
     told = SavesAndCatches.told = {}
     trainer(tmp_path, f"{strategy}_in_process", callbacks=[SavesAndCatches()]).fit(BoringModel())

@@ -156,7 +156,8 @@ PENALTIES = (PenaltyOfInput, PenaltyOfPart, PenaltyOrNone)
 
 
 @pytest.mark.parametrize("style", PENALTIES)
-def test_a_gradient_by_the_input_was_the_last_stages_part_of_it(style: type[OfRanks]) -> None:
+def test_a_gradient_by_the_input_of_a_pipeline_is_refused(style: type[OfRanks]) -> None:
+    """A gradient by the input was the last stage's part of it."""
     with pytest.raises(ConfigError, match="what earlier stages of the pipeline compute with"):
         fit_under(style, "pipeline")
 
@@ -254,7 +255,8 @@ class SetByHand(OfRanks):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero3", "tensor", "tensor_zero2"])
-def test_gradients_set_by_hand_were_refused_where_one_rank_has_the_samples(scheme: str) -> None:
+def test_gradients_set_by_hand_train_where_one_rank_has_the_samples(scheme: str) -> None:
+    """Gradients set by hand were refused where one rank has the samples."""
     assert_as_alone(SetByHand, scheme)
 
 

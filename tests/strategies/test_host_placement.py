@@ -46,7 +46,8 @@ def test_scattered_ranks_are_told_with_what_would_not_scatter_them() -> None:
     )
 
 
-def test_copies_of_the_state_whose_ranks_are_scattered_were_not_told() -> None:
+def test_copies_of_the_state_whose_ranks_are_scattered_are_told() -> None:
+    """Copies of the state whose ranks are scattered were not told."""
     told = warning_of_scattered_ranks(ParallelMesh(dp=4, shard=2), [0, 1, 0, 1])
     assert "So 2 of 2 copies of the state cross hosts, and gathers wait" in told
     assert "tp groups" not in told

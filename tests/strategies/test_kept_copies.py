@@ -70,9 +70,10 @@ _TEACHERS = [KeptTeacher, AssignedTeacher, SetTeacher, SetInFullTeacher, Written
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
 @pytest.mark.parametrize("style", _TEACHERS)
-def test_a_teacher_that_torch_does_not_see_was_a_key_error_under_tensor_parallel(
+def test_a_teacher_that_torch_does_not_see_trains_as_on_one_device(
     style: type[Decoder], scheme: str
 ) -> None:
+    """A teacher that torch does not see was a key error under tensor parallel."""
     assert_as_alone(style, scheme)
 
 
@@ -120,7 +121,8 @@ class Averaged(Decoder):
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3", "tensor", "context"])
-def test_an_averaged_model_of_a_split_layer_was_a_key_error(scheme: str) -> None:
+def test_an_averaged_model_of_a_split_layer_is_one_devices(scheme: str) -> None:
+    """An averaged model of a split layer was a key error."""
     num_ranks, make = DECODER_SCHEMES[scheme]
     of_ranks = OfEveryRank()
     fit(Averaged, make(), [of_ranks], devices=num_ranks)
@@ -149,9 +151,10 @@ def save(style: type[Decoder], scheme: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline"])
-def test_elements_of_a_checkpoints_weights_on_other_ranks_were_asked_for_without_advice(
+def test_asking_for_elements_of_a_checkpoint_on_every_rank_comes_with_advice(
     scheme: str, tmp_path: Path
 ) -> None:
+    """Elements of a checkpoint's weights on other ranks were asked for without advice."""
     with pytest.raises(ConfigError, match=r"Rank 1: on_save_checkpoint asks for elements of"):
         save(SumsWeights, scheme, tmp_path / "all")
     got = save(SumsOnRankZero, scheme, tmp_path / "first")

@@ -131,7 +131,7 @@ SCHEMES: dict[str, tuple[Callable[[], Any], int]] = {
 @pytest.mark.few_cases(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_hooks_had_kept_was_of_no_use_after_the_fit(scheme: str) -> None:
+def test_what_hooks_have_kept_is_of_use_after_the_fit(scheme: str) -> None:
     """Code of one device reads it after the fit, and goes on with it in the next one."""
     strategy, devices = SCHEMES[scheme]
     model, data, alone, its_data = Keeps(), Data(), Keeps(), Data()

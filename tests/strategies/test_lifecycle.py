@@ -72,7 +72,8 @@ class Normalised(BoringModel):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_prediction_of_samples_that_do_not_divide_by_the_ranks_was_refused(strategy: str) -> None:
+def test_samples_that_do_not_divide_by_the_ranks_are_predicted(strategy: str) -> None:
+    """Prediction of samples that do not divide by the ranks was refused."""
     model = Deep()
     trainer = make_trainer(strategy)
     predictions = trainer.predict(model, DataLoader(RandomDataset(32, 5)))
@@ -131,7 +132,8 @@ def test_sixteen_bit_formats_of_two_kinds_did_not_fit_together() -> None:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1"])
-def test_micro_batches_were_summed_in_bf16(strategy: str) -> None:
+def test_micro_batches_are_not_summed_in_bf16(strategy: str) -> None:
+    """Micro batches were summed in bf16."""
     num_micro_batches = 512
 
     class Small(pl.LightningModule):
@@ -223,7 +225,8 @@ def test_the_loss_scaler_kept_the_engine_alive() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_shards_of_a_failed_run_were_saved_as_if_full(strategy: str, tmp_path: Path) -> None:
+def test_shards_of_a_failed_run_are_not_saved(strategy: str, tmp_path: Path) -> None:
+    """Shards of a failed run were saved as if full."""
     trainer = make_trainer(strategy)
     with pytest.raises(ValueError, match="on purpose"):
         trainer.fit(FailsInTheThirdStep())
@@ -233,9 +236,10 @@ def test_shards_of_a_failed_run_were_saved_as_if_full(strategy: str, tmp_path: P
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_weights_edited_after_the_last_step_were_not_saved(
+def test_weights_edited_after_the_last_step_are_saved(
     strategy: str, precision: str, tmp_path: Path
 ) -> None:
+    """Weights edited after the last step were not saved."""
     path = tmp_path / "edited.ckpt"
 
     class Clamped(Deep):

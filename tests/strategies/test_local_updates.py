@@ -53,9 +53,8 @@ def test_a_slow_rank_held_the_others_up_at_every_batch_long_before_the_bound(slo
     assert {one.steps for one in counters.of_ranks} == {20}
 
 
-def test_something_was_broadcast_in_every_step_of_local_sgd(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_broadcast_in_steps_of_local_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something was broadcast in every step of local SGD."""
     steps_of_calls: list[int] = []
     broadcast = dist.broadcast
 
@@ -124,7 +123,8 @@ class AtEpochEnds(L.Callback):
         self.of_ranks.append(strategy.collectives.all_gather_object(weights_of(pl_module)))
 
 
-def test_an_async_epoch_that_was_cut_short_ended_without_agreement() -> None:
+def test_an_async_epoch_that_is_cut_short_ends_in_agreement() -> None:
+    """An async epoch that was cut short ended without agreement."""
     ends = AtEpochEnds()
     trainer = quiet_trainer(
         strategy=STRATEGIES["async"](),
@@ -173,7 +173,8 @@ def test_at_the_end_of_a_fit_hooks_saw_each_ranks_own_weights(way: str, tmp_path
     torch.testing.assert_close(kept["optimizer_states"], after["optimizer_states"], rtol=0, atol=0)
 
 
-def test_what_local_sgd_had_sent_was_forgotten_at_the_end(tmp_path: Path) -> None:
+def test_what_local_sgd_has_sent_is_told_after_the_end(tmp_path: Path) -> None:
+    """What local SGD had sent was forgotten at the end."""
     ends = AtTheEnd(tmp_path / "end.ckpt")
     strategy = LocalSGDStrategy(backend="in_process", sync_every=3, compression="fp16")
     trainer = fit(strategy, Tiny(), 2, 7, callbacks=[ends])
@@ -569,7 +570,8 @@ class Calibrated(Tiny):
             assert bool(self.running[1].isnan())
 
 
-def test_a_buffer_that_a_validation_had_set_was_set_back() -> None:
+def test_a_buffer_that_a_validation_has_set_stays() -> None:
+    """A buffer that a validation had set was set back."""
     strategy = LocalSGDStrategy(backend="in_process", sync_every=10)
     module = Calibrated()
     fit(strategy, module, 2, 3, **VALIDATED | {"num_sanity_val_steps": 0})

@@ -67,9 +67,10 @@ def checkpoint_of(style: type[Decoder], strategy: Any, folder: Path, devices: in
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 @pytest.mark.parametrize("style", LOSING)
-def test_a_checkpoint_after_a_module_lost_or_gained_a_parameter_was_a_key_error(
+def test_a_checkpoint_after_a_module_lost_or_gained_a_parameter_is_one_devices(
     style: type[Decoder], scheme: str, tmp_path: Path
 ) -> None:
+    """A checkpoint after a module lost or gained a parameter was a key error."""
     num_ranks, make = DECODER_SCHEMES[scheme]
     got = torch.load(checkpoint_of(style, make(), tmp_path / "ranks", num_ranks))
     alone = torch.load(checkpoint_of(style, "auto", tmp_path / "alone", 1))
@@ -80,9 +81,10 @@ def test_a_checkpoint_after_a_module_lost_or_gained_a_parameter_was_a_key_error(
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("style", LOSING)
 @pytest.mark.parametrize("strategy", [DDPStrategy, ZeRO2Strategy, ZeRO3Strategy, LocalSGDStrategy])
-def test_a_folder_after_a_module_lost_or_gained_a_parameter_was_a_key_error(
+def test_a_folder_is_written_after_a_module_lost_or_gained_a_parameter(
     strategy: Any, style: type[Decoder], tmp_path: Path
 ) -> None:
+    """A folder after a module lost or gained a parameter was a key error."""
     options: Any = {"sync_every": 1} if strategy is LocalSGDStrategy else {}
     sharded = strategy(backend="in_process", checkpoint_format="sharded", **options)
     assert checkpoint_of(style, sharded, tmp_path, 2).is_dir()
@@ -109,9 +111,10 @@ class TiesNewOne(Decoder):
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 @pytest.mark.parametrize("style", [TiesAtStart, Swaps, TiesNewOne])
-def test_parameters_tied_by_assigning_in_mid_run_were_untied_and_left_out_of_the_updates(
+def test_tying_parameters_by_assigning_in_mid_run_is_refused(
     style: type[Decoder], scheme: str
 ) -> None:
+    """Parameters tied by assigning in mid run were untied and left out of the updates."""
     refused = r"was replaced by the parameter of|the model holds|reads elements of"
     with pytest.raises(ConfigError, match=refused):
         fit_decoder(style, scheme)
@@ -125,9 +128,8 @@ class Parametrizes(Decoder):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3", "2x2x2"])
-def test_a_parametrization_of_a_split_layer_in_mid_run_was_an_error_of_the_teardowns(
-    scheme: str,
-) -> None:
+def test_a_parametrization_of_a_split_layer_in_mid_run_is_refused(scheme: str) -> None:
+    """A parametrization of a split layer in mid run was an error of the teardown's."""
     with pytest.raises(ConfigError, match=r"'head\.bias' was taken out of its module"):
         fit_decoder(Parametrizes, scheme)
 
@@ -145,7 +147,8 @@ class SharesLayer(Decoder):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
-def test_a_layer_of_two_blocks_was_split_with_the_one_and_not_with_the_other(scheme: str) -> None:
+def test_a_layer_of_two_blocks_trains_as_on_one_device(scheme: str) -> None:
+    """A layer of two blocks was split with the one and not with the other."""
     assert_as_alone(SharesLayer, scheme)
 
 
@@ -161,7 +164,8 @@ class Lazy(Decoder):
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "2x2x2", "pipeline"])
-def test_a_lazy_layer_became_another_class_after_it_was_split(scheme: str) -> None:
+def test_a_lazy_layer_is_refused_where_it_would_be_split(scheme: str) -> None:
+    """A lazy layer became another class after it was split."""
     if scheme in ("tensor", "2x2x2"):
         with pytest.raises(ConfigError, match="becomes another class in its first forward"):
             fit_decoder(Lazy, scheme)

@@ -47,7 +47,8 @@ def test_every_registered_name_is_found_again() -> None:
 
 @pytest.mark.usefixtures("notebook")
 @pytest.mark.parametrize("name", ["zero2", "pipeline_parallel", "shard_ddp_topk", "elastic"])
-def test_a_notebook_was_told_to_use_ddp_notebook(name: str) -> None:
+def test_a_notebook_is_told_to_use_ranks_in_process(name: str) -> None:
+    """A notebook was told to use ddp_notebook."""
     with pytest.raises(ConfigError, match=rf"strategy='{name}_in_process', devices=2\)"):
         trainer_of(name)
     with pytest.raises(ConfigError, match=rf"strategy='{name}_in_process'"):

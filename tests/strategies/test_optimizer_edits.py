@@ -185,7 +185,8 @@ EDITS = [
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_of_an_optimizer_raised_or_was_lost(edit: Edit, strategy: str) -> None:
+def test_an_edit_of_an_optimizer_is_one_devices(edit: Edit, strategy: str) -> None:
+    """An edit of an optimizer raised or was lost."""
     assert_as_alone(strategy, edit)
 
 
@@ -223,7 +224,7 @@ class ByHand(Edited):
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor", "tensor_zero3"])
-def test_an_edit_inside_a_step_was_lost_or_raised(strategy: str) -> None:
+def test_an_edit_inside_a_step_is_one_devices(strategy: str) -> None:
     """Under tensor parallel a step's parameters were not found in the state: no edit arrived."""
     assert_as_alone(strategy, nothing, base=ByHand)
 
@@ -233,7 +234,8 @@ LOST = r"'head\.weight' was replaced by another parameter"
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero3", "tensor_zero3"])
-def test_a_parameter_that_the_optimizer_has_lost_was_trained_on(strategy: str) -> None:
+def test_a_parameter_that_the_optimizer_has_lost_is_not_trained(strategy: str) -> None:
+    """A parameter that the optimizer has lost was trained on."""
     with pytest.warns(UserWarning, match=LOST):
         assert_as_alone(strategy, replace)
 
@@ -249,7 +251,8 @@ def test_a_lost_parameter_took_the_step_of_its_gradient(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "hook"), [(one, hook) for one in ("tensor", "pipeline") for hook in (0, 1)]
 )
-def test_a_lost_parameter_that_has_a_gradient_was_trained_on(strategy: str, hook: int) -> None:
+def test_a_lost_parameter_that_has_a_gradient_is_refused(strategy: str, hook: int) -> None:
+    """A lost parameter that has a gradient was trained on."""
     edits: list[Edit] = [nothing, nothing]
     edits[hook] = replace
     with pytest.raises(ConfigError, match=LOST):
@@ -257,7 +260,9 @@ def test_a_lost_parameter_that_has_a_gradient_was_trained_on(strategy: str, hook
 
 
 @pytest.mark.filterwarnings(f"ignore:{LOST}")
-def test_a_lost_parameter_that_was_unfrozen_was_trained_on() -> None:
+def test_a_lost_parameter_that_is_unfrozen_is_refused() -> None:
+    """A lost parameter that was unfrozen was trained on."""
+
     def unfreeze(module: Any) -> None:
         replace(module)
         if module.global_step > ROW:
@@ -285,12 +290,14 @@ def gives_a_stranger(module: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "pipeline"])
-def test_a_parameter_of_no_model_was_a_key_error(strategy: str) -> None:
+def test_a_parameter_of_no_model_is_refused(strategy: str) -> None:
+    """A parameter of no model was a key error."""
     with pytest.raises(ConfigError, match=r"given a parameter of shape \(3,\) in the middle"):
         fit_on_ranks(strategy, gives_a_stranger)
 
 
-def test_pruning_inside_a_pipeline_was_a_key_error() -> None:
+def test_pruning_inside_a_pipeline_is_refused() -> None:
+    """Pruning inside a pipeline was a key error."""
     with pytest.raises(ConfigError, match=r"'blocks\.1\.up\.weight' was taken out of its module"):
         fit_on_ranks("pipeline", prunes)
 
@@ -342,7 +349,8 @@ def trained(column: Column, folder: Path) -> list[dict[str, Tensor]]:
 @pytest.mark.filterwarnings("ignore:.*loading dataloaders .*checkpoint")
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", ["zero2", "zero3", "pipeline_parallel"])
-def test_an_exchanged_optimizer_met_shards_as_if_they_were_all(name: str, tmp_path: Path) -> None:
+def test_an_exchanged_optimizer_trains_as_on_one_device(name: str, tmp_path: Path) -> None:
+    """An exchanged optimizer met shards as if they were all."""
     got, expected = trained(COLUMNS[name], tmp_path), trained(ONE_DEVICE, tmp_path)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 

@@ -200,7 +200,8 @@ class WithMuon(Full):
 
 
 @pytest.mark.slow
-def test_what_an_owner_gathers_for_its_update_was_not_told() -> None:
+def test_what_an_owner_gathers_for_its_update_is_told() -> None:
+    """What an owner gathers for its update was not told."""
     strategy = TensorParallelStrategy(**RANKS, plan=PLANS["gpt"])
     note = note_of(strategy, "", of=WithMuon)
     assert note.startswith("Out of memory in optimizer_step. Rank")

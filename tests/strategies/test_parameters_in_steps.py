@@ -87,7 +87,8 @@ def penalized_on_one_device(name: str) -> Run:
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_a_penalty_was_of_this_ranks_parts(penalty: str, strategy: str) -> None:
+def test_a_penalty_is_of_full_parameters(penalty: str, strategy: str) -> None:
+    """A penalty was of this rank's parts."""
     num_ranks, make = STRATEGIES[strategy]
     run = train(penalized(penalty), num_steps=3, strategy=make(), devices=num_ranks)
     expected = penalized_on_one_device(penalty)
@@ -144,9 +145,10 @@ class Looking:
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use", [look, look_at_kept, count])
-def test_numbers_of_this_ranks_parts_were_taken_for_the_models(
+def test_numbers_are_the_full_models_or_refused(
     use: Callable[[nn.Module], float], strategy: str
 ) -> None:
+    """Numbers of this rank's parts were taken for the model's."""
     num_ranks, make = STRATEGIES[strategy]
     alone, many = Looking(use), Looking(use)
     train(alone.model(), num_steps=2)

@@ -165,7 +165,8 @@ class OfLists(InParts):
 @pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the")
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
-def test_sequences_were_no_blocks_of_context_parallel(scheme: str) -> None:
+def test_sequential_modules_are_blocks_of_context_parallel(scheme: str) -> None:
+    """Sequences were no blocks of context parallel."""
     assert_as_alone(OfSequences, scheme)
 
 
@@ -217,7 +218,7 @@ def fit(optimizer: str, strategy: Any, epochs: int, path: Path | None = None) ->
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_that_looks_at_all_parameters_was_refused_on_one_rank(
+def test_an_optimizer_that_looks_at_all_parameters_works_on_one_rank(
     optimizer: str, stage: str, tmp_path: Path
 ) -> None:
     """It was tried on two shards of a parameter, of which one rank has all."""

@@ -45,7 +45,10 @@ pytestmark = [
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_sigterm_lost_what_was_trained_since_the_last_checkpoint(name: str, tmp_path: Path) -> None:
+def test_sigterm_saves_what_was_trained_since_the_last_checkpoint(
+    name: str, tmp_path: Path
+) -> None:
+    """SIGTERM lost what was trained since the last checkpoint."""
     whole = fit(SCHEMES[name](), 9)
     first = preempted(SCHEMES[name](), tmp_path, Sends("on_train_batch_start", 5))
     assert steps_saved(tmp_path) == {"epoch=0-step=4.ckpt": 4, "last-sigterm.ckpt": 6}
@@ -62,7 +65,8 @@ SAMPLES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("name", SAMPLES)
-def test_the_samples_of_a_fit_were_not_those_that_followed(name: str, tmp_path: Path) -> None:
+def test_a_preempted_fit_goes_on_at_the_next_samples(name: str, tmp_path: Path) -> None:
+    """The samples of a fit were not those that followed."""
     whole = Seeing.fitted(SAMPLES[name](), tmp_path / "whole")
     options: dict[str, Any] = {"make_module": Seeing, "default_root_dir": tmp_path}
     sends = Sends("on_train_batch_start", 4)
@@ -174,9 +178,10 @@ def test_a_job_is_requeued_before_its_first_step_and_saves_nothing(
     assert steps_saved(tmp_path) == {}
 
 
-def test_what_a_killed_save_has_left_was_counted_as_a_checkpoint_of_slurms(
+def test_what_a_killed_save_has_left_is_no_checkpoint_of_slurms(
     scontrol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What a killed save has left was counted as a checkpoint of SLURM's."""
     written: list[str] = []
     save = DDPStrategy.save_checkpoint
 

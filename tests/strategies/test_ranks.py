@@ -189,7 +189,8 @@ def test_a_scheme_alone_counts_ranks_of_other_samples(name: str) -> None:
     assert_one_device(model)
 
 
-def test_a_mean_over_tokens_was_one_over_those_of_each_microbatch() -> None:
+def test_a_mean_over_tokens_is_refused_where_microbatches_have_their_own() -> None:
+    """A mean over tokens was one over those of each microbatch."""
     with pytest.raises(ConfigError, match=r"gathers a count, .*Set num_microbatches=1"):
         fitted(PipelineParallelStrategy(backend="in_process", announce=False), 2)
 

@@ -139,7 +139,8 @@ def assert_same(saved: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *SPLITTING])
-def test_the_users_error_became_ours_and_nothing_was_saved(strategy: str, tmp_path: Path) -> None:
+def test_the_users_error_stays_and_what_is_full_is_saved(strategy: str, tmp_path: Path) -> None:
+    """The user's error became ours and nothing was saved."""
     torch.manual_seed(1)
     model = Raises(lambda: WithDetailsError(3, why="mine"))
     trainer = make_trainer(strategy, tmp_path)
@@ -216,9 +217,10 @@ class SendsSigterm(Raises):
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "async_sgd"])
 @pytest.mark.parametrize(("hook", "steps"), [("training_step", 3), ("validation_step", 4)])
-def test_sigterm_to_a_process_was_a_deadlock(
+def test_sigterm_to_a_process_ends_its_run(
     strategy: str, hook: str, steps: int, tmp_path: Path
 ) -> None:
+    """SIGTERM to a process was a deadlock."""
     before = signal.getsignal(signal.SIGTERM)
     trainer = make_trainer(strategy, tmp_path, limit_val_batches=3)
     with pytest.raises(SIGTERMException) as caught:

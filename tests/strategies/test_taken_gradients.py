@@ -137,9 +137,8 @@ class SecondOrder(Decoder):
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", OF_ONE_BATCH)
 @pytest.mark.parametrize("style", [WeightPenalty, HeadPenalty, InnerStep, SecondOrder])
-def test_a_gradient_that_a_step_took_was_of_a_tensor_that_stands_for_a_weight_or_a_summand(
-    style: type[Decoder], scheme: str
-) -> None:
+def test_a_gradient_that_a_step_takes_is_one_devices(style: type[Decoder], scheme: str) -> None:
+    """A gradient that a step took was of a tensor that stands for a weight or a summand."""
     assert_as_alone(style, scheme)
 
 
@@ -163,7 +162,8 @@ def test_a_backward_to_some_inputs_left_out_split_weights(scheme: str) -> None:
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
-def test_gradients_set_in_a_backward_of_the_users_were_torchs_error(scheme: str) -> None:
+def test_gradients_set_in_a_backward_of_the_users_train_or_are_refused(scheme: str) -> None:
+    """Gradients set in a backward of the user's were torch's error."""
     if scheme.endswith("zero3"):
         with pytest.raises(ConfigError, match=r"set to a tensor of shape .* in the middle of a"):
             fit_decoder(ByAutogradGrad, scheme)
@@ -174,9 +174,8 @@ def test_gradients_set_in_a_backward_of_the_users_were_torchs_error(scheme: str)
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", OF_STAGES)
 @pytest.mark.parametrize("style", [OfSomeInputs, ByAutogradGrad, WeightPenalty, LeafPenalty])
-def test_a_pipeline_took_all_gradients_where_some_were_asked_for(
-    style: type[Decoder], scheme: str
-) -> None:
+def test_asking_a_pipeline_for_some_gradients_is_refused(style: type[Decoder], scheme: str) -> None:
+    """A pipeline took all gradients where some were asked for."""
     with pytest.raises(ConfigError, match=r"asks for gradients of|several times in a step"):
         fit_decoder(style, scheme)
 
@@ -207,9 +206,10 @@ class CalledWithItsOwn(CalledWith):
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3", "zero3", "2x2x2", "2x2x2_zero3"])
 @pytest.mark.parametrize("style", [CalledWith, CalledWithItsOwn])
-def test_full_weights_given_to_a_split_layer_for_a_call_were_taken_for_its_part(
+def test_a_split_layer_may_be_given_full_weights_for_a_call(
     style: type[Decoder], scheme: str
 ) -> None:
+    """Full weights given to a split layer for a call were taken for its part."""
     assert_as_alone(style, scheme)
 
 

@@ -94,9 +94,10 @@ def test_weights_set_in_a_hook_part_from_a_single_devices(
 
 
 @pytest.mark.parametrize("way", [assigned, in_place])
-def test_a_pipeline_took_edits_before_a_backward_that_was_over_without_a_word(
+def test_edits_before_a_pipelines_backward_that_is_over_are_refused(
     way: Callable[[Any], None],
 ) -> None:
+    """A pipeline took edits before a backward that was over without a word."""
     num_ranks, make = SCHEMES["pipeline"]
     with pytest.raises(ConfigError, match="between training_step and its backward"):
         fit(style(way, "on_before_zero_grad"), make(), devices=num_ranks)
@@ -179,9 +180,10 @@ def twice(way: Callable[[Any], None], work: Callable[[Any], None]) -> type[Twice
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("work", [other_optimizer, checkpoint, state, forward])
 @pytest.mark.parametrize("way", [assigned, set_to_a_tensor, in_place, replaced])
-def test_what_a_hook_had_set_was_lost_where_the_engine_works_in_it(
+def test_what_a_hook_has_set_stays_where_the_engine_works_in_it(
     way: Callable[[Any], None], work: Callable[[Any], None], scheme: str, tmp_path: Path
 ) -> None:
+    """What a hook had set was lost where the engine works in it."""
     num_ranks, make = SCHEMES[scheme]
     made = twice(way, work)
     got = fit(made, make(), devices=num_ranks, default_root_dir=str(tmp_path))

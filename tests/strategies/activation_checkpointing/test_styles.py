@@ -116,7 +116,8 @@ class Normed(Stack):
 
 
 @pytest.mark.parametrize("sync_batchnorm", [False, pytest.param(True, marks=SLOW)])
-def test_running_statistics_were_updated_twice(sync_batchnorm: bool) -> None:
+def test_running_statistics_are_updated_once(sync_batchnorm: bool) -> None:
+    """Running statistics were updated twice."""
     options: Any = {"devices": 2, "max_epochs": 1, "sync_batchnorm": sync_batchnorm}
     plain = fit(Normed, zero3(), **options)
     again = fit(Normed, zero3(activation_checkpointing="full"), **options)
@@ -154,7 +155,8 @@ class CountingStack(Stack):
             return super().forward(x)
 
 
-def test_attributes_of_a_block_were_changed_again_by_its_recomputation() -> None:
+def test_recomputation_changes_no_attributes_of_a_block() -> None:
+    """Attributes of a block were changed again by its recomputation."""
     fitted = fit(CountingStack, zero3(activation_checkpointing="full"), devices=2, max_epochs=1)
     block = fitted.model.blocks[0]
     assert block.calls == len(block.means) == NUM_BATCHES
@@ -227,7 +229,8 @@ def of_model(model: str, make: Make, num_ranks: int) -> Run:
     ],
     ids=str,
 )
-def test_a_cache_of_keys_and_values_was_filled_twice(model: str, choice: Any, name: str) -> None:
+def test_a_cache_of_keys_and_values_is_filled_once(model: str, choice: Any, name: str) -> None:
+    """A cache of keys and values was filled twice."""
     make, num_ranks = DROPPING[name]
     if name == "tensor":
         make = tensor

@@ -116,7 +116,8 @@ def trainer_of(strategy: DataParallelStrategy, num_steps: int) -> L.Trainer:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", LOSSY)
-def test_what_no_rank_used_in_a_step_was_sent_and_thrown_away(name: str, stage: str) -> None:
+def test_what_no_rank_used_in_a_step_is_not_lost(name: str, stage: str) -> None:
+    """What no rank used in a step was sent and thrown away."""
     model = fit(Linear(), stage, LOSSY[name](), 20)
     for weight, num_gradients in (("a", 20), ("b", 10)):
         lost = model.lost(weight, num_gradients)
@@ -169,7 +170,9 @@ def test_one_group_had_the_momentum_of_another() -> None:
     ],
     ids=["onebit", "topk", "powersgd"],
 )
-def test_what_was_first_used_after_the_warm_up_was_never_trained(compressor: Compressor) -> None:
+def test_what_is_first_used_after_the_warm_up_is_trained(compressor: Compressor) -> None:
+    """What was first used after the warm up was never trained."""
+
     class Late(Linear):
         def loss(self, weight: Tensor) -> Tensor:
             return (weight - self.slopes).square().sum()

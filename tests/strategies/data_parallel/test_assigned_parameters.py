@@ -100,7 +100,9 @@ class Hooked(Taught):
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "zero3"])
-def test_checkpoint_lacks_what_was_assigned_before_it(strategy: str, tmp_path: Path) -> None:
+def test_a_checkpoint_has_what_was_assigned_before_it(strategy: str, tmp_path: Path) -> None:
+    """A checkpoint lacked what was assigned before it."""
+
     def then(model: Hooked) -> None:
         model.neck.weight.data = model.neck.weight.data * 0 + 0.5
         fresh = torch.full_like(model.head.bias, 0.25)
@@ -139,9 +141,10 @@ class Tied(Hooked):
     ],
 )
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "zero3"])
-def test_value_that_cannot_be_the_parameters_is_lost(
+def test_a_value_that_cannot_be_the_parameters_is_refused(
     then: Callable[[Hooked], None], message: str, strategy: str
 ) -> None:
+    """A value that cannot be the parameter's was lost."""
     with pytest.raises(ConfigError, match=message):
         train(partial(Tied, then), strategy=f"{strategy}_in_process", devices=2)
 
@@ -188,7 +191,8 @@ class WithOldOptimizer(Taught):
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("make", [ByHand, WithOldOptimizer])
-def test_step_loses_what_it_has_assigned(make: Callable[[], Taught], strategy: str) -> None:
+def test_a_step_trains_what_it_has_assigned(make: Callable[[], Taught], strategy: str) -> None:
+    """A step lost what it had assigned."""
     result = train(make, strategy=f"{strategy}_in_process", devices=2)
     assert_same(result, train(make))
 
@@ -227,7 +231,8 @@ def constrained(**options: Any) -> dict[str, Tensor]:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SPLIT)
-def test_split_model_loses_what_was_assigned(scheme: str) -> None:
+def test_a_split_model_trains_what_was_assigned(scheme: str) -> None:
+    """A split model lost what was assigned."""
     num_ranks, make = SPLIT[scheme]
     expected = constrained()
     got = constrained(strategy=make(), devices=num_ranks)
@@ -299,7 +304,8 @@ class Swapping(Taught):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
-def test_weights_that_were_kept_aside_are_overwritten(strategy: str) -> None:
+def test_weights_that_are_kept_aside_stay(strategy: str) -> None:
+    """Weights that were kept aside were overwritten."""
     result = train(Swapping, strategy=f"{strategy}_in_process", devices=2)
     assert_same(result, train(Swapping))
 

@@ -99,7 +99,8 @@ def test_the_samples_of_split_models_are_those_of_the_data_parallel_ranks(name: 
     assert_parity(train(built(), strategy=WITHIN_MODELS[name]()), alone())
 
 
-def test_a_loss_over_the_batch_was_silently_one_over_each_microbatch() -> None:
+def test_a_loss_over_the_batch_is_refused_where_microbatches_have_their_own() -> None:
+    """A loss over the batch was silently one over each microbatch."""
     strategy = PipelineParallelStrategy(backend="in_process", num_ranks=2, num_microbatches=3)
     with pytest.raises(ConfigError, match=r"3 microbatches.*num_microbatches=1"):
         train(built(), strategy=strategy)

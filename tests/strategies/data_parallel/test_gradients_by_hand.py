@@ -172,14 +172,16 @@ def check(style: type[ByHand], **options: Any) -> None:
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("style", ADDING)
-def test_what_was_added_to_grad_stayed_a_ranks_own(style: type[ByHand], strategy: str) -> None:
+def test_what_is_added_to_grad_is_averaged(style: type[ByHand], strategy: str) -> None:
+    """What was added to `.grad` stayed a rank's own."""
     check(style, strategy=f"{strategy}_in_process", devices=3)
 
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("style", SETTING)
-def test_what_was_set_in_grad_stayed_a_ranks_own(style: type[ByHand], strategy: str) -> None:
+def test_what_is_set_in_grad_is_averaged(style: type[ByHand], strategy: str) -> None:
+    """What was set in `.grad` stayed a rank's own."""
     check(style, strategy=f"{strategy}_in_process", devices=3)
 
 
@@ -229,7 +231,8 @@ class Kept(ByHand):
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
-def test_a_gradient_that_was_kept_became_the_next(strategy: str) -> None:
+def test_a_gradient_that_is_kept_stays(strategy: str) -> None:
+    """A gradient that was kept became the next."""
     check(Kept, strategy=f"{strategy}_in_process", devices=2)
 
 
@@ -251,7 +254,7 @@ class KeptOfOneHead(ByHand):
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_what_is_set_where_the_next_backward_brought_nothing_was_lost(strategy: str) -> None:
+def test_what_is_set_where_the_next_backward_brings_nothing_stays(strategy: str) -> None:
     """The parameter was known to have no gradient, and what was set there was not stepped with."""
     check(KeptOfOneHead, strategy=f"{strategy}_in_process", devices=2)
 

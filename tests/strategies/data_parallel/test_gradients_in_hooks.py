@@ -306,7 +306,7 @@ def test_what_user_code_makes_of_a_gradient_is_what_the_optimizer_gets(
 
 @pytest.mark.parametrize("hook", IN_HOOKS[:2])
 @pytest.mark.parametrize("name", ["shard_ddp", "zero2"])
-def test_data_that_was_assigned_to_a_gradient_was_lost(name: str, hook: str) -> None:
+def test_data_that_is_assigned_to_a_gradient_counts(name: str, hook: str) -> None:
     """The buffer of the next steps was the user's tensor besides, under stage 0."""
     expected = edited(SINGLE, "set data", hook)
     trained = edited(SCHEMES[name], "set data", hook)

@@ -68,7 +68,8 @@ def trained(way: str | None, folder: Path) -> Keeps:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_view_of_a_gradient_that_was_kept_became_the_next(way: str, tmp_path: Path) -> None:
+def test_a_view_of_a_gradient_that_is_kept_stays(way: str, tmp_path: Path) -> None:
+    """A view of a gradient that was kept became the next."""
     keeps = trained(way, tmp_path)
     assert torch.equal(keeps.shown(), keeps.before)
 

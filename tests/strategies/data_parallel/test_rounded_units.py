@@ -72,7 +72,7 @@ RANKS: dict[str, Any] = {"backend": "in_process", "announce": False}
 
 
 @pytest.mark.parametrize("use", USES)
-def test_weights_between_blocks_of_one_unit_were_rounded(use: str) -> None:
+def test_weights_between_blocks_of_one_unit_are_not_rounded(use: str) -> None:
     """A block that had run stayed here in 16 bits until the last one of its unit had."""
     function, expected = USES[use]
     model = Reading(function)
@@ -86,7 +86,8 @@ def add_up(weight: Tensor) -> float:
     return float(weight.detach().float().mean())
 
 
-def test_what_a_step_adds_between_blocks_was_rounded_away() -> None:
+def test_what_a_step_adds_between_blocks_is_not_rounded_away() -> None:
+    """What a step adds between blocks was rounded away."""
     model, alone = Reading(add_up), Reading(add_up)
     fit(model, ZeRO3Strategy(**RANKS), 2)
     fit(alone, "auto", 1)
@@ -97,7 +98,8 @@ def test_what_a_step_adds_between_blocks_was_rounded_away() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_formats_in_steps_of_later_microbatches_were_those_of_compute(schedule: str) -> None:
+def test_formats_in_steps_of_later_microbatches_are_those_of_the_weights(schedule: str) -> None:
+    """Formats in steps of later microbatches were those of compute."""
     model = Reading(lambda weight: str(weight.dtype))
     strategy = HybridParallelStrategy(
         pipeline_parallel_size=2, schedule=schedule, num_microbatches=4, zero_stage=3, **RANKS

@@ -127,7 +127,8 @@ SCHEMES: dict[str, tuple[Callable[[], Any], int]] = {
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_norms_and_elements_were_those_of_a_ranks_own_shard(scheme: str) -> None:
+def test_norms_and_elements_are_those_of_full_parameters(scheme: str) -> None:
+    """Norms and elements were those of a rank's own shard."""
     make, num_ranks = SCHEMES[scheme]
     expected = read_alone()
     for seen in what_is_read(strategy=make(), devices=num_ranks):
@@ -273,7 +274,8 @@ class ByHand(Taught):
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_updates_by_hand_were_refused(strategy: str, foreach: bool) -> None:
+def test_updates_by_hand_train_as_on_one_device(strategy: str, foreach: bool) -> None:
+    """Updates by hand were refused."""
     make = partial(ByHand, foreach)
     result = train(make, strategy=f"{strategy}_in_process", devices=2, max_epochs=1)
     assert_same(result, train(make, max_epochs=1))
@@ -299,7 +301,8 @@ class Anchored(Taught):
             self.anchors = [p.detach().clone() for p in self.parameters()]
 
 
-def test_penalty_over_parameters_was_refused() -> None:
+def test_a_penalty_over_parameters_trains_as_on_one_device() -> None:
+    """A penalty over parameters was refused."""
     result = train(Anchored, strategy="zero3_in_process", devices=2)
     assert_same(result, train(Anchored))
 
@@ -327,7 +330,8 @@ class NewOptimizer(Acts):
         self.trainer.optimizers = [torch.optim.SGD(trained, lr=0.05)]
 
 
-def test_step_of_an_optimizer_made_in_a_hook_was_lost() -> None:
+def test_an_optimizer_that_is_made_in_a_hook_steps() -> None:
+    """The step of an optimizer made in a hook was lost."""
     result = train(NewOptimizer, strategy="zero3_in_process", devices=2)
     assert_same(result, train(NewOptimizer))
 

@@ -45,9 +45,10 @@ def saved(folder: Path, options: dict[str, Any], **saver: Any) -> list[Path]:
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [4, 3])
 @pytest.mark.parametrize("faults", [[], [Fault(1, 3, "drop", at_step=5)]], ids=["", "loss"])
-def test_a_checkpoint_of_a_validation_within_an_epoch_was_resumed_a_step_further(
+def test_a_checkpoint_of_a_validation_within_an_epoch_resumes_at_its_step(
     num_ranks: int, faults: list[Fault], tmp_path: Path
 ) -> None:
+    """A checkpoint of a validation within an epoch was resumed a step further."""
     options = {"val_check_interval": 3}
     expected = fit(trainer_options=options)[0].losses()
     path = saved(tmp_path, options, monitor="val_loss")[0]
@@ -63,7 +64,8 @@ def test_a_checkpoint_of_a_validation_within_an_epoch_was_resumed_a_step_further
 
 
 @pytest.mark.slow
-def test_weights_alone_were_taken_for_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
+def test_weights_alone_are_no_checkpoint_to_go_back_to(tmp_path: Path) -> None:
+    """Weights alone were taken for a checkpoint to go back to."""
     callbacks = [
         ModelCheckpoint(tmp_path, "whole-{step}", every_n_train_steps=4, save_top_k=-1),
         ModelCheckpoint(
@@ -79,7 +81,9 @@ def test_weights_alone_were_taken_for_a_checkpoint_to_go_back_to(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_file_whose_writer_was_lost_was_taken_for_a_checkpoint(tmp_path: Path) -> None:
+def test_a_file_whose_writer_was_lost_is_passed_over(tmp_path: Path) -> None:
+    """A file whose writer was lost was taken for a checkpoint."""
+
     class Broken(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if self.global_step == 6:
@@ -120,7 +124,8 @@ def test_a_checkpoints_learning_rate_stayed_that_of_its_number_of_ranks(tmp_path
     assert rates[6] == pytest.approx(of_four / 2, rel=1e-6)
 
 
-def test_a_resumed_fit_passed_over_the_global_batch_that_was_asked_for(tmp_path: Path) -> None:
+def test_a_resumed_fit_has_the_global_batch_that_is_asked_for(tmp_path: Path) -> None:
+    """A resumed fit passed over the global batch that was asked for."""
     path = saved(tmp_path, {"max_steps": 5}, every_n_train_steps=5)[0]
     journal, _ = fit(ckpt_path=str(path), global_batch_size=32, trainer_options={"max_steps": 9})
     sizes = {
@@ -209,9 +214,10 @@ def test_schedules_went_another_way_after_a_change(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [4, 2])
-def test_data_that_configure_optimizers_had_asked_for_was_not_that_of_the_checkpoint(
+def test_data_that_configure_optimizers_asks_for_is_that_of_the_checkpoint(
     num_ranks: int, tmp_path: Path
 ) -> None:
+    """Data that `configure_optimizers` had asked for was not that of the checkpoint."""
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
     options = {"enable_checkpointing": True, "callbacks": [saver]}
     undisturbed = Scheduled(one_cycle)
@@ -253,7 +259,8 @@ def test_validations_came_at_other_steps_after_a_loss(
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("faults", [[], LOSS], ids=["", "loss"])
-def test_a_time_between_validations_was_taken_for_batches(faults: list[Fault]) -> None:
+def test_a_time_between_validations_is_no_number_of_batches(faults: list[Fault]) -> None:
+    """A time between validations was taken for batches."""
     options = {"val_check_interval": "00:01:00:00", "check_val_every_n_epoch": None}
     module = Scheduled(halves, frequency=2)
     journal, trainer = fit(faults, module=module, trainer_options=options)
@@ -285,7 +292,9 @@ def test_a_limit_of_batches_cut_a_step_in_two_after_a_loss(limit: float, num_sam
 
 
 @pytest.mark.slow
-def test_an_epoch_that_was_cut_short_left_samples_out_after_a_later_loss() -> None:
+def test_an_epoch_after_one_that_was_cut_short_has_all_samples() -> None:
+    """An epoch that was cut short left samples out after a later loss."""
+
     class CutShort(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if self.current_epoch == 0 and self.global_step >= 5 else None
@@ -305,7 +314,9 @@ def test_drop_last_dropped_a_full_step_and_not_a_batch() -> None:
     assert {len(seen) for seen in module.journal.samples().values()} == {96}
 
 
-def test_a_smaller_dataset_of_a_later_epoch_was_taken_up_where_the_last_had_ended() -> None:
+def test_a_smaller_dataset_of_a_later_epoch_begins_at_its_beginning() -> None:
+    """A smaller dataset of a later epoch was taken up where the last had ended."""
+
     class Shrinking(Classifier):
         def train_dataloader(self) -> Any:
             data = Subset(samples(), range(50 if self.current_epoch else NUM_SAMPLES))
@@ -366,6 +377,7 @@ def test_a_newcomer_with_another_model_ended_the_job_for_all() -> None:
     assert module.journal.samples() == EVERY_SAMPLE
 
 
-def test_the_learning_rate_finder_failed_when_its_trial_was_over() -> None:
+def test_the_learning_rate_finder_is_refused_by_name() -> None:
+    """The learning rate finder failed when its trial was over."""
     with pytest.raises(ConfigError, match="learning-rate finder goes back"):
         fit(trainer_options={"callbacks": [LearningRateFinder(num_training_steps=5)]})

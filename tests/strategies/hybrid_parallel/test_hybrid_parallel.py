@@ -367,7 +367,7 @@ for _name in HOOKS:
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("style", [Noting, NotingByHand])
-def test_weights_that_a_step_leaves_unsharded_were_parts_in_hooks(
+def test_weights_that_a_step_leaves_unsharded_are_full_in_hooks(
     style: type[Noting], stage: int
 ) -> None:
     """Under stage 3 hooks between a forward and its update saw this rank's part of split layers.

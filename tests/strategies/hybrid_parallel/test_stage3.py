@@ -167,7 +167,8 @@ class Reductions(L.Callback):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_every_buffer_was_reduced_once_more_before_it_had_gradients(schedule: str) -> None:
+def test_every_buffer_is_reduced_once(schedule: str) -> None:
+    """Every buffer was reduced once more before it had gradients."""
     reductions = Reductions()
 
     class Counted(Stack):
@@ -395,7 +396,7 @@ class MixesSquares(Stack):
         self.seen += [(up * down).sum().item(), torch.dot(up.flatten(), down.flatten()).item()]
 
 
-def test_weights_that_layers_split_otherwise_were_mixed_by_their_parts() -> None:
+def test_weights_that_layers_split_otherwise_are_not_mixed() -> None:
     """Equal numbers of elements were taken for the same elements: weights were .2 off."""
     strategy = HybridParallelStrategy(
         backend="in_process", tensor_parallel_size=2, pipeline_parallel_size=1, zero_stage=3

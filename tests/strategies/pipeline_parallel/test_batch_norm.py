@@ -73,7 +73,8 @@ def hybrid(**options: Any) -> HybridParallelStrategy:
         pytest.param(lambda **o: pipeline(split="flops", **o), marks=pytest.mark.slow),
     ],
 )
-def test_skipped_batch_norms_were_synchronised_without_a_batch(strategy: Any) -> None:
+def test_skipped_batch_norms_are_not_synchronised(strategy: Any) -> None:
+    """Skipped batch norms were synchronised without a batch."""
     run = train(built(), strategy=strategy(num_microbatches=1), sync_batchnorm=True)
     assert_parity(run, alone())
 

@@ -50,7 +50,8 @@ def interleaved() -> Any:
         pytest.param(DeepSpectral, interleaved, marks=pytest.mark.slow),
     ],
 )
-def test_spectral_norms_were_iterated_once_per_microbatch(style: Any, strategy: Any) -> None:
+def test_spectral_norms_are_iterated_once_per_batch(style: Any, strategy: Any) -> None:
+    """Spectral norms were iterated once per microbatch."""
     assert_equal(fit(style, strategy()), alone(style))
 
 
@@ -74,7 +75,8 @@ class Counts(Hooked):
             block.norm = nn.Sequential(block.norm, Counter())
 
 
-def test_buffers_that_change_with_every_microbatch_were_not_told_of() -> None:
+def test_buffers_that_change_with_every_microbatch_are_told_of() -> None:
+    """Buffers that change with every microbatch were not told of."""
     with pytest.warns(UserWarning, match="buffers") as caught:
         fit(Counts, pipeline())
     told = [str(one.message) for one in caught if "buffers" in str(one.message)]
@@ -126,7 +128,7 @@ class Computed(Hooked):
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", COMPUTED)
 @pytest.mark.parametrize("strategy", [pipeline, replicas])
-def test_what_blocks_of_other_stages_compute_was_stale_in_hooks(kind: str, strategy: Any) -> None:
+def test_what_blocks_of_other_stages_compute_is_fresh_in_hooks(kind: str, strategy: Any) -> None:
     """So were the buffers of other stages; an attribute of an older norm was a placeholder."""
     style = type("Kind", (Computed,), {"kind": kind})
     assert_equal(fit(style, strategy()), fit(style))

@@ -154,6 +154,7 @@ class InBackward(Logging):
             module.register_forward_hook(look)
 
 
-def test_what_a_gradients_hook_logged_was_of_one_microbatch() -> None:
+def test_logging_in_a_gradients_hook_is_refused() -> None:
+    """What a gradient's hook logged was of one microbatch."""
     with pytest.raises(ConfigError, match=r"log\(\) is called in the backward of a pipeline's"):
         fit(InBackward(), PipelineParallelStrategy(**RANKS), 2)

@@ -133,9 +133,10 @@ STYLES = [
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
 @pytest.mark.parametrize("style", STYLES)
-def test_a_parameter_of_another_stage_was_refused(
+def test_a_parameter_of_another_stage_trains_as_on_one_device(
     style: type[Stack], num_ranks: int, schedule: str
 ) -> None:
+    """A parameter of another stage was refused."""
     alone, staged = fit(style), fit(style, pipeline(num_ranks, schedule))
     torch.testing.assert_close(staged.weights, alone.weights, rtol=1e-5, atol=2e-7)
     logged, expected = staged.trainer.callback_metrics, alone.trainer.callback_metrics

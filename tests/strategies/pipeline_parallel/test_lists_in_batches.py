@@ -160,7 +160,8 @@ def test_lists_of_samples_are_cut_where_an_option_says_so() -> None:
         pipeline(batch_lists="lists")
 
 
-def test_nodes_with_an_index_were_cut_without_their_graphs() -> None:
+def test_nodes_with_an_index_into_their_graphs_are_refused() -> None:
+    """Nodes with an index were cut without their graphs."""
     with pytest.raises(ConfigError, match=r"an index of \d+ rows into 8 samples"):
         fitted(Graphs, pipeline(), 2)
 

@@ -267,15 +267,17 @@ class Collected(Stack):
     "schedule", ["1f1b", "zbv", pytest.param("interleaved_1f1b", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("style", [KeptLosses, Collected])
-def test_losses_that_blocks_of_other_stages_keep_were_left_out(
+def test_losses_that_blocks_of_other_stages_keep_are_refused(
     style: type[Stack], schedule: str
 ) -> None:
+    """Losses that blocks of other stages keep were left out."""
     refused(style, "the step's result holds a value .* on another stage", schedule)
 
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_losses_that_blocks_keep_which_cannot_be_skipped_were_left_out(schedule: str) -> None:
+def test_losses_that_blocks_keep_which_cannot_be_skipped_are_refused(schedule: str) -> None:
+    """Losses that blocks keep which cannot be skipped were left out."""
     refused(KeptLossesOfRouters, "'blocks.0' keeps tensors that require gradients", schedule)
 
 
@@ -343,7 +345,8 @@ def test_penalties_of_kept_parameters_were_zero(style: type[Stack], schedule: st
 
 
 @pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
-def test_penalties_of_absent_parameters_were_zero() -> None:
+def test_penalties_of_absent_parameters_are_refused() -> None:
+    """Penalties of absent parameters were zero."""
     message = "The loss is computed from the parameter '.*' outside of its module"
     refused(PenaltyOfOwnClass, message)
 
@@ -387,5 +390,6 @@ class WrittenThroughView(Stack):
         return self.head(self.blocks[3](x))
 
 
-def test_writes_through_an_earlier_view_were_lost() -> None:
+def test_writes_through_an_earlier_view_are_refused() -> None:
+    """Writes through an earlier view were lost."""
     refused(WrittenThroughView, "written to afterwards, through a view")

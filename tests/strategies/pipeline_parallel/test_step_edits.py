@@ -115,7 +115,8 @@ def assign_gradients(module: Any, _: Any) -> None:
 # --- parameters --------------------------------------------------------------------------------
 
 
-def test_weights_clipped_after_the_network_were_so_on_the_last_stage_alone() -> None:
+def test_clipping_weights_after_the_network_is_refused() -> None:
+    """Weights clipped after the network were so on the last stage alone."""
     with pytest.raises(ConfigError, match=r"hook that .*on_train_batch_end.* after the last block"):
         fit(style(after=clip), pipeline(2, "1f1b"), max_epochs=1)
 
@@ -132,7 +133,8 @@ def test_weights_clipped_before_the_network_are_those_of_one_device() -> None:
         *(pytest.param(one, marks=SLOW) for one in (decay_together, load)),
     ],
 )
-def test_weights_were_changed_again_by_each_microbatch(edit: Edit) -> None:
+def test_changes_of_weights_in_each_microbatch_are_refused(edit: Edit) -> None:
+    """Weights were changed again by each microbatch."""
     with pytest.raises(ConfigError, match=r"changes .* again in each microbatch"):
         fit(style(before=edit), pipeline(2, "1f1b"), max_epochs=1)
 
@@ -152,7 +154,8 @@ def test_an_edit_after_the_network_of_any_stage_is_refused(
 
 
 @pytest.mark.parametrize("edits", [pytest.param({"after": clip}, marks=SLOW), {"before": assign}])
-def test_edits_that_begin_after_the_first_batch_were_not_seen(edits: dict[str, Edit]) -> None:
+def test_edits_that_begin_after_the_first_batch_are_refused(edits: dict[str, Edit]) -> None:
+    """Edits that begin after the first batch were not seen."""
     with pytest.raises(ConfigError, match="Edit parameters and gradients in a hook"):
         fit(style(first_batch=2, **edits), pipeline(2, "1f1b"), max_epochs=1)
 
@@ -183,7 +186,8 @@ def penalize_and_clip(module: Any, loss: Tensor) -> None:
 
 
 @SLOW
-def test_an_edit_of_a_borrowed_weight_was_lost() -> None:
+def test_an_edit_of_a_borrowed_weight_is_refused() -> None:
+    """An edit of a borrowed weight was lost."""
     with pytest.raises(ConfigError, match="parameters of other stages that it has borrowed"):
         fit(style(after=penalize_and_clip), pipeline(2, "1f1b"), max_epochs=1)
 
@@ -245,7 +249,8 @@ def test_weights_clipped_in_a_hook_are_those_of_one_device() -> None:
 @SLOW
 @pytest.mark.parametrize("edit", [halve_gradients, assign_gradients])
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_gradients_were_edited_by_each_microbatch(edit: Edit, where: str) -> None:
+def test_gradients_are_edited_once_per_batch(edit: Edit, where: str) -> None:
+    """Gradients were edited by each microbatch."""
     edits = {where: edit}
     staged = fit(style(**edits), pipeline(2, "1f1b"), max_epochs=1)  # zeroed before backward
     assert_equal(staged, alone(edits.get("before"), edits.get("after")))
@@ -284,7 +289,8 @@ def follow_step(module: Any, _: Any) -> None:
         pytest.param({"after": follow_step}, marks=SLOW),
     ],
 )
-def test_the_learning_rate_was_changed_on_the_last_stage_alone(edits: dict[str, Edit]) -> None:
+def test_the_learning_rate_is_changed_on_every_stage(edits: dict[str, Edit]) -> None:
+    """The learning rate was changed on the last stage alone."""
     staged = fit(style(**edits), pipeline(2, "1f1b"), max_epochs=1)
     assert_equal(staged, alone(edits.get("before"), edits.get("after")))
 
@@ -297,7 +303,8 @@ def keep(module: Any, loss: Tensor) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved_1f1b", marks=SLOW)])
-def test_a_counter_counted_microbatches_and_an_average_was_lost(schedule: str) -> None:
+def test_a_counter_counts_batches_and_an_average_stays(schedule: str) -> None:
+    """A counter counted microbatches and an average was lost."""
     with pytest.warns(UserWarning, match=r"A step changes self\.average .* a mean over samples"):
         staged = fit(style(after=keep), pipeline(2, schedule), max_epochs=1)
     one = alone(None, keep)
@@ -324,6 +331,7 @@ def write_codebook(module: Any, loss: Tensor) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved_1f1b", marks=SLOW)])
-def test_a_buffer_of_the_first_stage_was_changed_on_the_last_alone(schedule: str) -> None:
+def test_changing_a_buffer_of_the_first_stage_on_the_last_is_refused(schedule: str) -> None:
+    """A buffer of the first stage was changed on the last alone."""
     with pytest.raises(ConfigError, match="changes 'codebook' on the last stage"):
         fit(style(after=write_codebook), pipeline(2, schedule), max_epochs=1)

@@ -30,7 +30,8 @@ class Penalised(ExampleGPT):
 
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (4, 1)])
-def test_a_loss_over_parameters_in_parts_was_that_of_the_part(num_ranks: int, stage: int) -> None:
+def test_a_loss_over_parameters_in_parts_is_refused(num_ranks: int, stage: int) -> None:
+    """A loss over parameters in parts was that of the part."""
     with pytest.raises(ConfigError, match=r"ranks \d, \d share every layer and must compute the"):
         fit(Penalised(), PLANS["gpt"], num_ranks, zero_stage=stage)
 

@@ -142,7 +142,10 @@ def seen_of_keywords(with_batches: bool) -> Seen:
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("hooked", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_constructor_that_lightning_could_not_call_was_an_error(kind: str, hooked: bool) -> None:
+def test_a_constructor_that_lightning_cannot_call_gets_a_ranks_samples(
+    kind: str, hooked: bool
+) -> None:
+    """A constructor that lightning could not call was an error."""
     assert seen_in(KINDS[kind], hooked=hooked) == seen_of_keywords(False)
 
 

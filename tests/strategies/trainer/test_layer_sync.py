@@ -76,7 +76,9 @@ def test_narrow_types_keep_theirs() -> None:
     assert run_ranks(fn, 2) == [torch.bfloat16] * 2
 
 
-def test_a_batch_of_the_wrong_shape_was_normalised() -> None:
+def test_a_batch_of_the_wrong_shape_is_refused() -> None:
+    """A batch of the wrong shape was normalised."""
+
     def fn(rank: int) -> None:
         assert dist.group.WORLD is not None
         collectives = get_backend("in_process").collectives(dist.group.WORLD)

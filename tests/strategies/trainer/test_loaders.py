@@ -139,7 +139,9 @@ EMPTY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", EMPTY)
-def test_an_evaluation_without_batches_was_refused(kind: str) -> None:
+def test_an_evaluation_without_batches_is_over_at_once(kind: str) -> None:
+    """An evaluation without batches was refused."""
+
     class Model(Counting):
         def validation_step(
             self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0
@@ -164,7 +166,8 @@ def test_an_evaluation_without_batches_was_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_validation_without_batches_was_refused_under(strategy: str) -> None:
+def test_a_validation_without_batches_is_left_out_under(strategy: str) -> None:
+    """A validation without batches was refused."""
     model = Counting()
     trainer_of(strategy).fit(model, plain(), [])
     assert len(model.seen) >= 4
@@ -172,7 +175,8 @@ def test_a_validation_without_batches_was_refused_under(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "zero3", "local_sgd"])
 @pytest.mark.parametrize("batches", [OwnBatches(), DerivedBatches([4] * 7)])
-def test_a_batch_sampler_of_ones_own_was_refused(strategy: str, batches: Any) -> None:
+def test_a_batch_sampler_of_ones_own_gets_a_ranks_samples(strategy: str, batches: Any) -> None:
+    """A batch sampler of one's own was refused."""
     L.seed_everything(3)
     model = Counting()
     trainer_of(strategy, max_epochs=2).fit(

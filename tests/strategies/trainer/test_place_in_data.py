@@ -89,9 +89,10 @@ def test_other_ranks_of_the_same_global_batch_began_the_epoch_anew(tmp_path: Pat
     assert got == whole[2:]
 
 
-def test_a_fit_ended_where_more_ranks_had_fewer_batches_than_were_trained_on(
+def test_a_fit_goes_on_where_more_ranks_have_fewer_batches_than_were_trained_on(
     tmp_path: Path,
 ) -> None:
+    """A fit ended where more ranks had fewer batches than were trained on."""
     with pytest.warns(UserWarning, match="after 16 samples: 4 are trained on once more"):
         whole, got = seen_after(
             tmp_path / "a", 5, Seeing, DDPStrategy(**(RANKS | {"num_ranks": 4}))

@@ -56,9 +56,8 @@ class Keeping(Stack):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "zbv"), (3, "1f1b")])
-def test_lists_of_a_step_were_empty_on_all_stages_but_the_last(
-    num_ranks: int, schedule: str
-) -> None:
+def test_lists_of_a_step_are_filled_on_every_stage(num_ranks: int, schedule: str) -> None:
+    """Lists of a step were empty on all stages but the last."""
     alone = fit(Keeping, max_epochs=1)
     ranks = OfEveryRank()
     staged = fit_with(Keeping, ranks, num_ranks, schedule, max_epochs=1)
