@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -77,16 +77,19 @@ class Placeholder(SeesCalls, SeesOperations):
         origins: Names of all parameters and results of blocks that it was computed from.
         value: The tensor that it stands for, while that is known on this stage; else None.
         is_parameter: Whether it stands for a parameter, or is a view of such.
-        param: The parameter itself, which knows whether it is trained; else None.
+        param: The parameter itself, which knows whether it is trained, and has the attributes that
+            user code gives to this; else None.
     """
 
-    is_parameter = False
-    param: torch.nn.Parameter | None = None
+    __slots__ = "_is_param", "is_parameter", "like", "origin", "origins", "param", "place", "value"
+    is_parameter: bool
+    param: torch.nn.Parameter | None
     like: Tensor
     place: torch.device
     origin: str
     origins: frozenset[str]
     value: Tensor | None
+    _is_param: bool
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, origin: str) -> "Placeholder":
@@ -96,7 +99,7 @@ class Placeholder(SeesCalls, SeesOperations):
                 cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
             )
         tensor.like, tensor.place, tensor.origin, tensor.value = like, device, origin, None
-        tensor.origins = frozenset((origin,))
+        tensor.origins, tensor.is_parameter, tensor.param = frozenset((origin,)), False, None
         born = _born.get()
         if born is not None:
             born.append(weakref.ref(tensor))
@@ -113,7 +116,13 @@ class Placeholder(SeesCalls, SeesOperations):
             made.is_parameter, made.param = value.is_parameter, value.param
         elif isinstance(value, torch.nn.Parameter):
             made.is_parameter, made.param = True, value
+        if made.param is not None:
+            made._is_param, made.__dict__ = True, vars(made.param)
         return made
+
+    @property
+    def __deepcopy__(self) -> Any:  # before what an attribute says, which copies the parameter
+        return partial(Tensor.__deepcopy__, self)
 
     def again(self) -> "Placeholder":
         """Return another placeholder with the same metadata, for a value of its own."""

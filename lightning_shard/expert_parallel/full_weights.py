@@ -197,7 +197,7 @@ class ExpertView:
     """How the weights of one module of an expert are seen."""
 
     weights: ExpertWeights
-    params: Mapping[str, nn.Parameter]
+    names: Mapping[str, nn.Parameter]
     calls: OwnForwards
     inner: WeightView | None = None
     layer: str = ""
@@ -208,9 +208,9 @@ class ExpertView:
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """Return a parameter as the code that reads it now sees it."""
-        if name in self.params and not self.calls.is_own:
+        if name in self.names and not self.calls.is_own:
             at_once, anchor = self.inner is not None, self.calls.anchor
-            tensor = self.weights.look(self.params[name], tensor, anchor, at_once=at_once)
+            tensor = self.weights.look(self.names[name], tensor, anchor, at_once=at_once)
         return tensor if self.inner is None else self.inner.of(name, tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertView":

@@ -213,7 +213,7 @@ class SharedExperts:
         vars(module)[_PLACE] = place, inner
         if params:
             view = ExpertView(
-                weights=self.weights, params=params, calls=calls, inner=inner, layer=layer
+                weights=self.weights, names=params, calls=calls, inner=inner, layer=layer
             )
             set_view(module, view)
         extend_class(module, "Shared", mixin, params)

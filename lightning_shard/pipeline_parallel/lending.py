@@ -61,8 +61,9 @@ class Lending:
                 value = param.new_empty(self._model.shape_of(param))
                 self._group.recv(value, owner, tag, async_op=True).wait()
             if self._group.rank == borrower:
-                self._leaves[key] = value.requires_grad_(param.requires_grad)
-                self._model.lend(key[0], param, value)
+                leaf = self._leaves[key] = nn.Parameter(value, param.requires_grad)
+                leaf.__dict__ = vars(param)  # with what user code keeps on it
+                self._model.lend(key[0], param, leaf)
         for pending in sending:
             pending.wait()
 

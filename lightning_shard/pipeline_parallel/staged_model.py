@@ -16,7 +16,6 @@ from lightning_shard.core.modules import give_class_back
 from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
-from lightning_shard.data_parallel.torch_private import pass_for_parameter
 from lightning_shard.data_parallel.views.sharded_parameter import show_kept
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
@@ -224,14 +223,11 @@ class StagedModel:
                 )
 
     def _absent_params(self, stage: int) -> dict[Tensor, Tensor]:
-        absent: dict[Tensor, Tensor] = {
+        return {
             param: Placeholder.of(param, self._full_shapes[param], self._names[param])
             for param, stages in self._param_stages.items()
             if stage not in stages
         }
-        for stand_in in absent.values():
-            pass_for_parameter(stand_in)
-        return absent
 
     def _copied_buffers(self, stage: int) -> dict[Tensor, Tensor]:
         return {

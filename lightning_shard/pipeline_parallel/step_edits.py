@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import parameters_written
@@ -35,6 +36,7 @@ from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel._torch import iterates_powers
 from lightning_shard.pipeline_parallel.staged_model import MAX_FOLLOWED_NUMEL, StagedModel
+from lightning_shard.tensor_parallel.dim_sharded_tensor import own_part
 
 _MOST_NAMED = 3  # layers in a warning
 
@@ -197,11 +199,17 @@ class EditMarks:
 
     Autograd's version counters see the first of these only. So values are compared, by sums over
     their bits: all of a buffer in one pass, or parameter by parameter to find the name. `shards`
-    is None where gradients need no mark, as a step's are zeroed before the next one's.
+    is None where gradients need no mark, as a step's are zeroed before the next one's. `params` are
+    all of the model's by name: what user code keeps on them as attributes is marked, too.
     """
 
-    def __init__(self, flats: Sequence[FlatParameters], shards: GradientShards | None) -> None:
-        self._flats, self._shards = flats, shards
+    def __init__(
+        self,
+        flats: Sequence[FlatParameters],
+        shards: GradientShards | None,
+        params: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._flats, self._shards, self._params = flats, shards, params
         self._kept: list[object] = []
         self._exchanged: dict[str, int] = {}  # how often another tensor has come into `.grad`
 
@@ -220,13 +228,17 @@ class EditMarks:
 
     @as_they_are
     @torch.no_grad()
-    def by_name(self) -> dict[str, int]:
+    def by_name(self) -> dict[str, object]:
         """Return a number for each parameter and for its gradient."""
         marks = {}
         for flat in self._flats:
             for slot, value in zip(flat.layout.slots, flat.own_values(), strict=True):
                 marks[repr(slot.name)] = content(value)
-        numbers = {name: int(mark) for name, mark in marks.items()}
+        numbers: dict[str, object] = {name: int(mark) for name, mark in marks.items()}
+        for name, param in self._params.items():
+            for key, value in vars(param).items():
+                if not key.startswith("_lightning_shard_"):
+                    numbers[f"{name}.{key}"] = tuple(map(_mark, tree_leaves(value)))
         numbers["gradients"] = self._num_changes
         self._kept, before = [_what_is(grad) for _, grad in self._grads()], self._kept
         for number, (name, _) in enumerate(self._grads()):
@@ -243,6 +255,16 @@ class EditMarks:
         for flat in self._flats if self._shards is not None else ():
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                 yield slot.name, param.grad
+
+
+def _mark(value: object) -> object:
+    """Return what differs where a value does that user code keeps on a parameter."""
+    own = own_part(value)
+    if type(own) in (Tensor, nn.Parameter) and (own.is_leaf or not own.requires_grad):
+        return int(content(own))
+    if isinstance(own, Tensor):  # elsewhere, or in the step's graph, with which it ends
+        return Tensor
+    return own if isinstance(own, int | float | str) else id(own)
 
 
 def _what_is(grad: Tensor | None) -> object:
@@ -266,7 +288,7 @@ class StepEdits:
         self.marks: EditMarks | None = None
         self._is_close = True
         self._in_batch = False
-        self._known: dict[str, int] = {}
+        self._known: dict[str, object] = {}
         self._times: Counter[str] = Counter()
 
     @contextmanager
@@ -363,7 +385,7 @@ class StepEdits:
         if not (self._in_batch and self._is_close and self.marks is not None):
             return []
         before, self._known = self._known, self.marks.by_name()
-        edited = [name for name, mark in self._known.items() if before.get(name, mark) != mark]
+        edited = [one for one in before | self._known if before.get(one) != self._known.get(one)]
         self._times.update(edited)
         return edited
 

@@ -8,8 +8,8 @@ otherwise, and then ranks that share a layer are apart though the mesh looks as 
     mpirun --map-by node, srun --distribution=cyclic    hosts 0 1 0 1    each of them crosses
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -373,9 +373,15 @@ class ModelParallelStrategy(DataParallelStrategy):
         """Inside, weights are the shards that are here, also within a hook."""
         return nullcontext() if self._weights is None else self._weights.hidden()
 
-    def _shown(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
         """Inside, weights look full, as in a hook; each rank must enter."""
-        return nullcontext() if self._weights is None else self._weights.shown()
+        with ExitStack() as stack:
+            for one in self.dimensions:
+                stack.enter_context((one.hook_context() or nullcontext)())
+            if self._weights is not None:
+                stack.enter_context(self._weights.shown())
+            yield
 
     @override
     def _seeing_shards(self) -> AbstractContextManager[None]:

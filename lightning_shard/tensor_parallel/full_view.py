@@ -43,6 +43,10 @@ def as_it_is(how: Any, tensor: Tensor) -> Tensor:
 class WeightView(Protocol):
     """Says what is seen of a module's weights."""
 
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """By name, how each parameter is shared of which this says it."""
+
     def held(self, name: str, params: Mapping[str, Any]) -> Any:
         """Return what a module holds under a parameter's name, which may have been taken out."""
 
@@ -146,7 +150,7 @@ class ViewsOfKeptParameters:
             for module in modules
             if (view := view_of(module)) is not None
             for name, param in vars(module)["_parameters"].items()
-            if by_hand or param in kept
+            if name in view.names and (by_hand or param in kept)
         ]
 
 

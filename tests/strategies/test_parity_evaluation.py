@@ -1,6 +1,6 @@
 """Validation, test, prediction, generation on sharded models: in a fit, after it, without one."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L  # noqa: N812
 import pytest
@@ -18,8 +18,8 @@ from tests.strategies.parity import (
     ignoring,
     quiet_trainer,
 )
-from tests.strategies.schemes import SCHEMES
-from tests.strategies.stacks import BATCH, Stack, trainer_of
+from tests.strategies.schemes import SCHEMES, OfRanks
+from tests.strategies.stacks import BATCH, Stack, fit, trainer_of
 
 pytestmark = ignoring()
 
@@ -224,6 +224,31 @@ def test_hooks_of_an_evaluation_saw_shards(scheme: str) -> None:
 
 
 END, NUM_WORDS, NUM_NEW = 10, 13, 12
+
+
+class Measured(Stack):
+    """Validates with the norm of its weights, which its steps go on with."""
+
+    options: ClassVar[dict[str, Any]] = {"limit_val_batches": 1, "val_check_interval": 1}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.norm = float(sum(param.norm() for param in self.parameters()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.norm / 30
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+@pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
+@pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline", "hybrid"])
+def test_a_validation_without_the_network_sees_full_weights(scheme: str) -> None:
+    """Under pipeline parallel a rank saw none of other stages' weights, with another norm."""
+    num_ranks, make = SCHEMES[scheme]
+    style = type("OfRanks", (Measured,), {"train_dataloader": OfRanks.train_dataloader})
+    alone, got = fit(style), fit(style, make(), devices=num_ranks)
+    torch.testing.assert_close(got.curve.losses, alone.curve.losses, rtol=1e-5, atol=0)
 
 
 class Writer(L.LightningModule):

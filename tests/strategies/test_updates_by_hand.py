@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.strategies.decoders import DECODER_SCHEMES, Decoder, assert_as_alone
+from lightning_shard.errors import ConfigError
+from tests.strategies.decoders import (
+    DECODER_SCHEMES,
+    OF_STAGES,
+    Decoder,
+    assert_as_alone,
+    fit_decoder,
+)
 from tests.strategies.parity import ignoring
 from tests.strategies.stacks import fit
 
-pytestmark = ignoring()
+pytestmark = ignoring("A step uses .* outside of their stage")
 
 
 def _assigned(param: Any) -> None:
@@ -245,11 +252,11 @@ class Kept(Decoder):
         return loss + sum(one.strength * (one - one.anchor).square().sum() for one in params)
 
 
-@pytest.mark.few_cases(6)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.few_cases(8)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *OF_STAGES])
 @pytest.mark.parametrize("where", ["__init__", "setup", "configure_optimizers", "on_train_start"])
 def test_a_step_finds_what_hooks_keep_on_weights(where: str, scheme: str) -> None:
-    """Under tensor parallel weights in steps had no attributes, and what was kept was lost."""
+    """Weights of split layers and of other stages had none of it in steps."""
     assert_as_alone(type("KeptWhere", (Kept,), {"where": where}), scheme)
 
 
@@ -293,6 +300,39 @@ def test_hooks_and_steps_find_what_a_step_keeps_on_weights(scheme: str) -> None:
     assert_as_alone(KeptInStep, scheme)
 
 
+class KeptInMicrobatches(Decoder):
+    """Keeps on weights in steps what is the same in each microbatch of a batch, or is not."""
+
+    counts = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        params: Any = list(self.parameters())
+        for param in params:
+            param.scale = 1 / (batch_idx + 1)
+            param.penalty = param.square().sum()
+            if self.counts:
+                param.count = getattr(param, "count", 0) + 1
+        return super().training_step(batch, batch_idx) + 0.1 * sum(one.penalty for one in params)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(param.scale)
+
+
+@pytest.mark.parametrize("scheme", OF_STAGES)
+def test_hooks_find_what_each_microbatch_keeps_alike_on_weights(scheme: str) -> None:
+    """Only the weights of a rank's own stages had it, and none of split layers."""
+    assert_as_alone(KeptInMicrobatches, scheme)
+
+
+@pytest.mark.parametrize("scheme", OF_STAGES)
+def test_what_each_microbatch_keeps_on_weights_anew_is_refused_by_name(scheme: str) -> None:
+    """A count of batches counted microbatches."""
+    with pytest.raises(ConfigError, match=r"changes .*\.count.* again in each microbatch"):
+        fit_decoder(type("Counts", (KeptInMicrobatches,), {"counts": True}), scheme)
+
+
 class PutBack(ByHand):
     """Takes the gradient uphill, and assigns the weights of before, outside of `no_grad`."""
 
@@ -317,6 +357,33 @@ class PutBack(ByHand):
 def test_a_step_assigns_what_it_kept_on_weights(scheme: str) -> None:
     """Stage 3 of ZeRO raised torch's own error for weights of layers that are not split."""
     assert_as_alone(PutBack, scheme)
+
+
+class Differentiated(ByHand):
+    """Sets the gradients of weights that it keeps in a list, or has from its optimizer."""
+
+    from_optimizer: bool
+
+    def build(self) -> None:
+        super().build()
+        self.listed = list(self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = Decoder.training_step(self, batch, batch_idx)
+        kept = optimizer.param_groups[0]["params"] if self.from_optimizer else self.listed
+        for param, grad in zip(kept, torch.autograd.grad(loss, kept), strict=True):
+            param.grad = grad
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "tensor"])
+@pytest.mark.parametrize("from_optimizer", [True, False])
+def test_a_step_sets_gradients_of_weights_that_it_keeps(from_optimizer: bool, scheme: str) -> None:
+    """One weight among them that is not cut made the gradients of all those of parts."""
+    own = {"from_optimizer": from_optimizer}
+    assert_as_alone(type("Kept", (Differentiated,), own), scheme)
 
 
 class Copied(Decoder):

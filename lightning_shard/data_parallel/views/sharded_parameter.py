@@ -119,7 +119,7 @@ def settle_in(param: nn.Parameter, home: ParameterHome) -> bool:
 
 def settle_beside(param: nn.Parameter, bring: Callable[[], bool]) -> None:
     """Let `bring_full` of a parameter that only other ranks have call `bring`, as theirs does."""
-    vars(param)[_BRING] = bring
+    vars(param)[_BRING] = param, bring
 
 
 def copy_home(
@@ -211,8 +211,8 @@ def bring_full(param: Tensor) -> bool:
     """
     if type(param) is ShardedParameter:
         return _home_of(param).bring_for_user()
-    bring: Callable[[], bool] | None = vars(param).get(_BRING)
-    return bring is None or bring()
+    own, bring = vars(param).get(_BRING, (None, None))
+    return own is not param or bring()  # else a stand-in, which has its parameter's attributes
 
 
 def looks_full(param: nn.Parameter, *, through: str) -> bool:

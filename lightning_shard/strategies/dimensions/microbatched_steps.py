@@ -149,7 +149,8 @@ class MicrobatchedSteps(StepRunner):
             recorded = self._recorded(step, args, kwargs)
             results = self._pipeline.evaluate(f"{kind} {loader}", microbatches, recorded)
         if results is None:  # a step that does not use the network
-            return step(*args, **kwargs)
+            with self._run.in_hook():  # nobody shows what other stages have
+                return step(*args, **kwargs)
         return self._shared(results, microbatches)[0]
 
     def _microbatches(self, kind: StepKind, args: Sequence[Any]) -> list[Microbatch]:

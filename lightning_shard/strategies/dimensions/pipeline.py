@@ -150,7 +150,8 @@ class PipelineDimension(ParallelDimension):
         if self._run.is_fitting:
             accumulates = self._run.module.trainer.accumulate_grad_batches > 1
             shards = engine.shards if accumulates else None
-            self._pipeline.edits.marks = EditMarks(engine.flats, shards)
+            params = dict(engine.model.named_parameters())
+            self._pipeline.edits.marks = EditMarks(engine.flats, shards, params)
         self.num_parts = self.options.num_parts(self._run.mesh.size(self.axis))
         self._steps = MicrobatchedSteps(
             self._run,
