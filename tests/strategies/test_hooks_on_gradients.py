@@ -12,16 +12,15 @@ from torch.autograd import forward_ad
 
 from lightning_shard import ConfigError
 from lightning_shard.data_parallel.torch_private import gradient_hooks
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import Fitted, fit
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
+pytestmark = ignoring(
+    ".*microbatches are fewer than the",
     # torch 2.14's own decompositions for forward derivatives use it
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
-]
+    "`torch.jit.script` is deprecated:FutureWarning",
+)
 alone: Any = cache(fit)
 
 

@@ -15,18 +15,17 @@ from tests.checkpoint.saved_sections import compression_in
 from tests.strategies.parity import (
     ACCUMULATE,
     STRATEGIES,
-    UPSTREAM_WARNINGS,
     Curve,
     GlobalBatches,
     build,
+    ignoring,
     quiet_trainer,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+pytestmark = ignoring(
     # The resumed runs write no checkpoints of their own.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+    "Be aware that when using `ckpt_path`"
+)
 
 NUM_STEPS = 4  # an epoch
 KINDS: dict[str, Any] = {

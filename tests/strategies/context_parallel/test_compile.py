@@ -12,20 +12,19 @@ from lightning_shard.context_parallel import compiled
 from lightning_shard.errors import ConfigError
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Case,
     assert_parity,
     build,
+    ignoring,
     single_device,
     train,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings(r"ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings(r"ignore:`torch.jit.script_method` is deprecated"),  # inductor
-    pytest.mark.filterwarnings("ignore:.*which has no rule"),
-]
+pytestmark = ignoring(
+    r"The .grad attribute of a Tensor that is not a leaf",
+    r"`torch.jit.script_method` is deprecated",  # inductor
+    ".*which has no rule",
+)
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:

@@ -16,19 +16,18 @@ from tests.strategies.parity import (
     ATOL,
     LONG_STEPS,
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Gradients,
     Run,
     assert_parity,
+    ignoring,
     train,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.*'__getitem__', which has no rule"),  # windows of a cache
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated"),
-]
+pytestmark = ignoring(
+    ".*'__getitem__', which has no rule",  # windows of a cache
+    ".*microbatches are fewer than the",
+    ".*is deprecated",
+)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -21,14 +21,13 @@ from tests.strategies.data_parallel.test_memory_of_parameters import (
     set_in,
     swapped,
 )
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
+pytestmark = ignoring(
+    "`torch.jit.script` is deprecated:FutureWarning",
     # torch's own graph of `linearize`
-    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node"),
-]
+    "Attempted to insert a get_attr Node",
+)
 Function = Callable[[Tensor], Tensor]
 
 

@@ -11,15 +11,14 @@ from tests.strategies.parity import (
     ACCUMULATE,
     LONG_STEPS,
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     assert_parity,
+    ignoring,
     train,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:The block .* which has no rule"),  # experts in lists
-]
+pytestmark = ignoring(
+    "The block .* which has no rule"  # experts in lists
+)
 NUM_TOKENS = 2 * 12 * 16 * ACCUMULATE * LONG_STEPS  # two experts for each word
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage {stage}": (4, {"zero_stage": stage}) for stage in range(4)},

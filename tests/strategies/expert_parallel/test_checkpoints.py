@@ -11,14 +11,13 @@ import torch
 from lightning_shard import HybridParallelStrategy, ZeRO3Strategy
 from tests.expert_parallel.models import EXPERT_MODELS
 from tests.strategies.hybrid_parallel.test_checkpoints import PlacedBatches
-from tests.strategies.parity import UPSTREAM_WARNINGS, Curve, quiet_trainer
+from tests.strategies.parity import Curve, ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+pytestmark = ignoring(
     # Lightning's own loop does not see that the data module knows its place.
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+    "You're resuming from a checkpoint that ended before",
+    ".*microbatches are fewer than the",
+)
 
 STEPS = 3  # on each layout
 RTOL = {"listed": 1e-9, "seldom": 1e-9}  # in float64

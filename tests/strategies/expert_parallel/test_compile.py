@@ -10,20 +10,13 @@ from torch import nn
 from tests.strategies.context_parallel.test_compile import compile_blocks, wrap_blocks
 from tests.strategies.expert_parallel.test_expert_parallel import sharing
 from tests.strategies.expert_parallel.test_parity import build, single_device
-from tests.strategies.parity import (
-    LONG_STEPS,
-    SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
-    assert_parity,
-    train,
-)
+from tests.strategies.parity import LONG_STEPS, SMALL_BUCKET_MB, assert_parity, ignoring, train
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings(r"ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings(r"ignore:`torch.jit.script_method` is deprecated"),  # inductor
-    pytest.mark.filterwarnings("ignore:.*which has no rule"),
-]
+pytestmark = ignoring(
+    r"The .grad attribute of a Tensor that is not a leaf",
+    r"`torch.jit.script_method` is deprecated",  # inductor
+    ".*which has no rule",
+)
 
 
 def compile_all(model: nn.Module, backend: str) -> None:

@@ -12,19 +12,18 @@ from torch.utils.data import Subset
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, ZeRO3Strategy
 from tests.strategies.parity import (
     GLOBAL_BATCH,
-    UPSTREAM_WARNINGS,
     Curve,
     GlobalBatches,
     build,
+    ignoring,
     quiet_trainer,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+pytestmark = ignoring(
     # Lightning's own loop does not see that the data module knows its place.
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-    pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the"),
-]
+    "You're resuming from a checkpoint that ended before",
+    ".*microbatches are fewer than the",
+)
 
 STEPS = 4  # on each mesh
 RTOL = 1e-9  # in float64

@@ -39,7 +39,6 @@ from tests.strategies.data_parallel.test_held_bytes_and_traffic import BYTES_PER
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Case,
     GlobalBatches,
     Run,
@@ -47,16 +46,16 @@ from tests.strategies.parity import (
     assert_parity,
     build,
     ignore_upstream_warnings,
+    ignoring,
     quiet_trainer,
     single_device,
     train,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+pytestmark = ignoring(
     # The resumed runs write no checkpoints of their own.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+    "Be aware that when using `ckpt_path`"
+)
 
 STAGES = ("shard_ddp", "zero1", "zero2", "zero3")
 

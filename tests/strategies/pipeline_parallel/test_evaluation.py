@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_shard.errors import ConfigError
-from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.strategies.parity import ignoring
 from tests.strategies.stacks import (
     ALL_PIPELINES,
     BATCH,
@@ -26,12 +26,11 @@ from tests.strategies.stacks import (
     trainer_of,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the"),
+pytestmark = ignoring(
+    ".* microbatches are fewer than the",
     # What is logged is right on every rank without it.
-    pytest.mark.filterwarnings("ignore:.*It is recommended to use `self.log"),
-]
+    ".*It is recommended to use `self.log",
+)
 
 
 class Evaluated(Stack):

@@ -13,22 +13,21 @@ from lightning_shard import TensorParallelStrategy
 from tests.strategies.models import ExampleGPT, HuggingFaceLM, Trained
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
-    UPSTREAM_WARNINGS,
     Case,
     Run,
     assert_parity,
     build,
+    ignoring,
     single_device,
     train,
 )
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
+pytestmark = ignoring(
     # torch 2.13 looks at the inputs of what it compiles
-    pytest.mark.filterwarnings(r"ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings(r"ignore:`torch.jit.script_method` is deprecated"),  # inductor
-]
+    r"The .grad attribute of a Tensor that is not a leaf",
+    r"`torch.jit.script_method` is deprecated",  # inductor
+)
 
 
 SEQUENCE = {"sequence_parallel": True}

@@ -16,14 +16,13 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from lightning_shard import TensorParallelStrategy
 from lightning_shard.strategies.trainer.step_collectives import MetricGroups
 from lightning_shard.testing import run_ranks
-from tests.strategies.parity import UPSTREAM_WARNINGS, quiet_trainer
+from tests.strategies.parity import ignoring, quiet_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:{message}") for message in UPSTREAM_WARNINGS),
-    pytest.mark.filterwarnings(r"ignore:Using `DistributedSampler` with the dataloaders"),
+pytestmark = ignoring(
+    r"Using `DistributedSampler` with the dataloaders",
     # Lightning 2.6's all_gather, with torch 2.13
-    pytest.mark.filterwarnings(r"ignore:torch.distributed.nn.functional.all_gather is deprecated"),
-]
+    r"torch.distributed.nn.functional.all_gather is deprecated",
+)
 
 REDUCTIONS = ("mean", "sum", "max", "min")
 
