@@ -31,9 +31,8 @@ from lightning_shard.context_parallel.crossings import (
     heads_and_ring,
 )
 from lightning_shard.context_parallel.operations import gathered_for_part
-from lightning_shard.context_parallel.ring import ring_attention
+from lightning_shard.context_parallel.ring import Visible, ring_attention
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
-from lightning_shard.context_parallel.tiles import Visible
 from lightning_shard.tensor_parallel.attention import added_masks, attend_with_weights, heads_of
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.full_width_attention import combined
@@ -59,8 +58,9 @@ def attend(
     options = kwargs | {"dropout_p": dropout_p}
     drawn = drawn_apart(part.group, part.local.device) if dropout_p else nullcontext()
     if part.place > 2:  # cut along a batch, or windows: each rank has all positions of its own
-        apart = partial(_apart, func, drawn, is_causal=is_causal, **options)
-        return combined(apart, query, (query, key, value, attn_mask), {})
+        apart = partial(func, is_causal=is_causal, **options)
+        with drawn:
+            return combined(apart, query, (query, key, value, attn_mask), {})
     if part.place == 1:
         return NotImplemented
     mask = full_tensor(attn_mask)
@@ -95,21 +95,20 @@ def _by_heads(
     options: dict[str, Any],
     drawn: AbstractContextManager[None],
 ) -> Tensor:
-    heads = part.local.ndim + _HEADS
-    own_others = [one.part for one in others]
-    operands = (part.local, *(one.local for one in own_others))
-    query, key, value = (
-        one.without_padding(tensor, heads + 1)
-        for tensor, one in zip(
-            _heads_for_positions(operands, part.group), (part, *own_others), strict=True
-        )
-    )
+    query, key, value = own_heads((part, *(one.part for one in others)))
     mask = own_heads_of_mask(mask, part)
     with drawn:
         mixed = func(query, key, value, attn_mask=mask, **options)
     mixed = F.pad(mixed, (0, 0, 0, part.padding)) if part.padding else mixed
     result: Tensor = part.widen(_positions_for_heads(mixed, part.group))
     return result
+
+
+def own_heads(parts: Sequence[SequencePart]) -> list[Tensor]:
+    """Return this rank's heads of the full sequence, of queries, keys and values."""
+    rows = parts[0].local.ndim + _ROWS
+    received = _heads_for_positions([one.local for one in parts], parts[0].group)
+    return [part.without_padding(one, rows) for part, one in zip(parts, received, strict=True)]
 
 
 def own_heads_of_mask(mask: Any, part: SequencePart) -> Any:
@@ -209,19 +208,6 @@ def _causal_rows(part: SequencePart, key: Tensor) -> Tensor:
     num_rows = part.local.shape[_ROWS]
     rows = torch.arange(num_rows, device=key.device) + part.group.rank * num_rows
     return torch.arange(key.shape[_ROWS], device=key.device) <= rows[:, None]
-
-
-def _apart(
-    func: Any,
-    drawn: AbstractContextManager[None],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    **options: Any,
-) -> Any:
-    with drawn:
-        return func(query, key, value, attn_mask=mask, **options)
 
 
 RULES["scaled_dot_product_attention"] = attend

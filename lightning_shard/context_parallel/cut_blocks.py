@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.context_parallel.attention import own_heads_of_mask, repeated_heads
+from lightning_shard.context_parallel.attention import own_heads, own_heads_of_mask
 from lightning_shard.context_parallel.compiled import CompiledModules
-from lightning_shard.context_parallel.crossings import cut_sequence, exchange, exchange_together
+from lightning_shard.context_parallel.crossings import cut_sequence, exchange
 from lightning_shard.context_parallel.sequence_part import (
     FullSequences,
     SequencePart,
@@ -109,7 +109,7 @@ class _OnParts:
             whole = full_tensor((query, key, value))
             return self.function(module, *whole, attention_mask, **options)
         self._check(part, key, attention_mask)
-        q, k, v = _own_heads([one for one in parts if one is not None], part)
+        q, k, v = own_heads([one for one in parts if one is not None])
         drawn: AbstractContextManager[None] = nullcontext()
         if options.get("dropout") and module.training:
             drawn = drawn_apart(part.group, part.local.device)
@@ -134,14 +134,6 @@ class _OnParts:
                 f"that differs by head, of shape {tuple(mask.shape)}; expected one of all heads, "
                 f"as create_block_mask makes with H=None. Use attn_implementation='sdpa'."
             )
-
-
-def _own_heads(parts: Sequence[SequencePart], like: SequencePart) -> list[Tensor]:
-    """Return this rank's heads of the full sequence, of queries, keys and values."""
-    num_heads, group = like.local.shape[1], like.group
-    repeated = [repeated_heads(one.local, num_heads, group.size) for one in parts]
-    received = exchange_together(repeated, 1, 2, group)
-    return [part.without_padding(one, 2) for part, one in zip(parts, received, strict=True)]
 
 
 def _own_rows(mixed: Tensor, part: SequencePart) -> Tensor:
@@ -320,16 +312,11 @@ class CutBlocks:
         part = SequencePart(
             local=local, dim=dim, group=self._group, in_full=self.in_full, padding=padding
         )
-        return self._with(hidden, wrapped(part), args, kwargs)
-
-    def _with(
-        self, hidden: Tensor, cut: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
-        """Return arguments with `cut` for `hidden`."""
-        new: Arguments = tree_map_only(
-            Tensor, lambda one: cut if one is hidden else one, (args, kwargs)
+        own = wrapped(part)
+        arguments: Arguments = tree_map_only(
+            Tensor, lambda one: own if one is hidden else one, (args, kwargs)
         )
-        return new
+        return arguments
 
     def _warn(self, name: str, hidden: Tensor, dim: int) -> None:
         self.num_cut += 1

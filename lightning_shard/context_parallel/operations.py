@@ -5,18 +5,30 @@
 
 Along dimensions that are not cut (topk, sort, cumsum, pad, gather, cat ...) each rank does its own
 positions; along the sequence itself they are computed on the gathered one.
+
+    logits (B, S/W, V) ──own targets──> sum of own losses ──all-reduce──> / count      the loss
+
+Labels are full on each rank, and what is counted of them is counted there. Logits that are shifted
+against their labels lose their last positions, which become padding: nothing is sent.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from lightning_shard.context_parallel.crossings import total
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
 from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
-from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
+from lightning_shard.tensor_parallel.dim_sharded_operations import elementwise, named, reduced
+from lightning_shard.tensor_parallel.dim_sharded_tensor import (
+    DimShardedTensor,
+    full_tensor,
+    wrapped,
+)
 from lightning_shard.tensor_parallel.full_width_attention import combined
 from lightning_shard.tensor_parallel.regions import gather_to_region
 
@@ -79,12 +91,6 @@ def _addmm(func: Any, input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:  
     return part.widen(func(part.shared(input), part.local, part.shared(mat2), **kwargs))
 
 
-def _scaled(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do an operation of one tensor element by element."""
-    part = part_of(sharded)
-    return NotImplemented if part is None else part.widen(func(part.local, *args, **kwargs))
-
-
 _SPARE = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -142,43 +148,18 @@ def _letters(equation: str, tensors: Sequence[Tensor]) -> tuple[list[str], str] 
     return inputs, output.replace("...", "".join(spare[:most][::-1]))
 
 
-RULES["einsum"] = einsum
-
-
 _ELEMENTWISE = (
     "elu leaky_relu selu celu softplus mish hardtanh relu6 hardswish hardsigmoid logsigmoid "
     "softsign hardshrink softshrink tanhshrink threshold "
     "cos sin tan acos asin atan cosh sinh acosh asinh atanh log log1p log2 log10 exp2 expm1 "
     "erf erfc erfinv logit sinc sign sgn round floor ceil trunc frac int long bool "
-    "logical_not bitwise_not __invert__ isnan isinf isfinite"
-)
-_COMBINING = (
+    "logical_not bitwise_not __invert__ isnan isinf isfinite "
     "__gt__ __lt__ __ge__ __le__ __eq__ __ne__ gt lt ge le eq ne maximum minimum fmax fmin "
     "logical_and logical_or logical_xor __and__ __or__ __xor__ __rand__ __ror__ "
     "bitwise_and bitwise_or bitwise_xor lerp addcmul addcdiv float_power __rpow__ rsub "
     "remainder fmod __mod__ floor_divide __floordiv__ __rfloordiv__ atan2 hypot xlogy logaddexp "
     "clamp_min clamp_max clip heaviside"
 )
-
-
-def _combined(func: Any, *args: Any, **kwargs: Any) -> Any:
-    like = next(one for one in args if isinstance(one, DimShardedTensor))
-    part = part_of(like)
-    if part is None or any(isinstance(one, Tensor) for one in kwargs.values()):
-        return NotImplemented
-    return combined(func, like, args, kwargs)
-
-
-RULES.update(
-    linear=_linear,
-    addmm=_addmm,
-    baddbmm=_baddbmm,
-    **dict.fromkeys(("matmul", "bmm", "__matmul__"), _matmul),
-    **dict.fromkeys(_ELEMENTWISE.split(), _scaled),
-    **dict.fromkeys(_COMBINING.split(), _combined),
-)
-assert torch.addmm.__name__ in RULES
-assert functional.linear.__name__ in RULES
 
 
 _FIRST = "amax amin max min argmax argmin std var std_mean var_mean logsumexp prod any all median "
@@ -358,22 +339,165 @@ def _shaped(other: Tensor) -> Tensor:
     return torch.empty((), device=other.device, dtype=other.dtype).expand(tuple(other.shape))
 
 
-def _named(rule: Callable[..., Any], names: str) -> dict[str, Callable[..., Any]]:
-    return dict.fromkeys(names.split(), rule)
+# What comes after the blocks: losses, sums, and logits that are shifted against their labels.
 
 
+def _loss(
+    func: Any,
+    input: Any,  # noqa: A002 - torch's name
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    **options: Any,
+) -> Any:
+    """Do cross_entropy or nll_loss with each rank's rows."""
+    part = part_of(input)
+    is_legacy = size_average is not None or reduce is not None
+    if part is None or is_legacy or isinstance(target, DimShardedTensor):
+        return NotImplemented
+    if target.is_floating_point() or part.local.ndim < 2 or part.dim == 1:
+        return NotImplemented  # each row has all classes elsewhere
+    dim = max(part.dim - 1, 0)
+    if target.shape != (*input.shape[:1], *input.shape[2:]):
+        return NotImplemented
+    options |= {"weight": weight, "ignore_index": ignore_index}
+    own = part.own_filled(target, dim, ignore_index)
+    if reduction == "none":
+        return part.widen(func(part.local, own, reduction="none", **options), dim)
+    if reduction not in ("mean", "sum"):
+        return NotImplemented
+    result = total(func(part.local, own, reduction="sum", **options), part.group)
+    return result if reduction == "sum" else result / _count(target, weight, ignore_index)
+
+
+def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum()
+    return weight[target.masked_fill(~counted, 0)].mul(counted).sum()
+
+
+def _sum(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Sum or average, also over positions: of what each rank has of them."""
+    part = part_of(sharded)
+    dims = list(dim) if isinstance(dim, tuple | list) else [dim]
+    if part is None or (dim is not None and not all(type(one) is int for one in dims)):
+        return reduced(func, sharded, dim, *args, **kwargs)
+    ndim = part.local.ndim
+    places = range(ndim) if dim is None or not dims else {one % ndim for one in dims}
+    if part.dim not in places:
+        return reduced(func, sharded, dim, *args, **kwargs)
+    is_kept = bool(args[0] if args else kwargs.get("keepdim", False))
+    if not (part.local.is_floating_point() and sharded.numel()) or len(args) > 1:
+        return NotImplemented
+    if set(kwargs) - {"dtype", "keepdim"} or "out" in kwargs:
+        return NotImplemented
+    # The part without padding has a dimension of blocks more, behind that of positions.
+    summed_over = [one + (one > part.dim) for one in sorted(places)] + [part.dim + 1]
+    summed = part.own_positions().sum(summed_over, keepdim=is_kept, dtype=kwargs.get("dtype"))
+    result = total(summed.squeeze(part.dim + 1) if is_kept else summed, part.group)
+    count = math.prod(part.full_shape[one] for one in places)
+    return result / count if func.__name__ == "mean" else result
+
+
+def _elementwise_loss(
+    func: Any,
+    input: Any,  # noqa: A002
+    target: Any,
+    *args: Any,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    **options: Any,
+) -> Any:
+    """Do a loss that compares two tensors element by element."""
+    part = part_of(input) or part_of(target)
+    is_legacy = size_average is not None or reduce is not None
+    if part is None or args or is_legacy or tuple(input.shape) != tuple(target.shape):
+        return NotImplemented
+    if options.get("weight") is not None and not func.__name__.startswith("binary"):
+        return NotImplemented  # a mean by weight
+    own = [part.operand(input), part.operand(target)]
+    options = {name: part.operand(one) for name, one in options.items()}
+    if any(one is NotImplemented for one in (*own, *options.values())):
+        return NotImplemented
+    result = part.widen(func(*own, reduction="none", **options), part.dim)
+    if reduction == "none":
+        return result
+    if reduction not in ("mean", "sum", "batchmean"):
+        return NotImplemented
+    whole = result.sum()
+    return whole / {"mean": result.numel(), "sum": 1, "batchmean": input.shape[0]}[reduction]
+
+
+def _getitem(func: Any, sharded: Any, index: Any) -> Any:
+    """Index; positions before one in the second half are the part with more padding."""
+    part = part_of(sharded)
+    entries = list(index) if isinstance(index, tuple) else [index]
+    place = None if part is None else _entry_of(part, entries)
+    if part is None or place is None:
+        return shapes.getitem(func, sharded, index)
+    start, stop, step = entries[place].indices(part.width)
+    if (start, step) != (0, 1) or part.num_blocks > 1 or not part.width // 2 < stop < part.width:
+        return shapes.getitem(func, sharded, index)
+    entries[place] = slice(None)
+    result = shapes.getitem(func, sharded, tuple(entries))
+    if result is NotImplemented:
+        return result
+    shorter = replace(result.part, padding=result.part.padding + part.width - stop)
+    return wrapped(shorter)
+
+
+def _narrow(func: Any, sharded: Any, dim: int, start: Any, length: int) -> Any:
+    part = part_of(sharded)
+    is_of_sequence = part is not None and dim % sharded.ndim == part.dim
+    if not is_of_sequence or not isinstance(start, int):
+        return shapes.narrow(func, sharded, dim, start, length)
+    index = [slice(None)] * sharded.ndim
+    index[dim % sharded.ndim] = slice(start, start + length)
+    return _getitem(Tensor.__getitem__, sharded, tuple(index))
+
+
+def _entry_of(part: SequencePart, entries: list[Any]) -> int | None:
+    """Return the place of the sequence's slice among an index's entries, if it has one."""
+    if any(one is None or isinstance(one, bool | Tensor | list) for one in entries):
+        return None
+    if any(one is Ellipsis for one in entries):
+        gap = next(i for i, one in enumerate(entries) if one is Ellipsis)
+        missing = part.local.ndim - len(entries) + 1
+        entries[gap : gap + 1] = [slice(None)] * missing
+    place = part.dim
+    return place if place < len(entries) and isinstance(entries[place], slice) else None
+
+
+_LOSSES = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss poisson_nll_loss "
+    "binary_cross_entropy binary_cross_entropy_with_logits"
+)
 RULES.update(
+    linear=_linear,
+    addmm=_addmm,
+    baddbmm=_baddbmm,
+    einsum=einsum,
     pad=_pad,
     conv1d=_conv1d,
     prelu=_prelu,
     take_along_dim=_take_along,
-    **dict.fromkeys(_PLACE_OF_DIM, _along),
-    **_named(_by_index, "gather scatter scatter_add"),
-    **_named(_like, "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"),
-    **_named(_joined, "cat concat stack"),
-    **_named(_triangle, "tril triu"),
-    **_named(_view_as, "view_as reshape_as"),
     expand_as=_expand_as,
+    narrow=_narrow,
+    __getitem__=_getitem,
+    **named(_matmul, "matmul bmm __matmul__"),
+    **named(elementwise, _ELEMENTWISE),
+    **dict.fromkeys(_PLACE_OF_DIM, _along),
+    **named(_by_index, "gather scatter scatter_add"),
+    **named(_like, "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"),
+    **named(_joined, "cat concat stack"),
+    **named(_triangle, "tril triu"),
+    **named(_view_as, "view_as reshape_as"),
+    **named(_loss, "cross_entropy nll_loss"),
+    **named(_sum, "sum mean"),
+    **named(_elementwise_loss, _LOSSES),
 )
-assert functional.normalize.__name__ in RULES
-assert torch.topk.__name__ in RULES

@@ -200,7 +200,7 @@ class Anatomy:
                 f"'blocks.*.down': 'rowwise'}} (--tensor-plan, of a file)."
             )
         if tp not in self._plans:
-            layers = automatic_plan(self.module, tp).layers
+            layers = automatic_plan(self.module, tp)
             self._plans[tp] = {layer.pattern: layer.style for layer in layers}
         return self._plans[tp]
 

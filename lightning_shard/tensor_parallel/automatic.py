@@ -13,7 +13,7 @@ with by itself, with no layer between, has to be left out by a plan of one's own
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
@@ -30,7 +30,7 @@ from lightning_shard.tensor_parallel.candidates import (
 )
 from lightning_shard.tensor_parallel.huggingface import own_plans
 from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
-from lightning_shard.tensor_parallel.plan import PlannedLayer, UnsplitLayer, pattern_of
+from lightning_shard.tensor_parallel.plan import PlannedLayer, pattern_of
 from lightning_shard.tensor_parallel.probe import (
     TrialResult,
     try_out,
@@ -40,18 +40,8 @@ from lightning_shard.tensor_parallel.probe import (
 from lightning_shard.tensor_parallel.styles import STYLES, Style, style_name
 from lightning_shard.tensor_parallel.wrappers import is_low_rank, linear_sizes
 
-_UNKNOWN = "no part of an attention or of a pair of layers, and no embedding of a vocabulary"
 
-
-@dataclass(frozen=True, kw_only=True)
-class AutomaticPlan:
-    """An automatic plan: the layers that are split, and those that are not."""
-
-    layers: list[PlannedLayer]
-    full: list[UnsplitLayer]
-
-
-def automatic_plan(model: nn.Module, num_ranks: int) -> AutomaticPlan:
+def automatic_plan(model: nn.Module, num_ranks: int) -> list[PlannedLayer]:
     """Find what can be split over the ranks of a tensor-parallel group.
 
     The model is full and stays as it is. The plan is the same on each rank, and depends on the
@@ -69,7 +59,7 @@ def automatic_plan(model: nn.Module, num_ranks: int) -> AutomaticPlan:
             f"Expected attentions, pairs of linear layers to a larger width and back, or an "
             f"embedding of a vocabulary.{finder.trials()}{_own_plan(model, num_ranks)}"
         )
-    return AutomaticPlan(layers=list(finder.split()), full=list(finder.left_unsplit()))
+    return list(finder.split())
 
 
 def _own_plan(model: nn.Module, num_ranks: int) -> str:
@@ -83,13 +73,14 @@ def _own_plan(model: nn.Module, num_ranks: int) -> str:
 
 
 class _LayerFinder:
-    """Goes through a model, and notes which layers are split, and why others are not."""
+    """Goes through a model, and notes which layers are split, and which others stay full."""
 
     def __init__(self, model: nn.Module, num_ranks: int) -> None:
         self.model, self.num_ranks = model, num_ranks
         self.names = {module: name for name, module in model.named_modules()}
         self.planned: dict[nn.Module, PlannedLayer] = {}
-        self.reasons: dict[nn.Module, str] = {}
+        self._full: set[nn.Module] = set()  # as far as that is decided
+        self._of_attentions: set[nn.Module] = set()  # which are split with these
         self._users = Counter(
             id(param) for module in self.names for param in module._parameters.values()
         )
@@ -107,7 +98,7 @@ class _LayerFinder:
             if isinstance(module, nn.MultiheadAttention):
                 self._plan_torch_attention(name, module)
         for layer in with_tried_wrappers(own_plans(self.model, self.num_ranks), self.num_ranks):
-            if layer.module not in self.reasons:
+            if not self._is_full(layer.module):
                 self.planned.setdefault(layer.module, layer)
         inner_first = sorted(self.names, key=lambda module: -len(self.names[module].split(".")))
         inner_first = [*(one for one in inner_first if one is not self.model), self.model]
@@ -138,21 +129,10 @@ class _LayerFinder:
             return f" A trial of {names} raised {tried.cause}."
         return ""
 
-    def left_unsplit(self) -> Iterator[UnsplitLayer]:
-        """Yield the layers with a matrix that are not split."""
-        for module, name in self.names.items():
-            has_matrix = any(
-                param is not None and param.ndim > 1 for param in module._parameters.values()
-            )
-            if has_matrix and module not in self.planned:
-                reason = self.reasons.get(module, _UNKNOWN)
-                if reason:
-                    yield UnsplitLayer(name=name, module=module, reason=reason)
-
     def _plan_torch_attention(self, name: str, module: nn.MultiheadAttention) -> None:
-        self.reasons[module.out_proj] = ""  # it is spoken of with its owner
+        self._of_attentions.add(module.out_proj)  # it is split with its owner
         if not is_plain_attention(module):
-            self.reasons[module] = "has add_bias_kv, add_zero_attn or a forward of its own"
+            self._full.add(module)
             return
         check_heads(name, module.num_heads, module.num_heads, self.num_ranks)
         self._plan(module, STYLES["attention"])
@@ -168,7 +148,7 @@ class _LayerFinder:
         return (
             (is_plain_linear(module) or is_low_rank(module))
             and module not in self.planned
-            and self.reasons.get(module) != ""
+            and module not in self._of_attentions
             and self._holders[id(module)] == 1
             and all(self._users[id(param)] == 1 for param in module.parameters())
         )
@@ -194,9 +174,7 @@ class _LayerFinder:
         elif tried.is_right is None:
             self._untried.append(candidate)
         else:
-            for layer in layers.values():
-                reason = f"with {candidate.out!r} it computes something else in parts"
-                self.reasons.setdefault(layer, tried.because(reason))
+            self._full.update(layers.values())
 
     def _is_given_biases(self, candidate: Candidate) -> bool:
         """Whether an attention may be called with a bias of each head that another module makes.
@@ -218,16 +196,13 @@ class _LayerFinder:
     def _believe(self, candidate: Candidate) -> None:
         """Plan a pair that could not be tried out by its names; an attention's say too little."""
         layers = _layers(candidate)
-        if any(layer in self.planned or layer in self.reasons for layer in layers.values()):
+        if any(layer in self.planned or self._is_full(layer) for layer in layers.values()):
             return
         if candidate.is_known and candidate.is_all and not candidate.is_attention:
             for name, module in layers.items():
                 self._plan(module, candidate.styles[name])
-            return
-        tried = self._tried[candidate.signature]
-        for layer in layers.values():
-            reason = f"with {candidate.out!r} it could not be tried out"
-            self.reasons[layer] = tried.because(reason)
+        else:
+            self._full.update(layers.values())
 
     def _plan_vocabulary(self) -> None:
         """Split the largest embedding by rows, others like it, and their output layers."""
@@ -244,31 +219,26 @@ class _LayerFinder:
         for table in tables:
             own_heads = [one for one in heads if one.weight.shape == table.weight.shape]
             if table.weight.numel() < largest and not own_heads:
-                self.reasons[table] = "an embedding, not the largest, without an output layer"
-            elif reason := self._why_unsplit(table):
-                for module in (table, *own_heads):
-                    self.reasons[module] = reason
-            else:
-                self._plan(table, STYLES["embedding_rowwise"])
-                for head in own_heads:
-                    self._plan(head, STYLES["colwise_gather_output"])
+                continue
+            if not self._can_be_split(table):
+                self._full.update(own_heads)
+                continue
+            self._plan(table, STYLES["embedding_rowwise"])
+            for head in own_heads:
+                self._plan(head, STYLES["colwise_gather_output"])
         self._leave_logits_sharded()
 
     def _leave_logits_sharded(self) -> None:
         """Leave the logits of layers with a logit for each row of an embedding sharded."""
         rows = {
             one.weight.shape
-            for one in self.names
-            if isinstance(one, nn.Embedding) and self._is_split_table(one)
+            for one, layer in self.planned.items()
+            if isinstance(one, nn.Embedding) and layer.style.form == "vocab"
         }
         for module, layer in self.planned.items():
             gathers = layer.style == STYLES["colwise_gather_output"]
             if gathers and isinstance(module, nn.Linear) and module.weight.shape in rows:
                 self.planned[module] = replace(layer, style=STYLES["colwise_parted"])
-
-    def _is_split_table(self, module: nn.Module) -> bool:
-        planned = self.planned.get(module)
-        return planned is not None and planned.style.form == "vocab"
 
     def _is_head(self, module: nn.Module) -> bool:
         """Whether a layer may give logits: it takes and gives full activations."""
@@ -276,24 +246,26 @@ class _LayerFinder:
             isinstance(module, nn.Linear)
             and is_plain_linear(module)
             and module not in self._inside_planned
-            and module not in self.reasons
+            and not self._is_full(module)
         )
 
-    def _why_unsplit(self, table: nn.Embedding) -> str:
-        """Return the reason why an embedding is not split, or an empty text."""
+    def _is_full(self, module: nn.Module) -> bool:
+        return module in self._full or module in self._of_attentions
+
+    def _can_be_split(self, table: nn.Embedding) -> bool:
+        """Whether ranks can share the rows of an embedding, with all that has its weight."""
         sharing = [one for one in self.names if one._parameters.get("weight") is table.weight]
-        if table.num_embeddings % self.num_ranks:
-            return f"{table.num_embeddings} rows are not divisible by {self.num_ranks} ranks"
-        if not all(isinstance(one, nn.Embedding) or self._is_tied_head(one) for one in sharing):
-            return "its weight is shared with a layer that is not split alike"
         embeddings = [one for one in sharing if isinstance(one, nn.Embedding)]
-        if any(one.max_norm is not None or one.scale_grad_by_freq for one in embeddings):
-            return "an embedding with max_norm or scale_grad_by_freq"
-        own = [one for one in embeddings if type(one).forward is not nn.Embedding.forward]
-        tried = (try_table(one, self.num_ranks) for one in own)
-        wrong = next((one for one in tried if not one.is_right), None)
-        reason = "an embedding with a forward of its own, or tied to one"
-        return "" if wrong is None else wrong.because(reason)
+        return (
+            table.num_embeddings % self.num_ranks == 0
+            and all(isinstance(one, nn.Embedding) or self._is_tied_head(one) for one in sharing)
+            and all(one.max_norm is None and not one.scale_grad_by_freq for one in embeddings)
+            and all(
+                try_table(one, self.num_ranks).is_right
+                for one in embeddings
+                if type(one).forward is not nn.Embedding.forward
+            )
+        )
 
     def _is_tied_head(self, module: nn.Module) -> bool:
         planned = self.planned.get(module)
@@ -320,7 +292,7 @@ def check_layouts(model: nn.Module, layers: Sequence[PlannedLayer], num_ranks: i
     if not fused or num_ranks == 1:
         return
     try:
-        tried = automatic_plan(model, num_ranks).layers
+        tried = automatic_plan(model, num_ranks)
     except ConfigError:  # of what the given plan leaves full, or cuts by itself
         return
     for right in tried:

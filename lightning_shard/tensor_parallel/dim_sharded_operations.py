@@ -168,7 +168,8 @@ def _edge(part: Part) -> Any:
     return gradient_edge(part.local) if part.local.requires_grad else part.local
 
 
-def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do an operation whose operands broadcast along the sharded dimension."""
     like = next((arg for arg in args if isinstance(arg, DimShardedTensor)), None)
     changes = writes(func)
     if like is None or any(isinstance(value, Tensor) for value in kwargs.values()):
@@ -263,20 +264,21 @@ def _cross_entropy(
     return parallel_cross_entropy(part.local.movedim(part.dim, -1), target, options, part.group)
 
 
-def _named(rule: Rule, names: str) -> dict[str, Rule]:
+def named(rule: Rule, names: str) -> dict[str, Rule]:
+    """Return a rule by the names of its operations, which blanks part."""
     return dict.fromkeys(names.split(), rule)
 
 
 _RULES: dict[str, Rule] = {
-    **_named(_property, "__get__ __set__"),
-    **_named(_method_of_part, "requires_grad_ detach_ retain_grad is_contiguous"),
-    **_named(_fresh, "new_empty new_zeros new_ones new_full new_tensor"),
-    **_named(_backward, "backward"),
-    **_named(_grad, "grad"),
-    **_named(_register_hook, "register_hook"),
-    **_named(_cast, "to type_as float double half bfloat16"),
-    **_named(
-        _elementwise,
+    **named(_property, "__get__ __set__"),
+    **named(_method_of_part, "requires_grad_ detach_ retain_grad is_contiguous"),
+    **named(_fresh, "new_empty new_zeros new_ones new_full new_tensor"),
+    **named(_backward, "backward"),
+    **named(_grad, "grad"),
+    **named(_register_hook, "register_hook"),
+    **named(_cast, "to type_as float double half bfloat16"),
+    **named(
+        elementwise,
         "contiguous clone detach where "
         "rsqrt sqrt square reciprocal relu gelu silu "
         "add sub mul div true_divide pow neg abs exp tanh sigmoid clamp masked_fill nan_to_num "
@@ -284,29 +286,29 @@ _RULES: dict[str, Rule] = {
         "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ "
         "__rdiv__ __pow__ __neg__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__",
     ),
-    **_named(_norm, "layer_norm rms_norm"),
-    **_named(reduced, "mean sum"),
-    **_named(_dropout, "dropout"),
-    **_named(softmax, "softmax log_softmax"),
-    **_named(matmul, "matmul bmm __matmul__"),
-    **_named(attend, "scaled_dot_product_attention"),
-    **_named(einsum, "einsum"),
-    **_named(shapes.view, "view reshape"),
-    **_named(shapes.flatten, "flatten"),
-    **_named(shapes.unflatten, "unflatten"),
-    **_named(shapes.transpose, "transpose swapaxes swapdims"),
-    **_named(shapes.permute, "permute"),
-    **_named(shapes.unsqueeze, "unsqueeze"),
-    **_named(shapes.squeeze, "squeeze"),
-    **_named(shapes.expand, "expand"),
-    **_named(shapes.repeat_interleave, "repeat_interleave"),
-    **_named(shapes.split, "split chunk"),
-    **_named(shapes.unbind, "unbind"),
-    **_named(shapes.narrow, "narrow"),
-    **_named(shapes.as_pairs, "view_as_complex view_as_real"),
-    **_named(shapes.joined, "cat concat stack"),
-    **_named(shapes.getitem, "__getitem__"),
-    **_named(_cross_entropy, "cross_entropy"),
+    **named(_norm, "layer_norm rms_norm"),
+    **named(reduced, "mean sum"),
+    **named(_dropout, "dropout"),
+    **named(softmax, "softmax log_softmax"),
+    **named(matmul, "matmul bmm __matmul__"),
+    **named(attend, "scaled_dot_product_attention"),
+    **named(einsum, "einsum"),
+    **named(shapes.view, "view reshape"),
+    **named(shapes.flatten, "flatten"),
+    **named(shapes.unflatten, "unflatten"),
+    **named(shapes.transpose, "transpose swapaxes swapdims"),
+    **named(shapes.permute, "permute"),
+    **named(shapes.unsqueeze, "unsqueeze"),
+    **named(shapes.squeeze, "squeeze"),
+    **named(shapes.expand, "expand"),
+    **named(shapes.repeat_interleave, "repeat_interleave"),
+    **named(shapes.split, "split chunk"),
+    **named(shapes.unbind, "unbind"),
+    **named(shapes.narrow, "narrow"),
+    **named(shapes.as_pairs, "view_as_complex view_as_real"),
+    **named(shapes.joined, "cat concat stack"),
+    **named(shapes.getitem, "__getitem__"),
+    **named(_cross_entropy, "cross_entropy"),
 }
 
 

@@ -26,15 +26,14 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.modules import give_class_back
 from lightning_shard.data_parallel.torch_private import is_called_plainly
 from lightning_shard.data_parallel.units.unsharding import TracedHook
-from lightning_shard.tensor_parallel.attention import ParallelAttention
+from lightning_shard.tensor_parallel.attention import added_masks, attend_with_weights, heads_of
 from lightning_shard.tensor_parallel.full_view import FullView, as_it_is, extend_class, set_view
-from lightning_shard.tensor_parallel.regions import copy_to_region
+from lightning_shard.tensor_parallel.regions import (
+    copy_to_region,
+    gather_copies,
+    reduce_from_region,
+)
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
-
-
-def _drawn_as_ever(tensor: Tensor) -> AbstractContextManager[None]:
-    return nullcontext()
-
 
 Crossing = Callable[[Tensor], Tensor]
 """A function of an activation where a parallel region begins or ends."""
@@ -64,7 +63,7 @@ class LayerContext:
     leave: Crossing
     group: Collectives
     num_heads: int = 1
-    alike: Callable[[Tensor], AbstractContextManager[None]] = _drawn_as_ever
+    alike: Callable[[Tensor], AbstractContextManager[None]] = lambda tensor: nullcontext()
     view: FullView = field(default_factory=lambda: FullView(as_it_is, {}))
     watched: Watched | None = None
     takes: Callable[[], None] | None = None
@@ -151,8 +150,83 @@ class _Vocab(_Watched):
         return place.leave(rows.masked_fill(is_on_other_ranks.unsqueeze(-1), 0))
 
 
-class _Attention(_Watched, ParallelAttention):
-    forward = _with_own_weights(ParallelAttention.forward)
+class _Attention(_Watched):
+    @_with_own_weights
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with this rank's heads; arguments and results as in `nn.MultiheadAttention`."""
+        place: LayerContext = getattr(self, _PLACE)
+        is_batched = query.dim() == 3
+        if not is_batched:
+            query, key, value = (one.unsqueeze(0) for one in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = _transposed(query, key, value)
+        projections = zip((query, key, value), _weights(self), _biases(self), strict=True)
+        q, k, v = (  # each (B, heads / W, T or S, head width)
+            heads_of(_projected(place.enter(one), weight, bias), self.head_dim)
+            for one, weight, bias in projections
+        )
+        mask = added_masks(q, attn_mask, key_padding_mask, place.rank, place.group.size)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            mixed, weights = attend_with_weights(q, k, v, mask, dropout)
+            weights = _of_all_heads(place, weights, average=average_attn_weights)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        output = place.leave(self.out_proj.without_bias(mixed.transpose(1, 2).flatten(2)))
+        if self.out_proj.bias is not None:
+            output = output + self.out_proj.bias
+        if self.training:
+            output = _as_torch_lays_it(output)
+        if not is_batched:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (output if self.batch_first else output.transpose(0, 1)), weights
+
+
+def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put the batch first; equal tensors stay one tensor, which enters the region once."""
+    first = query.transpose(0, 1)
+    second = first if key is query else key.transpose(0, 1)
+    third = second if value is key else value.transpose(0, 1)
+    return first, second, third
+
+
+def _as_torch_lays_it(output: Tensor) -> Tensor:
+    """Let (B, T, C) lie in memory as (T, B, C): a dropout of it draws its zeros in this order."""
+    return output.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _weights(module: Any) -> tuple[Tensor, ...]:
+    if module.in_proj_weight is not None:
+        return tuple(module.in_proj_weight.chunk(3))
+    return module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+
+
+def _biases(module: Any) -> tuple[Tensor | None, ...]:
+    return (None,) * 3 if module.in_proj_bias is None else tuple(module.in_proj_bias.chunk(3))
+
+
+def _of_all_heads(place: LayerContext, weights: Tensor, *, average: bool) -> Tensor:
+    """Return the attention weights of all ranks' heads: their mean, or each head's own."""
+    if average:
+        return reduce_from_region(weights.mean(1) / place.group.size, place.group)
+    return gather_copies(weights, 1, place.group)
+
+
+def _projected(entered: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with saved_as_slice(entered):
+        return F.linear(entered, weight, bias)
 
 
 class _AttentionOutput:
@@ -171,10 +245,7 @@ class _Shared(_Watched):
         # The copies' gradients are summed over the ranks, each of which knows those of its head.
         weight = copy_to_region(self.weight, place.group)[own]
         bias = None if self.bias is None else copy_to_region(self.bias, place.group)[own]
-        entered = place.enter(input)
-        with saved_as_slice(entered):
-            result = F.linear(entered, weight, bias)
-        return place.leave(result)
+        return place.leave(_projected(place.enter(input), weight, bias))
 
 
 class _Experts(_Watched):

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.attention import is_plain_attention
 from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
-from lightning_shard.tensor_parallel.styles import Form, Style, style_name, style_of
+from lightning_shard.tensor_parallel.styles import Form, Style, style_of
 from lightning_shard.tensor_parallel.wrappers import has_adapter, is_linear, wrapped_embedding
 
 
@@ -31,15 +31,6 @@ class PlannedLayer:
     style: Style
     pattern: str
     has_heads: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnsplitLayer:
-    """One layer that an automatic plan leaves as it is."""
-
-    name: str
-    module: nn.Module
-    reason: str
 
 
 def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
@@ -71,22 +62,6 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
             )
     _check_all_matched(model, plan, {layer.pattern for layer in found})
     return found
-
-
-def describe_plan(
-    layers: Iterable[PlannedLayer], full: Iterable[UnsplitLayer] = ()
-) -> Iterator[str]:
-    """Yield a line for each entry of a plan: pattern, style, layers, and why not split."""
-    rows: dict[tuple[str, str, str], list[nn.Module]] = {}
-    for layer in layers:
-        rows.setdefault((layer.pattern, style_name(layer.style), ""), []).append(layer.module)
-    for left in full:
-        key = (pattern_of(left.name), "unsplit", f": {left.reason}")
-        rows.setdefault(key, []).append(left.module)
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    for (pattern, style, reason), modules in rows.items():
-        kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
-        yield f"{pattern:<{widths[0]}}  {style:<{widths[1]}}  {len(modules)} x {kinds}{reason}"
 
 
 def pattern_of(name: str) -> str:

@@ -35,7 +35,7 @@ def test_zeros_after_torch_s_attention_were_drawn_in_another_order(
 
     def fn(rank: int) -> None:
         model = encoder(batch_first)
-        layers = automatic_plan(model, num_ranks).layers
+        layers = automatic_plan(model, num_ranks)
         SplitModel(model, layers, group_of_all(), sequence_parallel=sequence_parallel)
         torch.testing.assert_close(run(model) + torch.zeros(8, 8, 16), expected)
 

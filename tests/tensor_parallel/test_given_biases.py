@@ -70,7 +70,7 @@ def made(attention: type[Attention], num_columns: int) -> nn.Module:
 
 
 def styles(model: nn.Module) -> dict[str, Any]:
-    return {layer.name: layer.style for layer in automatic_plan(model, 2).layers}
+    return {layer.name: layer.style for layer in automatic_plan(model, 2)}
 
 
 def loss_of(model: nn.Module) -> Tensor:

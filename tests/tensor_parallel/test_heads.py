@@ -328,8 +328,6 @@ def test_prefix_tuning_of_decoders(
         torch.manual_seed(0)
         return decoder(num_key_heads).double()
 
-    plan: dict[str, Any] = {
-        layer.name: layer.style for layer in automatic_plan(make(), num_ranks).layers
-    }
+    plan: dict[str, Any] = {layer.name: layer.style for layer in automatic_plan(make(), num_ranks)}
     assert any("attn" in name for name in plan)
     compare(make, plan, of_tokens, num_ranks)

@@ -11,7 +11,7 @@ from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
-from tests.tensor_parallel.test_automatic import HEADS, HIDDEN, WIDTH, Net, blocks, reasons
+from tests.tensor_parallel.test_automatic import HEADS, HIDDEN, WIDTH, Net, blocks
 from tests.tensor_parallel.test_split import group_of_all
 
 
@@ -48,7 +48,6 @@ class Around(nn.Module):
 def test_an_attention_that_nobody_could_try_out_was_believed_by_its_names() -> None:
     """Its slopes were those of the rank's heads, as if they were all: another loss, no error."""
     assert blocks(Sloped(sloped=True)) == {}
-    assert "could not be tried out" in reasons(Net(Sloped(sloped=True)))["block.q_proj"]
 
 
 def test_what_cannot_be_tried_out_by_itself_is_with_the_module_around_it() -> None:
@@ -91,7 +90,7 @@ def test_a_parametrized_weight_broke_the_automatic_plan(norm: type) -> None:
     model = Net(Pair())
     for layer in (model.block.up, model.block.table, model.block.attention.out_proj):
         norm(layer)
-    planned = {layer.name for layer in automatic_plan(model, 2).layers}
+    planned = {layer.name for layer in automatic_plan(model, 2)}
     assert planned == {"sure.0", "sure.2"}
 
 

@@ -160,7 +160,7 @@ def same_as_full(make: Callable[[], nn.Module], plan: dict[str, str] | None) -> 
     def fn(rank: int) -> None:
         model = make()
         if plan is None:
-            layers = automatic_plan(model, 2).layers
+            layers = automatic_plan(model, 2)
         else:
             layers = list(with_tried_wrappers(match_plan(model, plan), 2))
         split = SplitModel(model, layers, group_of_all())
@@ -209,7 +209,7 @@ def test_what_computes_something_else_in_parts_is_full_with_a_word() -> None:
 
 
 def test_an_automatic_plan_finds_layers_with_adapters() -> None:
-    layers = automatic_plan(made(Linear), 2).layers
+    layers = automatic_plan(made(Linear), 2)
     assert {layer.name: layer.style.form for layer in layers} == {
         "up": "colwise",
         "down": "rowwise",

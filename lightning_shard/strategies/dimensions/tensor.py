@@ -102,7 +102,7 @@ class TensorDimension(ParallelDimension):
             layers = list(with_tried_wrappers(match_plan(model, self._plan), num_ranks))
             check_layouts(model, layers, num_ranks)
             return layers
-        return automatic_plan(model, num_ranks).layers
+        return automatic_plan(model, num_ranks)
 
     @override
     def attach(self, engine: DataParallelEngine) -> None:

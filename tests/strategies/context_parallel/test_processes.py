@@ -9,8 +9,7 @@ from torch import Tensor
 from lightning_shard import ContextParallelStrategy
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.context_parallel.crossings import heads_and_ring
-from lightning_shard.context_parallel.ring import ring_attention
-from lightning_shard.context_parallel.tiles import Visible
+from lightning_shard.context_parallel.ring import Visible, ring_attention
 from tests.mpirun import run_mpi
 from tests.processes import run_processes
 from tests.strategies.parity import (
