@@ -23,13 +23,17 @@ from torch import Tensor
 from lightning_shard.context_parallel.crossings import total
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
 from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
-from lightning_shard.tensor_parallel.dim_sharded_operations import elementwise, named, reduced
+from lightning_shard.tensor_parallel.dim_sharded_operations import (
+    combined,
+    elementwise,
+    named,
+    reduced,
+)
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
     full_tensor,
     wrapped,
 )
-from lightning_shard.tensor_parallel.full_width_attention import combined
 from lightning_shard.tensor_parallel.regions import gather_to_region
 
 
@@ -455,7 +459,7 @@ def _narrow(func: Any, sharded: Any, dim: int, start: Any, length: int) -> Any:
     part = part_of(sharded)
     is_of_sequence = part is not None and dim % sharded.ndim == part.dim
     if not is_of_sequence or not isinstance(start, int):
-        return shapes.narrow(func, sharded, dim, start, length)
+        return shapes.along(func, sharded, dim, start, length)
     index = [slice(None)] * sharded.ndim
     index[dim % sharded.ndim] = slice(start, start + length)
     return _getitem(Tensor.__getitem__, sharded, tuple(index))

@@ -7,10 +7,18 @@
 
 The module's own forward does what it does with a weight: so that its gradient is right, the weight
 travels with the row. Entries that name no expert (dropped tokens) give zeros, as there.
+
+Where a sequence is in parts, each rank computes its own tokens:
+
+    tokens (B S, H)      experts (B S, K)      weights (B S, K)       each cut over C ranks, or full
+       └── the own rows of each ──> own forward ──> the own rows of the result (B S, H)
+
+Experts in lists choose their rows themselves: they are given the whole sequence.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -18,16 +26,99 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.modules import give_class_back
 from lightning_shard.data_parallel.torch_private import in_backward, unobserved
 from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.errors import ConfigError
-from lightning_shard.expert_parallel.exchange import Routes
-from lightning_shard.expert_parallel.finding import Mixture
+from lightning_shard.expert_parallel.exchange import Routes, told
+from lightning_shard.expert_parallel.finding import Mixture, find_mixtures
 from lightning_shard.expert_parallel.load import Load
-from lightning_shard.expert_parallel.own_tokens import GivenTokens
 from lightning_shard.tensor_parallel.compared_calls import as_it_was
+from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
+from lightning_shard.tensor_parallel.full_view import extend_class
 
 Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class GivenTokens:
+    """Arguments of experts' call, and which of them are which."""
+
+    values: Mapping[int | str, Any]
+    tokens: int | str
+    experts: int | str
+    weights: int | str
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "GivenTokens | None":
+        """Return which of a call's arguments are which; None where they are others."""
+        values: dict[int | str, Any] = dict(enumerate(args))
+        values.update(kwargs)
+        tensors = {name: one for name, one in values.items() if isinstance(one, Tensor)}
+        floats = [name for name, one in tensors.items() if one.is_floating_point()]
+        numbers = [n for n, one in tensors.items() if n not in floats and one.ndim > 1]
+        if len(numbers) == 1 and len(floats) == len(tensors) - 1 == 2:
+            shape = tensors[numbers[0]].shape
+            for tokens, weights in (floats, floats[::-1]):
+                if tensors[weights].shape == shape and tensors[tokens].shape[:-1] == shape[:-1]:
+                    return cls(values, tokens, numbers[0], weights)
+        return None
+
+    def with_others(self, values: Mapping[int | str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of a call in which some are others."""
+        all_of_them = {**self.values, **values}
+        args = [one for place, one in all_of_them.items() if isinstance(place, int)]
+        return args, {name: one for name, one in all_of_them.items() if isinstance(name, str)}
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """The arguments of a call that are here of a sequence in parts."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    part: Part
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "OwnRows | None":
+        """Return what is here of experts' arguments; None where no part of them is enough."""
+        given = GivenTokens.of(args, kwargs)
+        tokens = None if given is None else given.values[given.tokens]
+        part = tokens.part if isinstance(tokens, DimShardedTensor) else None
+        if given is None or part is None or not part.has_own_rows or part.place == 1:
+            return None
+        names = (given.tokens, given.experts, given.weights)
+        own = {name: part.operand(given.values[name]) for name in names}
+        if any(one is NotImplemented for one in own.values()):
+            return None
+        return cls(*given.with_others(own), part)
+
+    def of_all(self, result: Tensor) -> Any:
+        """Return the result of the own rows as that of all rows."""
+        return self.part.widen(result, self.part.dim)
+
+
+class OwnTokens:
+    """Lets a model's experts in tensors compute the tokens of this rank, until `restore`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._changed = [one.module for one in find_mixtures(model) if one.is_batched]
+        for module in self._changed:
+            extend_class(module, "OwnTokens", _OnOwnTokens)
+
+    def restore(self) -> None:
+        """Give the experts their own forwards back."""
+        for module in self._changed:
+            give_class_back(module, (_OnOwnTokens,))
+        self._changed = []
+
+
+class _OnOwnTokens:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward, rows = super().forward, OwnRows.of(args, kwargs)  # type: ignore[misc]
+        if rows is None:
+            return forward(*args, **kwargs)
+        return rows.of_all(forward(*rows.args, **rows.kwargs))
 
 
 class BatchedExperts:
@@ -124,7 +215,7 @@ class BatchedExperts:
         finally:
             self.is_own = before
         if not isinstance(result, Tensor) or result.shape[:1] != rows.shape[:1]:
-            raise self._refused(module, f"returns {_told(result)} for {rows.shape[0]} tokens")
+            raise self._refused(module, f"returns {told([result])} for {rows.shape[0]} tokens")
         return result
 
     def _without_rows(
@@ -142,11 +233,16 @@ class BatchedExperts:
         sums = [one.reshape(-1)[:0].sum() for one in (rows, weights, *module.parameters())]
         return like + sum(one.to(like) for one in sums)
 
-    def _counting_own(self, module: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def _counting_own(self, module: nn.Module) -> Iterator[None]:
         """Let a module know inside how many experts it has here."""
-        total = self.mixture.num_experts
-        names = [n for n, value in vars(module).items() if "expert" in n and value == total]
-        return _set(module, dict.fromkeys(names, self._num_here))
+        total, own = self.mixture.num_experts, vars(module)
+        before = {name: one for name, one in own.items() if "expert" in name and one == total}
+        own.update(dict.fromkeys(before, self._num_here))
+        try:
+            yield
+        finally:
+            own.update(before)
 
     @contextmanager
     def _with_rows_of_all(self, module: nn.Module) -> Iterator[None]:
@@ -166,9 +262,8 @@ class BatchedExperts:
         given = GivenTokens.of(args, kwargs)
         if given is not None:
             return given
-        values = [*args, *kwargs.values()]
-        told = ", ".join(map(_told, values))
-        raise self._refused(self.mixture.module, f"is called with {told}")
+        values = told([*args, *kwargs.values()])
+        raise self._refused(self.mixture.module, f"is called with {values}")
 
     def _refused(self, module: nn.Module, what: str) -> ConfigError:
         return ConfigError(
@@ -177,17 +272,3 @@ class BatchedExperts:
             f"(T, K), and a result for each token. Leave expert_parallel_size out, and use "
             f"zero_stage=3 to share out parameters."
         )
-
-
-@contextmanager
-def _set(module: nn.Module, values: dict[str, Any]) -> Any:
-    before = {name: vars(module)[name] for name in values}
-    vars(module).update(values)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
-
-
-def _told(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__

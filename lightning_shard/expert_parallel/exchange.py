@@ -12,7 +12,7 @@ All tensors that go together are one operation of autograd. Which of two would c
 backward depends on what else a rank's graph has, and all ranks must exchange in one order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,6 @@ class Routes:
         """Number of rows of every rank for this rank's experts, shape (W, E / W)."""
         return self.counts if self.counts.ndim == 2 else self.counts[..., 0]
 
-    @property
-    def num_received(self) -> int:
-        """Number of rows that come to this rank."""
-        return sum(self.received)
-
     def to_experts(self, *tensors: Tensor) -> list[Tensor]:
         """Send rows (S, ...), sorted by expert, to the experts' ranks; each rank must call."""
         return self._exchange(self.sent, self.received, float(self.group.size), tensors)
@@ -95,7 +90,7 @@ class Routes:
         """Return for each received row which of this rank's experts it is for, shape (R,)."""
         num_ranks, num_experts = self.rows.shape
         numbers = torch.arange(num_experts, device=self.rows.device).repeat(num_ranks)
-        return numbers.repeat_interleave(self.rows.reshape(-1), output_size=self.num_received)
+        return numbers.repeat_interleave(self.rows.reshape(-1), output_size=sum(self.received))
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -130,3 +125,10 @@ def _exchanged(
         input_split_sizes=[num * width for num in sent],
     ).wait()
     return result
+
+
+def told(values: Iterable[Any]) -> str:
+    """Name tensors by their shapes, and other values by their classes, for an error message."""
+    return ", ".join(
+        str(tuple(one.shape)) if isinstance(one, Tensor) else type(one).__name__ for one in values
+    )

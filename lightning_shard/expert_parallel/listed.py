@@ -24,7 +24,7 @@ from lightning_shard.data_parallel.recompute.recomputed_state import Drawn
 from lightning_shard.data_parallel.torch_private import in_backward, unobserved
 from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.errors import ConfigError
-from lightning_shard.expert_parallel.exchange import Routes
+from lightning_shard.expert_parallel.exchange import Routes, told
 from lightning_shard.expert_parallel.finding import Mixture
 from lightning_shard.expert_parallel.load import Load
 from lightning_shard.tensor_parallel.compared_calls import as_it_was, unchanged
@@ -206,13 +206,9 @@ class ListedExperts:
     def _tokens(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         given = [*args, *kwargs.values()]
         if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].ndim < 2:
-            told = ", ".join(
-                str(tuple(one.shape)) if isinstance(one, Tensor) else type(one).__name__
-                for one in given
-            )
             raise ConfigError(
                 f"Rank {self._group.rank}: expert {number} of {self.mixture.name!r} is called "
-                f"with ({told}), expected one tensor of tokens, (..., H). Leave "
+                f"with ({told(given)}), expected one tensor of tokens, (..., H). Leave "
                 f"expert_parallel_size out, and use zero_stage=3 to share out parameters."
             )
         return given[0]
@@ -323,25 +319,16 @@ class _RandomState:
     def __init__(self, module: nn.Module) -> None:
         params = list(module.parameters())
         self._devices = sorted({param.device.index or 0 for param in params if param.is_cuda})
-        self._state = self._read()
-
-    def _read(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
-
-    def _write(self, state: list[Tensor]) -> None:
-        torch.set_rng_state(state[0])
-        for device, one in zip(self._devices, state[1:], strict=True):
-            torch.cuda.set_rng_state(one, device)
+        self._state = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw inside what was drawn from the state on, and go on behind with what came since."""
-        present = self._read()
-        self._write(self._state)
-        try:
+        with torch.random.fork_rng(devices=self._devices):
+            torch.set_rng_state(self._state[0])
+            for device, one in zip(self._devices, self._state[1:], strict=True):
+                torch.cuda.set_rng_state(one, device)
             yield
-        finally:
-            self._write(present)
 
 
 def _copied(one: Tensor) -> Tensor:

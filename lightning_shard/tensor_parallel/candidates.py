@@ -99,15 +99,10 @@ def key_style(num_key_heads: int, num_ranks: int) -> Style:
 
 def find_attention(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Candidate]:
     """Yield the ways in which a module may be an attention, the likeliest first."""
-    near = dict(_near(owner, is_free))
-    for prefix in dict.fromkeys(_prefix(name) for name in near):
-        counting = owner.get_submodule(prefix.rstrip("."))
+    for prefix, counting, inlet, out in _inlets(owner, is_free):
         num_heads = _num_heads(counting)
-        own = {name: one for name, one in near.items() if _prefix(name) == prefix}
-        for inlet in (*_separate(own, prefix, counting), *_fused(own)):
-            out = _output(near, inlet, prefix)
-            if out is None or not _is_counted(inlet, num_heads):
-                continue
+        is_counted = num_heads is not None and inlet.width % num_heads == 0
+        if inlet.fused is None or is_counted:
             styles = inlet.styles_for(counting, num_ranks)
             yield Candidate(
                 owner=owner,
@@ -123,27 +118,21 @@ def find_full_width_attention(
     owner: nn.Module, num_ranks: int, is_free: IsFree
 ) -> Iterator[Candidate]:
     """Yield the ways in which a module may be an attention that computes with the whole width."""
-    near = dict(_near(owner, is_free))
-    for prefix in dict.fromkeys(_prefix(name) for name in near):
-        counting = owner.get_submodule(prefix.rstrip("."))
-        own = {name: one for name, one in near.items() if _prefix(name) == prefix}
-        for inlet in (*_separate(own, prefix, counting), *_fused(own)):
-            out = _output(near, inlet, prefix)
-            sizes = [linear_sizes(one)[1] for one in inlet.layers.values()]
-            if out is None or any(size % num_ranks for size in sizes):
-                continue
-            num_blocks = 1 if inlet.fused is None else inlet.fused.num_blocks
-            sharded = Style(form="colwise", num_blocks=num_blocks, lazy_output=True)
-            biases = dict.fromkeys(_head_biases(counting, prefix), STYLES["colwise_parted"])
-            of_heads = dict.fromkeys(inlet.layers, sharded) | biases
-            yield Candidate(
-                owner=owner,
-                styles=of_heads | {out: STYLES["rowwise_split_input"]},
-                out=out,
-                is_known=False,
-                num_heads=_num_heads(counting),
-                is_attention=True,
-            )
+    for prefix, counting, inlet, out in _inlets(owner, is_free):
+        if any(linear_sizes(one)[1] % num_ranks for one in inlet.layers.values()):
+            continue
+        num_blocks = 1 if inlet.fused is None else inlet.fused.num_blocks
+        sharded = Style(form="colwise", num_blocks=num_blocks, lazy_output=True)
+        biases = dict.fromkeys(_head_biases(counting, prefix), STYLES["colwise_parted"])
+        of_heads = dict.fromkeys(inlet.layers, sharded) | biases
+        yield Candidate(
+            owner=owner,
+            styles=of_heads | {out: STYLES["rowwise_split_input"]},
+            out=out,
+            is_known=False,
+            num_heads=_num_heads(counting),
+            is_attention=True,
+        )
 
 
 def find_pairs(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Candidate]:
@@ -196,6 +185,17 @@ class _Inlet:
         return {names[0]: STYLES["colwise"], names[1]: of_keys, names[2]: of_keys}
 
 
+def _inlets(owner: nn.Module, is_free: IsFree) -> Iterator[tuple[str, nn.Module, _Inlet, str]]:
+    """Yield projections in a module: their prefix, who counts their heads, and the last layer."""
+    near = dict(_near(owner, is_free))
+    for prefix in dict.fromkeys(_prefix(name) for name in near):
+        counting = owner.get_submodule(prefix.rstrip("."))
+        own = {name: one for name, one in near.items() if _prefix(name) == prefix}
+        for inlet in (*_separate(own, prefix, counting), *_fused(own)):
+            if (out := _output(near, inlet, prefix)) is not None:
+                yield prefix, counting, inlet, out
+
+
 def _packed(num_blocks: int) -> Style:
     return Style(form="colwise", num_blocks=num_blocks, full_output=False)
 
@@ -232,11 +232,6 @@ def _separate(own: dict[str, nn.Module], prefix: str, counting: nn.Module) -> It
             # Of heads that nobody counts only a trial can tell whether they are cut in the middle.
             is_known = _num_heads(counting) is not None
             yield _Inlet(layers=layers, width=width, is_known=is_known)
-
-
-def _is_counted(inlet: _Inlet, num_heads: int | None) -> bool:
-    """Whether a fused projection's module tells its number of heads."""
-    return inlet.fused is None or (num_heads is not None and inlet.width % num_heads == 0)
 
 
 def _fused(own: dict[str, nn.Module]) -> Iterator[_Inlet]:

@@ -47,7 +47,7 @@ class Entrance:
         self._last: weakref.ref[Tensor] | None = None
         self._entered: Tensor | None = None
         self._version = 0
-        self._saver: Callable[[], object] = _none
+        self._saver: Callable[[], object] = lambda: None
 
     @untraced
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -59,16 +59,14 @@ class Entrance:
         version = -1 if torch.is_inference_mode_enabled() else tensor._version
         is_known = self._last is not None and self._last() is tensor
         is_known = is_known and version == self._version >= 0 and self._saver() is saver
-        if entered is None or not is_known or entered.requires_grad != self._follows(tensor):
+        follows = tensor.requires_grad and torch.is_grad_enabled()
+        if entered is None or not is_known or entered.requires_grad != follows:
             entered = enter_region(tensor, self._group)
             self._last = None  # what it stood for may end with the next line
             self._entered, self._last = entered, weakref.ref(tensor, self._forget)
-            self._version, self._saver = version, _none if saver is None else weakref.ref(saver)
+            self._version = version
+            self._saver = (lambda: None) if saver is None else weakref.ref(saver)
         return entered
-
-    def _follows(self, tensor: Tensor) -> bool:
-        """Whether the entered form of an activation requires a gradient now."""
-        return tensor.requires_grad and torch.is_grad_enabled()
 
     def forget(self) -> None:
         """Let go of the last activation, and of the graph behind it."""
@@ -77,10 +75,6 @@ class Entrance:
     def _forget(self, reference: "weakref.ref[Tensor]") -> None:
         if reference is self._last:
             self.forget()
-
-
-def _none() -> None:
-    """Return None, as a weak reference to a dead tensor does."""
 
 
 COMPUTED_ALIKE = ("unsplit", "unsplit_shared", "shared_tail")  # by every rank
@@ -167,7 +161,7 @@ class Crossings:
             return self._entrance
         if style.form == "colwise":
             return self._entrance if style.full_input else self._crossing(gather_to_region, -1)
-        return self._entering_features if style.full_input else _unchanged
+        return partial(own_features, group=self._group) if style.full_input else _unchanged
 
     def _leave(self, style: Style) -> Crossing:
         if style.form in COMPUTED_ALIKE:
@@ -202,9 +196,6 @@ class Crossings:
         result = full_tensor(result)
         head, tail = result[..., :-num_features], result[..., -num_features:]
         return torch.cat([head, copy_to_region(tail, self._group)], dim=-1)
-
-    def _entering_features(self, tensor: Tensor) -> Tensor:
-        return own_features(tensor, self._group)
 
     def _crossing(self, function: Callable[..., Tensor], *dim: int) -> Crossing:
         return lambda tensor: function(full_tensor(tensor), *dim, self._group)

@@ -163,12 +163,12 @@ def unbind(func: Any, sharded: Any, dim: int = 0) -> Any:
     return tuple(part.widen(one, part.dim - (place < part.dim)) for one in func(part.local, place))
 
 
-def narrow(func: Any, sharded: Any, dim: int, start: Any, length: int) -> Any:
-    """Take a range of another dimension."""
+def along(func: Any, sharded: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Do an operation along another dimension, of which each rank has all entries."""
     part: Part = sharded.part
-    if dim % sharded.ndim == part.dim:
+    if not isinstance(dim, int) or dim % sharded.ndim == part.dim:
         return NotImplemented
-    return part.widen(func(part.local, dim, start, length))
+    return part.widen(func(part.local, dim, *args, **kwargs))
 
 
 def as_pairs(func: Any, sharded: Any) -> Any:

@@ -101,7 +101,8 @@ def _kind(module: nn.Module) -> str:
     return kind.__name__ if kind.__name__ not in dir(nn) else f"{kind.__module__}.{kind.__name__}"
 
 
-def _gives_features(module: nn.Module) -> bool:
+def gives_features(module: nn.Module) -> bool:
+    """Whether a layer is linear, or wrapped around a linear one."""
     return is_linear(module) or has_adapter(module)
 
 
@@ -113,18 +114,18 @@ def _is_embedding(module: nn.Module) -> bool:
 _EXPECTED: dict[Form, tuple[str, Callable[[nn.Module], bool]]] = {
     "colwise": (
         "a linear layer whose weight is a parameter",
-        lambda one: _gives_features(one) or _is_embedding(one),
+        lambda one: gives_features(one) or _is_embedding(one),
     ),
     "rowwise": (
         "a linear layer without a forward of its own, whose weight is a parameter",
         lambda one: is_plain_linear(one) or has_adapter(one),
     ),
-    "shared": ("a Linear", _gives_features),
+    "shared": ("a Linear", gives_features),
     "vocab": ("an Embedding whose weight is a parameter", _is_embedding),
     "attention": ("torch's MultiheadAttention with its own forward", is_plain_attention),
     "experts": ("a layer with parameters of its own", lambda one: bool(one._parameters)),
     **dict.fromkeys(
-        ("unsplit", "unsplit_shared", "shared_tail"), ("a linear layer", _gives_features)
+        ("unsplit", "unsplit_shared", "shared_tail"), ("a linear layer", gives_features)
     ),
     "replica": ("a layer with parameters of its own", lambda one: bool(one._parameters)),
 }

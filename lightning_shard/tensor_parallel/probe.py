@@ -203,22 +203,21 @@ class _Run:
 
     def leaves_out(self, layers: Iterable[str]) -> bool:
         """Whether a parameter outside the layers has no part in the owner's result."""
-        inside = tuple(f"{name}." for name in layers)
-        others = [p for name, p in self.owner.named_parameters() if not name.startswith(inside)]
+        others = [*self._others(layers).values()]
         starts = [torch.ones_like(end) for end in self._ends]
         grads = torch.autograd.grad(
             self._ends, others, starts, retain_graph=True, allow_unused=True
         ) if others else ()  # fmt: skip
         return any(grad is None for grad in grads)
 
+    def _others(self, layers: Iterable[str]) -> dict[str, nn.Parameter]:
+        inside = tuple(f"{name}." for name in layers)
+        params = self.owner.named_parameters()
+        return {name: one for name, one in params if not name.startswith(inside)}
+
     def gradients(self, layers: Sequence[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Differentiate the result by the inputs, and by the parameters outside the layers."""
-        inside = tuple(f"{name}." for name in layers)
-        params = {
-            name: param
-            for name, param in self.owner.named_parameters()
-            if not name.startswith(inside)
-        }
+        params = self._others(layers)
         generator = torch.Generator().manual_seed(2)
         direction = torch.randn(self.result.shape, generator=generator)
         sources = [*self._inputs, *params.values()]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_shard import HybridParallelStrategy
 from lightning_shard.errors import ConfigError
 from tests.expert_parallel.models import EXPERT_MODELS, Listed
-from tests.expert_parallel.test_full_weights import BatchedMixture
+from tests.expert_parallel.test_shared_experts import BatchedMixture
 from tests.strategies.parity import GlobalBatches, ignoring, quiet_trainer
 
 pytestmark = ignoring()

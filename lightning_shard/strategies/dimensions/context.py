@@ -18,7 +18,7 @@ from lightning_shard.data_parallel.differentiation import Gradients, Run, asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import ZeroStage
-from lightning_shard.expert_parallel.own_tokens import OwnTokens
+from lightning_shard.expert_parallel.batched import OwnTokens
 from lightning_shard.planning.description import Description, Simulated
 from lightning_shard.strategies.dimensions.dimension import (
     DimensionOptions,
