@@ -279,11 +279,10 @@ def _take_along(func: Any, sharded: Any, indices: Any, dim: Any = None) -> Any:
 def _like(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
     """Make a full tensor like one that is cut: random numbers are those of a single device."""
     part = part_of(sharded)
-    return NotImplemented if part is None else func(_of_shape(part), *args, **kwargs)
-
-
-def _of_shape(part: SequencePart) -> Tensor:
-    return part.local.detach().new_empty(()).expand(tuple(part.full_shape))
+    if part is None:
+        return NotImplemented
+    shown = part.local.detach().new_empty(()).expand(tuple(part.full_shape))
+    return func(shown, *args, **kwargs)
 
 
 def _joined(func: Any, tensors: Any, dim: int = 0) -> Any:

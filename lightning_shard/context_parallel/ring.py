@@ -317,21 +317,16 @@ class _KeysAndValues:
         return key.view(self.shapes[0]), value.view(self.shapes[1])
 
 
-class _Visits:
-    """Each rank's keys and values, one after the other, with the next ones on their way."""
-
-    def __init__(self, own: _KeysAndValues, ring: RankSubset) -> None:
-        self._own, self._ring = own, ring
-
-    def __iter__(self) -> Any:
-        here = self._own
-        for step in range(self._ring.size):
-            coming = _passed(here.flat, 1, self._ring) if step < self._ring.size - 1 else None
-            yield step, (self._ring.rank - step) % self._ring.size, *here.both()
-            if coming is not None:
-                received, started = coming
-                started.wait()
-                here = _KeysAndValues(received, here.shapes)
+def _visits(own: _KeysAndValues, ring: RankSubset) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Yield step, rank, keys and values of each rank, with the next ones on their way."""
+    here = own
+    for step in range(ring.size):
+        coming = _passed(here.flat, 1, ring) if step < ring.size - 1 else None
+        yield step, (ring.rank - step) % ring.size, *here.both()
+        if coming is not None:
+            received, started = coming
+            started.wait()
+            here = _KeysAndValues(received, here.shapes)
 
 
 def _grouped(query: Tensor, num_groups: int) -> Tensor:
@@ -356,7 +351,7 @@ class _Ring(torch.autograd.Function):
         ctx.visible, ctx.scale, ctx.places = visible, scale, places
         tiled = _tiled(ctx, query, key)
         state = tiled.start(value.shape[-1])
-        for _, source, keys, values in _Visits(_KeysAndValues.of(key, value), ring):
+        for _, source, keys, values in _visits(_KeysAndValues.of(key, value), ring):
             rows = places.rows(source)
             tiled.see(state, keys.unsqueeze(-3), values.unsqueeze(-3), rows)
         result, lse = tiled.finish(state)
@@ -382,7 +377,7 @@ class _Ring(torch.autograd.Function):
         known = (_grouped(grad, groups), _grouped(product, groups), lse)
         of_query = torch.zeros_like(_grouped(query, groups), dtype=wide)
         of_pair: Tensor | None = None
-        for step, source, keys, values in _Visits(_KeysAndValues.of(key, value), places.ring):
+        for step, source, keys, values in _visits(_KeysAndValues.of(key, value), places.ring):
             rows = places.rows(source)
             found = tiled.gradients(known, keys.unsqueeze(-3), values.unsqueeze(-3), rows, of_query)
             flat = _KeysAndValues.of(*found).flat

@@ -23,7 +23,7 @@ from typing import Any
 
 from typing_extensions import override
 
-Then = Callable[[], None]
+Then = Callable[[], object]
 LIGHTNING = {
     "lightning.pytorch": "lightning_shard",
     "pytorch_lightning": "lightning_shard.on_pytorch_lightning",
@@ -101,7 +101,7 @@ _finder = _AwaitedFinder()
 
 def register_on_import() -> None:
     """Register with the packages that are imported, and with the others once they are."""
-    after_import("torch", _register_backends)
+    after_import("torch", partial(import_module, "lightning_shard.backends.registry"))
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _TorchFirst())
     for lightning in LIGHTNING:
@@ -128,10 +128,6 @@ class _TorchFirst(MetaPathFinder):
                 sys.meta_path.remove(self)
             import_module("torch")
         return None
-
-
-def _register_backends() -> None:
-    import_module("lightning_shard.backends.registry")
 
 
 def _serve(lightning: str) -> None:

@@ -34,11 +34,6 @@ class Rendezvous:
     host: str
     port: int
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether all ranks must be on this host."""
-        return is_loopback(self.host)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

@@ -339,9 +339,8 @@ class _Trial:
 
     def take_step(self, with_closure: bool) -> bool:
         """Take the next step; return whether the parts came out as the whole."""
-        device = next((p.device for p in self._group["params"] if not p.is_meta), None)
         values = torch.randn(2, *_SHAPE, generator=self._generator, dtype=torch.float64)
-        weight, grad = values.to("cpu" if device is None else device)
+        weight, grad = values.to(_device_of(self._group))
         is_new = self._runs is None
         self._runs = runs = self._runs or Runs(
             self._optimizer, self._options(), self._parts, weight

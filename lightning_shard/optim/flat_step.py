@@ -179,10 +179,6 @@ class FlatStep:
         self._stepping: list[Piece] = []
         self._own_lists: list[list[nn.Parameter]] = []  # by group, while these have pieces
 
-    def detach(self) -> None:
-        """Give the optimizer its parameters back."""
-        self.put_back()
-
     @torch.no_grad()
     def prepare(self) -> bool:
         """Prepare a step on pieces, once gradients are averaged; return whether it can be made."""

@@ -59,20 +59,11 @@ class OwnedParameters:
     def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
         self._optimizer, self._engine = optimizer, engine
         self._known = {param for group in optimizer.param_groups for param in group["params"]}
-        self._gathered = GatheredParameters(optimizer, engine)
+        self.gathered = GatheredParameters(optimizer, engine)
         self._plans: list[_GroupPlan] = []
         self._listed: list[list[nn.Parameter]] = []
         self._shown: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         # a step may raise, and what there is may be saved then
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the matrices and gradients that this rank has gathered for an update."""
-        return self._gathered.num_bytes
-
-    def detach(self) -> None:
-        """Give the optimizer back with all of its parameters."""
-        self.put_back()
 
     def take(self) -> None:
         """Show what is owned here in its own shape, and nothing of others; each rank must call."""
@@ -86,15 +77,15 @@ class OwnedParameters:
             group["params"] = [*plan.updated]
             for param, flat, index in plan.owned:
                 self._show(param, flat, index)
-        self._gathered.take()
+        self.gathered.take()
 
     def send_out(self) -> None:
         """Give ranks that have parts of what was updated theirs; each rank must call."""
-        self._gathered.send_out()
+        self.gathered.send_out()
 
     def put_back(self) -> None:
         """Show shards again, and give the groups back what was taken off; no communication."""
-        self._gathered.put_back()
+        self.gathered.put_back()
         for group, listed in zip(self._optimizer.param_groups, self._listed, strict=False):
             group["params"] = listed
         for param, shard, grad in self._shown:

@@ -373,7 +373,7 @@ class ShardedOptimizer:
     @property
     def gathered_bytes(self) -> int:
         """Bytes that this rank gathers for an update, of the running one or the last."""
-        return self._owned.gathered_bytes
+        return self._owned.gathered.num_bytes
 
     def detach(self) -> None:
         """Give the optimizer back as it was, state in shards."""
@@ -381,10 +381,10 @@ class ShardedOptimizer:
             handle.remove()
         self._failing.detach()
         self._own_methods.detach()
-        self._flat.detach()
+        self._flat.put_back()
         self._edited_state.detach()
         self._replaced.detach()
-        self._owned.detach()
+        self._owned.put_back()
 
     def _before_saving(self, _: Optimizer) -> None:
         """Take in what was put in after the last step, which may have been interrupted."""
@@ -632,7 +632,7 @@ class FailingSteps:
 
     def detach(self) -> None:
         """Give the optimizer its own step back, unless somebody has wrapped ours since."""
-        self._end = self._end_later = _nothing
+        self._end = self._end_later = lambda: None
         if vars(self._optimizer).get("step") is not self._ours:
             return
         if self._before is None:
@@ -645,7 +645,3 @@ def _all_are_there(error: BaseException) -> bool:
     """Whether the other ranks are where they would be without the error."""
     is_of_group = isinstance(error, ShardError) and not isinstance(error, ConfigError)
     return isinstance(error, Exception) and not is_of_group
-
-
-def _nothing() -> None:
-    pass

@@ -11,7 +11,12 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import (
+    stage_backward_input as stage_backward_input,
+)
+from torch.distributed.pipelining._backward import (
+    stage_backward_weight as stage_backward_weight,
+)
 from torch.distributed.pipelining.schedules import (
     _Action,
     _add_send_recv,
@@ -23,17 +28,6 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-
-__all__ = [
-    "Step",
-    "add_messages",
-    "computations",
-    "computed_before_forward",
-    "is_innermost",
-    "iterates_powers",
-    "stage_backward_input",
-    "stage_backward_weight",
-]
 
 Step = tuple[int, str, int]
 

@@ -202,14 +202,11 @@ def _refuse_indexed(batch: Any, size: int, loader_size: int | None) -> None:
             continue
         number = int(one[-1]) + 1
         is_sorted = bool((one[1:] >= one[:-1]).all())
-        if is_sorted and number < len(one) and number in counts and _has_rows(tensors, one):
+        has_rows = any(other.size(0) == len(one) for other in tensors if other is not one)
+        if is_sorted and number < len(one) and number in counts and has_rows:
             raise ConfigError(
                 f"A batch has an index of {len(one)} rows into {number} samples, like the nodes of "
                 f"graphs, and tensors of as many rows, which cannot be cut into microbatches of "
                 f"whole samples; expected a row for each sample. Set num_microbatches=1, pad the "
                 f"samples to one size, or use strategy='zero3'."
             )
-
-
-def _has_rows(tensors: list[Tensor], index: Tensor) -> bool:
-    return any(one.size(0) == len(index) for one in tensors if one is not index)

@@ -34,7 +34,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.partition import BlockCosts, used_at
 from lightning_shard.pipeline_parallel.skipped_blocks import uncompiled
-from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
+from lightning_shard.tensor_parallel.dim_sharded_tensor import own_part
 
 
 def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
@@ -77,9 +77,10 @@ def measure_blocks(
     Raises:
         ConfigError: The step asks for elements, which parameters on meta do not have.
     """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with _unlogged():
-            costs = _measure(model, blocks, run, what, _NoValues(device))
+            costs = _measure(model, blocks, run, what, _StandIns(mode, device))
     except Exception as error:
         if any(param.is_meta for param in model.parameters()):
             raise ConfigError(
@@ -87,7 +88,9 @@ def measure_blocks(
                 f"parameters without values ({type(error).__name__}: {error}); expected a step "
                 f"that does not ask for them."
             ) from error
-        costs = _measure(model, blocks, run, what, _Values())  # a broken step raises once more
+        costs = _measure(
+            model, blocks, run, what, _StandIns(None, None)
+        )  # a broken step raises once more
     return costs if what == "flops" else _with_parameters(model, blocks, costs)
 
 
@@ -184,13 +187,13 @@ class SavedBytes(saved_tensors_hooks):
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that are kept, also outside of autograd; other stages' hold nothing."""
-        for tensor in map(_local, tensors):
+        for tensor in map(own_part, tensors):
             if not is_placeholder(tensor) and storage_key(tensor) not in self._known:
                 self._kept.setdefault(storage_key(tensor), tensor)
 
     def stay(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors that the device has until backward, also where activations are offloaded."""
-        self._staying |= {storage_key(_local(one)) for one in tensors}
+        self._staying |= {storage_key(own_part(one)) for one in tensors}
 
     def backward(self) -> AbstractContextManager[object]:
         """Make the context of a backward, in which recomputations are counted."""
@@ -200,7 +203,7 @@ class SavedBytes(saved_tensors_hooks):
     def recomputing(self, tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], None]]:
         """Count what one recomputation saves."""
         held = (
-            {storage_key(_local(one)) for one in tensors} | self._known.keys() | self._kept.keys()
+            {storage_key(own_part(one)) for one in tensors} | self._known.keys() | self._kept.keys()
         )
         found: list[Tensor] = []
 
@@ -225,11 +228,6 @@ class SavedBytes(saved_tensors_hooks):
         return tuple(filter(None, map(stretch_bytes, leaving)))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.part.local if isinstance(tensor, DimShardedTensor) else tensor
-
-
 class _StepModule(nn.Module):
     """A step as a module, whose parameters can be replaced while it runs."""
 
@@ -242,39 +240,24 @@ class _StepModule(nn.Module):
         self._run()
 
 
-class _Values:
-    """Stand-ins with the elements of the real tensors; writes to buffers are lost."""
+class _StandIns:
+    """Stand-ins for parameters and buffers: copies, on which writes are lost, or without elements.
 
-    def mode(self) -> AbstractContextManager[object]:
-        """Return the mode in which the step runs."""
-        return nullcontext()
+    Without elements the step runs in `mode`, as the batch has none either.
+    """
 
-    def param(self, param: nn.Parameter) -> nn.Parameter:
-        """Return a parameter of the same values, which takes the gradients instead."""
-        return nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-
-    def buffer(self, buffer: Tensor) -> Tensor:
-        """Return a copy of the buffer."""
-        return buffer.clone()
-
-
-class _NoValues:
-    """Stand-ins without elements."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def mode(self) -> AbstractContextManager[object]:
-        """Return the mode in which the step runs, where the batch has no elements either."""
-        return self._mode
+    def __init__(self, mode: FakeTensorMode | None, device: torch.device | None) -> None:
+        self._device, self.mode = device, mode
 
     def param(self, param: nn.Parameter) -> nn.Parameter:
-        """Return a placeholder of the parameter's shape."""
-        return nn.Parameter(self.buffer(param), requires_grad=param.requires_grad)
+        """Return a parameter that takes the gradients instead."""
+        value = param.detach() if self.mode is None else self.buffer(param)
+        return nn.Parameter(value, requires_grad=param.requires_grad)
 
     def buffer(self, buffer: Tensor) -> Tensor:
-        """Return a placeholder of the buffer's shape."""
+        """Return a copy of the buffer, or a placeholder of its shape."""
+        if self.mode is None:
+            return buffer.clone()
         device = self._device or torch.device("cpu" if buffer.is_meta else buffer.device)
         return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=device)
 
@@ -284,11 +267,18 @@ def _measure(
     blocks: BlockList,
     run: Callable[[], object],
     what: str,
-    stand_ins: _Values | _NoValues,
+    stand_ins: _StandIns,
 ) -> BlockCosts:
     """Run the step with stand-ins for parameters and buffers."""
     step = _StepModule(model, run)
-    with _unchanged(model), uncompiled(), warnings.catch_warnings(), stand_ins.mode():
+    cuda = sorted({param.get_device() for param in model.parameters() if param.is_cuda})
+    with (
+        random_streams_kept(cuda),
+        _attributes_kept(model),
+        uncompiled(),
+        warnings.catch_warnings(),
+        stand_ins.mode or nullcontext(),
+    ):
         warnings.simplefilter("ignore")  # the real step gives those of the model's own again
         params = {name: stand_ins.param(param) for name, param in step.named_parameters()}
         buffers = {name: stand_ins.buffer(buffer) for name, buffer in step.named_buffers()}
@@ -319,14 +309,6 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the random streams and the modules' attributes after the step inside."""
-    cuda = sorted({param.get_device() for param in model.parameters() if param.is_cuda})
-    with random_streams_kept(cuda), _attributes_kept(model):
-        yield
 
 
 @contextmanager

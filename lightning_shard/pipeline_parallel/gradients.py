@@ -130,12 +130,6 @@ class _HandOver(torch.autograd.Function):
         return None, None, None
 
 
-def leaves_of_graph(root: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves that a tensor's gradient goes to."""
-    for node in leaf_nodes([root]):
-        yield node.variable
-
-
 def leaf_nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
     """Yield the nodes that take the gradients of leaves, `variable` being the leaf.
 

@@ -129,7 +129,9 @@ class StageMessages:
         self, all_metadata: Sequence[TensorMetadata], peer: int, tag: int
     ) -> "ReceiveHandle":
         """Start to receive tensors of these metadata."""
-        return ReceiveHandle(self, peer, tag, _Known(all_metadata))
+        handle = ReceiveHandle(self, peer, tag)
+        handle.post(all_metadata)
+        return handle
 
     def empty(self, metadata: TensorMetadata) -> Tensor:
         """Return memory for one tensor."""
@@ -164,19 +166,6 @@ class _Header:
         return self.all_metadata
 
 
-class _Known:
-    """Metadata that the receiver knows without a message."""
-
-    is_skipped = False
-
-    def __init__(self, all_metadata: Sequence[TensorMetadata]) -> None:
-        self.all_metadata = all_metadata
-
-    def wait(self) -> Sequence[TensorMetadata]:
-        """Return the metadata."""
-        return self.all_metadata
-
-
 class ReceiveHandle:
     """Tensors on their way; their receives are posted as soon as their metadata are known."""
 
@@ -185,16 +174,17 @@ class ReceiveHandle:
         messages: StageMessages,
         peer: int,
         tag: int,
-        header: _Header | _Known,
+        header: _Header | None = None,
         key: Hashable = None,
     ) -> None:
         self._messages, self._peer, self._tag, self._header = messages, peer, tag, header
         self._key = key
         self._coming: list[tuple[Tensor, TensorMetadata, Pending | None]] | None = None
-        if header.all_metadata is not None and not header.is_skipped:
-            self._post(header.all_metadata)
+        if header is not None and header.all_metadata is not None and not header.is_skipped:
+            self.post(header.all_metadata)
 
-    def _post(self, all_metadata: Sequence[TensorMetadata]) -> None:
+    def post(self, all_metadata: Sequence[TensorMetadata]) -> None:
+        """Post the receives of tensors of these metadata."""
         self._coming = []
         for metadata in all_metadata:
             tensor = self._messages.empty(metadata)
@@ -204,7 +194,7 @@ class ReceiveHandle:
     def wait(self) -> list[Tensor]:
         """Return the tensors, which require a gradient where the sender's do."""
         if self._coming is None:
-            self._post(self._all_metadata())
+            self.post(self._all_metadata())
         assert self._coming is not None
         for tensor, metadata, pending in self._coming:
             if pending is not None:
@@ -216,12 +206,13 @@ class ReceiveHandle:
     @property
     def is_skipped(self) -> bool:
         """Whether a skipped step's message has come, without tensors."""
-        return self._header.is_skipped
+        return self._header is not None and self._header.is_skipped
 
     def _all_metadata(self) -> Sequence[TensorMetadata]:
         """Return the metadata; after a step that was skipped, those that come with this message."""
+        assert self._header is not None
         all_metadata = self._header.wait()
-        while isinstance(self._header, _Header) and self._header.is_skipped:
+        while self._header.is_skipped:
             old = self._header
             if old.tag == self._tag:
                 self._messages.replace_header(self._key, old, None)

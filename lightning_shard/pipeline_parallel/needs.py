@@ -198,7 +198,7 @@ class Needs:
                 f"that the loss is computed from. Let the blocks take such a tensor as an argument "
                 f"and return it, detach it, or turn its collection off."
             )
-        self._model.hint = template
+        self._model.set_hint(template)
 
     def _probe(self, stage: int, microbatch: Microbatch, step: Step) -> Probe:
         probe = Probe(self._model.partition.bounds[stage], self._model.forget)

@@ -31,7 +31,7 @@ from lightning_shard.pipeline_parallel.containers import map_tensors
 from lightning_shard.pipeline_parallel.gradients import (
     GradientStash,
     hooks_set_aside,
-    leaves_of_graph,
+    leaf_nodes,
 )
 from lightning_shard.pipeline_parallel.lending import Lending, Wanted, lendable
 from lightning_shard.pipeline_parallel.messages import (
@@ -102,7 +102,7 @@ class Pipeline:
         self._model, self._group = model, group
         self._stage_params = stage_params
         self._stage_ranks = tuple(stage_ranks)
-        order = with_early_receives if early else _as_published
+        order = with_early_receives if early else (lambda schedule: schedule)
         self._schedules = cache(lambda number: order(schedules(number)))
         self._forward_schedules = cache(
             lambda number: order(forward_schedule(self._stage_ranks, number))
@@ -340,7 +340,8 @@ class Pipeline:
         batch = self._batch
         if batch.stash is not None and (loss := batch.loss_of(run.result)) is not None:
             if microbatch.index == 0:
-                self._model.refuse_others(leaves_of_graph(loss), run.stage)
+                leaves = (node.variable for node in leaf_nodes([loss]))
+                self._model.refuse_others(leaves, run.stage)
             batch.losses[microbatch.index] = loss * (microbatch.weight * batch.stash.seed)
 
     def _roots(self, stage: int, index: int) -> tuple[list[Tensor], list[Tensor] | None]:
@@ -401,7 +402,3 @@ class Pipeline:
 def _named(wanted: Sequence[Wanted]) -> str:
     names = {name: None for one in wanted for own in one.values() for name in sorted(own)}
     return ", ".join(map(repr, list(names)[:3]))
-
-
-def _as_published(schedule: Schedule) -> Schedule:
-    return schedule

@@ -224,7 +224,8 @@ class StageRun:
         if self._noted is not None:
             self._noted.stop()
         if index < self._first:
-            self._refuse_late(index)
+            if self._entered and not self.is_over:  # a block of an earlier stage, too late
+                raise self._out_of_order(index)
             with self._inside(index, stands_in=True):
                 return skipped(call)
         if index >= self._stop:
@@ -304,11 +305,6 @@ class StageRun:
         self.outputs = [leaves[place] for place in self._needed.places]
         self._cut = True
         raise StepCutShort
-
-    def _refuse_late(self, index: int) -> None:
-        """Refuse a block of an earlier stage once this stage computes."""
-        if self._entered and not self.is_over:
-            raise self._out_of_order(index)
 
     def _out_of_order(self, index: int) -> ConfigError:
         own = " to ".join(map(repr, {self._names[self._first]: 0, self._names[self._stop - 1]: 0}))

@@ -68,12 +68,11 @@ class StagedModel:
         rank_stages: Sequence[int] = (),
     ) -> None:
         self.partition = partition
-        self.forget: Callable[[], None] = _nothing
+        self.forget: Callable[[], None] = lambda: None
         self._rank_stages = rank_stages
         self._model = model
         self.block_names = [partition.blocks.name(i) for i in range(len(partition.blocks))]
         self.run: StepRun | None = None  # what gets the blocks' calls now, inside of steps
-        self._hint: Template | None = None
         self._homes = [
             (home, name, tensor)
             for module in model.modules()
@@ -128,7 +127,7 @@ class StagedModel:
         assert self._shown is None
         for one in self._stand_ins(stage):
             if one.place is param:
-                one.put(value)
+                one.other = value  # from the next exchange on
 
     @property
     def trainable(self) -> tuple[bool, ...]:
@@ -236,14 +235,8 @@ class StagedModel:
             if owner != stage and owner in self._rank_stages and not self.is_followed(buffer)
         }
 
-    @property
-    def hint(self) -> Template | None:
-        """Template of block 0's result, for blocks of its class that cannot run without values."""
-        return self._hint
-
-    @hint.setter
-    def hint(self, hint: Template | None) -> None:
-        self._hint = hint
+    def set_hint(self, hint: Template | None) -> None:
+        """Set the template of block 0 for blocks of its class that cannot run without values."""
         first, *_ = blocks = self.partition.blocks.modules
         for block in blocks:
             if type(block) is type(first):
@@ -276,20 +269,12 @@ def _make_plain(block: nn.Module) -> None:
         give_class_back(block, (_Caught,))
 
 
-def _nothing() -> None:
-    """Let go of nothing: no layer keeps activations."""
-
-
 class _StandIn:
     """Exchanges a module's tensor for another one while a stage runs."""
 
     def __init__(self, home: dict[str, Any], name: str, other: Tensor) -> None:
         self.home, self.name, self.other = home, name, other
         self.place = home[name]  # the tensor whose place it takes
-
-    def put(self, other: Tensor) -> None:
-        """Use another tensor as the stand-in from the next exchange on."""
-        self.other = other
 
     def swap(self) -> None:
         """Exchange the tensor and its stand-in."""

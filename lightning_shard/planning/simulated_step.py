@@ -410,7 +410,7 @@ class SimulatedPipeline:
         try:
             return self._probed()
         except UnknownResultError:
-            self._model.staged.hint = self._model.probe(0, self.microbatches[0]).template
+            self._model.staged.set_hint(self._model.probe(0, self.microbatches[0]).template)
             return self._probed()
 
     def _probed(self) -> list[Needed | None]:

@@ -86,7 +86,8 @@ class AskedFormats(TorchFunctionMode):
         """Run the function, and note a conversion that names a format."""
         result = func(*args, **(kwargs or {}))
         given = (*args[1:], *(kwargs or {}).values())
-        if func in _CONVERTS and (func is not Tensor.to or _names_format(given)):
+        names_format = any(isinstance(one, (torch.dtype, Tensor)) for one in given)
+        if func in _CONVERTS and (func is not Tensor.to or names_format):
             held = args[0] if isinstance(args[0], nn.Parameter) else result
             if isinstance(held, Tensor):
                 self._asked[id(held)] = held
@@ -113,10 +114,6 @@ class AskedFormats(TorchFunctionMode):
         yield
         for held, name, tensor, value in kept:
             tensor.data, held[name] = value, tensor
-
-
-def _names_format(given: tuple[Any, ...]) -> bool:
-    return any(isinstance(one, (torch.dtype, Tensor)) for one in given)
 
 
 def _kept_by_name(module: nn.Module, usual: torch.dtype) -> Iterator[Tensor]:

@@ -66,7 +66,9 @@ def parallel_cross_entropy(
     if options.weight is not None:
         share = share * options.weight.to(share.dtype)[flat]
     losses: Tensor = _CrossEntropy.apply(rows, flat, counted, share, options, group)  # type: ignore[no-untyped-call]
-    return _reduced(losses, share, options.reduction, target.shape).to(_loss_dtype(local))
+    is_autocast = torch.is_autocast_enabled(local.device.type)  # then the loss is in float32
+    dtype = _wide(local.dtype) if is_autocast else local.dtype
+    return _reduced(losses, share, options.reduction, target.shape).to(dtype)
 
 
 def _reduced(losses: Tensor, share: Tensor, reduction: str, shape: torch.Size) -> Tensor:
@@ -89,12 +91,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_narrow(dtype) else dtype
 
 
-def _loss_dtype(logits: Tensor) -> torch.dtype:
-    """Return the dtype of the loss: cross_entropy is in float32 under autocast."""
-    is_autocast = torch.is_autocast_enabled(logits.device.type)
-    return _wide(logits.dtype) if is_autocast else logits.dtype
-
-
 class _CrossEntropy(torch.autograd.Function):
     """The loss of each row; saves the logits as they are, and one number per row."""
 
@@ -113,9 +109,12 @@ class _CrossEntropy(torch.autograd.Function):
         is_on_other_ranks = (own < 0) | (own >= num_local)
         own = own.masked_fill(is_on_other_ranks, 0)
         spread = options.label_smoothing / (num_local * group.size)
-        weight = _own_weight(logits, options, group)
-
         wide = logits.to(_wide(logits.dtype))
+        weight: Tensor | None = None
+        total_weight: Tensor | float = float(num_local * group.size)
+        if options.weight is not None:
+            weight = options.weight.chunk(group.size)[group.rank].to(wide.dtype)
+            total_weight = options.weight.sum().to(wide.dtype)
         picked = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(is_on_other_ranks, 0)
         own_max = wide.amax(-1).clamp_min(torch.finfo(wide.dtype).min)  # all of it may be -inf
         numbers = [own_max, (wide - own_max.unsqueeze(-1)).exp_().sum(-1), picked]
@@ -126,7 +125,7 @@ class _CrossEntropy(torch.autograd.Function):
         total = (every[:, 1] * (every[:, 0] - highest).exp()).sum(0)
         picked = every[:, 2].sum(0)
         nowhere = (target < 0) | (target >= num_local * group.size)
-        spread_total = spread * _total_weight(logits, options, group)
+        spread_total = spread * total_weight
 
         per_row = (1 - options.label_smoothing) * share
         losses = per_row * (total.log() + (highest - picked.masked_fill(nowhere, torch.nan)))
@@ -154,15 +153,3 @@ class _CrossEntropy(torch.autograd.Function):
             even = (grad * ctx.spread).unsqueeze(-1)
             result.sub_(even if weight is None else even * weight)
         return result.to(logits.dtype), None, None, None, None, None
-
-
-def _own_weight(logits: Tensor, options: LossOptions, group: Collectives) -> Tensor | None:
-    if options.weight is None:
-        return None
-    return options.weight.chunk(group.size)[group.rank].to(_wide(logits.dtype))
-
-
-def _total_weight(logits: Tensor, options: LossOptions, group: Collectives) -> Tensor | float:
-    if options.weight is None:
-        return float(logits.shape[-1] * group.size)
-    return options.weight.sum().to(_wide(logits.dtype))

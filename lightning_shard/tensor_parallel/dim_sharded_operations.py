@@ -30,6 +30,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
     Part,
     full_tensor,
+    getters,
     own_part,
     register_rules,
 )
@@ -398,15 +399,11 @@ def names_of_rules() -> frozenset[str]:
     return frozenset(_RULES)
 
 
-def _getters(names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names.split()}
-
-
 _OF_GRADIENTS = {getattr(Tensor.grad, one) for one in ("__get__", "__set__")}
-_OF_THE_PART = _getters("data grad grad_fn is_leaf requires_grad retains_grad _version output_nr")
+_OF_THE_PART = getters("data grad grad_fn is_leaf requires_grad retains_grad _version output_nr")
 
 IS_OF_WRAPPER = {
-    *_getters("shape ndim dtype device layout is_cuda is_cpu itemsize nbytes is_sparse is_nested"),
+    *getters("shape ndim dtype device layout is_cuda is_cpu itemsize nbytes is_sparse is_nested"),
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel),
     *(Tensor.__len__, Tensor.stride, Tensor.element_size, Tensor.get_device),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),

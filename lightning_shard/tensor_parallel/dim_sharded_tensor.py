@@ -515,14 +515,15 @@ def _shown(result: Any, homes: Sequence[Gathered]) -> Any:
     return tree_map_only(Tensor, shown, result) if homes else result
 
 
+def getters(names: str) -> set[Any]:
+    """Return the functions that read properties of tensors."""
+    return {getattr(Tensor, name).__get__ for name in names.split()}
+
+
 _OF_THE_GRAPH = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)  # of these nodes
 _OF_THE_OBJECT = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("requires_grad", "grad_fn", "is_leaf", "_version")
-    ),
-    *(getattr(Tensor, name).__get__ for name in ("output_nr", "_base", "retains_grad")),
+    *getters("shape ndim dtype device layout requires_grad grad_fn is_leaf _version output_nr"),
+    *getters("_base retains_grad"),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
     *(Tensor.register_hook, Tensor.retain_grad, Tensor.__hash__, Tensor.untyped_storage),
 }

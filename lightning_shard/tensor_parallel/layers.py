@@ -187,8 +187,8 @@ class _Attention(_Watched):
         output = place.leave(self.out_proj.without_bias(mixed.transpose(1, 2).flatten(2)))
         if self.out_proj.bias is not None:
             output = output + self.out_proj.bias
-        if self.training:
-            output = _as_torch_lays_it(output)
+        if self.training:  # as torch lays it: a dropout of it draws its zeros in this order
+            output = output.transpose(0, 1).contiguous().transpose(0, 1)
         if not is_batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return (output if self.batch_first else output.transpose(0, 1)), weights
@@ -200,11 +200,6 @@ def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     second = first if key is query else key.transpose(0, 1)
     third = second if value is key else value.transpose(0, 1)
     return first, second, third
-
-
-def _as_torch_lays_it(output: Tensor) -> Tensor:
-    """Let (B, T, C) lie in memory as (T, B, C): a dropout of it draws its zeros in this order."""
-    return output.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _weights(module: Any) -> tuple[Tensor, ...]:

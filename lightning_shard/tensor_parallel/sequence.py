@@ -74,11 +74,24 @@ def leave_in_slices(tensor: Tensor, group: Collectives) -> Tensor:
 
 
 def saved_as_slice(entered: Tensor) -> AbstractContextManager[None]:
-    """Save the slice of an entered activation for backward, instead of the full one, inside."""
-    is_unsharded = not isinstance(entered, DimShardedTensor) and hasattr(
-        entered.grad_fn, "num_saved"
-    )  # by the node that `_GatherSlices` makes
-    return _Saved(entered).hooks() if is_unsharded else nullcontext()
+    """Save the slice of an entered activation for backward, instead of the full one, inside.
+
+    The node's backward comes after that of all layers that it is given to, so its slice is there
+    for them. They share one gather: the full tensor is let go when all have read it.
+    """
+    node: Any = entered.grad_fn
+    if isinstance(entered, DimShardedTensor) or not hasattr(node, "num_saved"):
+        return nullcontext()  # else it is the node that `_GatherSlices` makes
+    memory = entered.untyped_storage().data_ptr()
+
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        if tensor.untyped_storage().data_ptr() != memory:
+            return tensor
+        place = tensor.size(), tensor.stride(), tensor.storage_offset()
+        node.num_saved += 1
+        return lambda: _regathered(node).as_strided(*place)
+
+    return saved_tensors_hooks(pack, _unpack)
 
 
 def _is_training(tensor: Tensor) -> bool:
@@ -98,28 +111,6 @@ class _GatherSlices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return reduce_scatter_from_region(grads[0], ctx.dim, ctx.group), None, None
-
-
-class _Saved:
-    """Saves for layers' backwards where in a gathered activation a tensor lies, and its slice.
-
-    The node's backward comes after that of all layers that it is given to, so its slice is there
-    for them. They share one gather: the full tensor is let go when all have read it.
-    """
-
-    def __init__(self, entered: Tensor) -> None:
-        self._memory = entered.untyped_storage().data_ptr()
-        self._node: Any = entered.grad_fn
-
-    def hooks(self) -> AbstractContextManager[None]:
-        return saved_tensors_hooks(self._pack, _unpack)
-
-    def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        if tensor.untyped_storage().data_ptr() != self._memory:
-            return tensor
-        node, place = self._node, (tensor.size(), tensor.stride(), tensor.storage_offset())
-        node.num_saved += 1
-        return lambda: _regathered(node).as_strided(*place)
 
 
 def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:

@@ -25,7 +25,7 @@ mean the same, and `colwise_logits` is `colwise_parted`.
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_shard.errors import ConfigError
@@ -81,7 +81,13 @@ _ALIASES = {
     "colwise_logits": "colwise_parted",
     "rowwise_rep": "rowwise_split_input",
 }
-_COUNTED = re.compile(r"(packed_colwise(?:_parted)?|shared_heads|shared_tail)\((\d+)\)")
+_OF_BLOCKS = {
+    "packed_colwise": Style(form="colwise", full_output=False),
+    "packed_colwise_parted": Style(form="colwise", lazy_output=True),
+    "shared_heads": Style(form="shared", full_output=False),
+    "shared_tail": Style(form="shared_tail"),
+}
+_COUNTED = re.compile(rf"({'|'.join(_OF_BLOCKS)})\((\d+)\)")
 
 
 def style_of(value: Any, pattern: str) -> Style:
@@ -95,13 +101,12 @@ def style_of(value: Any, pattern: str) -> Style:
 
 def style_name(style: Style) -> str:
     """Return a style's name in a plan, or its form where it has none."""
-    if style.form == "colwise" and style.num_blocks > 1:
-        return f"packed_colwise{'_parted' * style.lazy_output}({style.num_blocks})"
-    if style.form == "shared_tail":
-        return f"shared_tail({style.num_blocks})"
-    if style.form == "shared":
-        return f"shared_heads({style.num_blocks})"
-    return next((name for name, known in STYLES.items() if known == style), style.form)
+    counted = {
+        f"{name}({style.num_blocks})": replace(one, num_blocks=style.num_blocks)
+        for name, one in _OF_BLOCKS.items()
+    }
+    known = (STYLES | counted).items()
+    return next((name for name, one in known if one == style), style.form)
 
 
 def _named(name: str, pattern: str) -> Style:
@@ -109,13 +114,7 @@ def _named(name: str, pattern: str) -> Style:
     if name in STYLES:
         return STYLES[name]
     if (counted := _COUNTED.fullmatch(name)) is not None:
-        num_blocks = int(counted[2])
-        if counted[1] == "shared_tail":
-            return Style(form="shared_tail", num_blocks=num_blocks)
-        if counted[1] == "packed_colwise_parted":
-            return Style(form="colwise", num_blocks=num_blocks, lazy_output=True)
-        form: Form = "colwise" if counted[1] == "packed_colwise" else "shared"
-        return Style(form=form, num_blocks=num_blocks, full_output=False)
+        return replace(_OF_BLOCKS[counted[1]], num_blocks=int(counted[2]))
     known = [*STYLES, *_ALIASES, "packed_colwise(3)", "shared_heads(1)"]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

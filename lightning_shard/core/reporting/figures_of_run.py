@@ -169,12 +169,6 @@ def arithmetic(run: RunRecords) -> Arithmetic | None:
     return Arithmetic(flops_per_second=rates, peak=told["peak"], machine=told["machine"] or "")
 
 
-def last_of_ranks(records: Iterable[Record]) -> list[Record]:
-    """Return the last record of each rank, in order of rank."""
-    last = {one["rank"]: one for one in records}
-    return [last[rank] for rank in sorted(last)]
-
-
 def expected_of(run: RunRecords, rank: int) -> Record | None:
     """Return the dry run's figures of the pipeline rank that a rank is; None without a dry run."""
     told = run.last("dry_run")
@@ -342,11 +336,12 @@ def by_kind(memory: Mapping[str, Any]) -> dict[str, float]:
 def memory_of_ranks(run: RunRecords) -> list[CountedMemory]:
     """Return each rank's memory, as it was counted last."""
     found = []
-    for one in last_of_ranks(run.of("memory")):
-        expected = expected_of(run, one["rank"])
+    last = {one["rank"]: one for one in run.of("memory")}
+    for rank, one in sorted(last.items()):
+        expected = expected_of(run, rank)
         found.append(
             CountedMemory(
-                rank=one["rank"],
+                rank=rank,
                 held=by_kind(one["held"]),
                 expected=None if expected is None else by_kind(expected["memory"]),
                 offloaded=one["held"].get("offloaded", 0),

@@ -239,7 +239,8 @@ def memory(run: RunRecords) -> str:
         )
         for one in counted
     ]
-    peaks = "peak of the process" if _peak_of(run) == "process" else "peak of the device"
+    peak_of = (run.last("memory") or {}).get("peak_of")
+    peaks = "peak of the process" if peak_of == "process" else "peak of the device"
     return (
         paragraph(
             "Bytes when the optimizer is about to step. Under each rank what the dry run says "
@@ -250,10 +251,6 @@ def memory(run: RunRecords) -> str:
         + drawings.bars(bars, classes, title="Memory of each rank by kind", write=bytes_of)
         + table(("", *PERSISTENT, "in host memory", peaks), rows)
     )
-
-
-def _peak_of(run: RunRecords) -> str:
-    return str((run.last("memory") or {}).get("peak_of"))
 
 
 def _beside(held: float, expected: Mapping[str, float] | None, kind: str) -> str:
