@@ -33,9 +33,9 @@ from lightning_shard.context_parallel.crossings import (
 from lightning_shard.context_parallel.operations import gathered_for_part
 from lightning_shard.context_parallel.ring import Visible, ring_attention
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
-from lightning_shard.tensor_parallel.attention import added_masks, attend_with_weights, heads_of
 from lightning_shard.tensor_parallel.dim_sharded_operations import combined
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
+from lightning_shard.tensor_parallel.layers import added_masks, attend_with_weights, heads_of
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 
 _HEADS, _ROWS = -3, -2

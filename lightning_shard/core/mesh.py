@@ -19,7 +19,7 @@ from fractions import Fraction
 from itertools import product
 from math import nan, prod
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, Self, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -27,7 +27,6 @@ from lightning_shard.core.options import AtLeastOne, Limit, check_fields, checke
 from lightning_shard.core.reporting.output import new_figure
 from lightning_shard.errors import ConfigError
 
-A = TypeVar("A", bound=str)
 Stages = Sequence[Sequence[Sequence[int]]]  # ranks by stage, replica and place in the tensor group
 _WIDTH = 100  # columns of the text
 _MOST_ROWS = 8
@@ -50,10 +49,10 @@ _FURTHER = Limit(
 )
 
 
-class RankGrid(Generic[A]):
+class RankGrid:
     """A grid of ranks, of so many along each axis, from the slowest to the fastest."""
 
-    def __init__(self, sizes: Mapping[A, int]) -> None:
+    def __init__(self, sizes: Mapping[Axis, int]) -> None:
         self.sizes = dict(sizes)
 
     @property
@@ -61,41 +60,41 @@ class RankGrid(Generic[A]):
         """Number of ranks of the grid."""
         return prod(self.sizes.values())
 
-    def coordinates(self, rank: int) -> dict[A, int]:
+    def coordinates(self, rank: int) -> dict[Axis, int]:
         """Return the index of `rank` on each axis."""
-        found: dict[A, int] = {}
+        found: dict[Axis, int] = {}
         for axis, size in reversed(self.sizes.items()):
             rank, found[axis] = divmod(rank, size)
         return found
 
-    def rank_at(self, coordinates: Mapping[A, int]) -> int:
+    def rank_at(self, coordinates: Mapping[Axis, int]) -> int:
         """Return the rank at an index on each axis; a missing axis counts as 0."""
         rank = 0
         for axis, size in self.sizes.items():
             rank = rank * size + coordinates.get(axis, 0)
         return rank
 
-    def peers(self, axes: A | Sequence[A], rank: int) -> tuple[int, ...]:
+    def peers(self, axes: Axis | Sequence[Axis], rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` on these axes only, ascending, itself too."""
         along = self._known(axes)
         first = self.rank_at(self.coordinates(rank) | dict.fromkeys(along, 0))
         return tuple(first + offset for offset in self._corner(along))
 
-    def groups(self, axes: A | Sequence[A]) -> list[tuple[int, ...]]:
+    def groups(self, axes: Axis | Sequence[Axis]) -> list[tuple[int, ...]]:
         """Return every group of peers along these axes, in the order of their first ranks."""
         along = self._known(axes)
         offsets = self._corner(along)
         firsts = self._corner([other for other in self.sizes if other not in along])
         return [tuple(first + offset for offset in offsets) for first in firsts]
 
-    def _known(self, axes: A | Sequence[A]) -> Sequence[A]:
-        along: Sequence[A] = [axes] if isinstance(axes, str) else axes
+    def _known(self, axes: Axis | Sequence[Axis]) -> Sequence[Axis]:
+        along: Sequence[Axis] = [axes] if isinstance(axes, str) else axes
         if not set(along) <= set(self.sizes):
             known = ", ".join(self.sizes)
             raise ConfigError(f"got axis {axes!r}, expected one or several of {known}.")
         return along
 
-    def _corner(self, along: Sequence[A]) -> list[int]:
+    def _corner(self, along: Sequence[Axis]) -> list[int]:
         """Return the ranks at index 0 of every other axis, ascending."""
         ranks = [0]
         for axis, size in self.sizes.items():
@@ -104,7 +103,7 @@ class RankGrid(Generic[A]):
         return ranks
 
 
-def sizes_of(num_ranks: int, axes: Sequence[A]) -> Iterator[dict[A, int]]:
+def sizes_of(num_ranks: int, axes: Sequence[Axis]) -> Iterator[dict[Axis, int]]:
     """Yield every grid of `num_ranks` ranks, those with a small first axis first."""
     first, *others = axes
     if not others:
@@ -420,7 +419,7 @@ class ParallelMesh:
         return tuple(axis for axis in found if axis in AXES or self.size(axis) != 1)
 
     @property
-    def grid(self) -> RankGrid[Axis]:
+    def grid(self) -> RankGrid:
         """The axes with their sizes, in their order."""
         order = _with_optional(self.axis_order, self.axes)
         return RankGrid({axis: self.size(axis) for axis in order})

@@ -49,6 +49,11 @@ def largest_layers(model: nn.Module, num_layers: int = 3) -> str:
     return f"Its largest layers are {', '.join(named)}."
 
 
+def num_parameters(module: nn.Module) -> int:
+    """Return the number of elements of a module's parameters, shared ones counted once."""
+    return sum(param.numel() for param in module.parameters())
+
+
 def is_scripted(module: nn.Module) -> bool:
     """Whether a module was scripted or traced."""
     return isinstance(module, ScriptModule)

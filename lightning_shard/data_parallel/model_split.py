@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.layout.boxes import PlacedBox, whole
-from lightning_shard.core.layout.flat import assign_owners
+from lightning_shard.core.layout import PlacedBox, assign_owners, whole
 from lightning_shard.data_parallel.data_groups import DataGroups
 
 

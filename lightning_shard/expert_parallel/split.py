@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.layout.boxes import PlacedBox, whole
+from lightning_shard.core.layout import PlacedBox, whole
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.memory.flat_parameters import give_memory

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_shard.core.layout.flat import ShardSlice
+from lightning_shard.core.layout import ShardSlice
 from lightning_shard.data_parallel.compression import Exchange
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients

@@ -25,12 +25,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.optimizer_entries import of_parameters
-from lightning_shard.optim.course import Parts, Runs, TrialError, are_steps_alike, same_loss
 from lightning_shard.optim.elementwise import (
     DIFFERENCE,
+    Parts,
+    Runs,
+    TrialError,
+    are_steps_alike,
     in_shards,
     is_of_torch,
     one_by_one,
+    same_loss,
     takes_closure,
     why_not_elementwise,
 )

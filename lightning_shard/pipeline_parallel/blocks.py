@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_shard.core.modules import largest_layers
+from lightning_shard.core.modules import largest_layers, num_parameters
 from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
     has_compiled_call,
@@ -108,11 +108,6 @@ def _is_compiled(module: nn.Module) -> bool:
     if COMPILED_MODULE in module._modules or has_compiled_call(module):
         return True
     return any(is_compiled_function(vars(module).get(name)) for name in _CALLED)
-
-
-def num_parameters(module: nn.Module) -> int:
-    """Return the number of elements of a module's parameters, shared ones counted once."""
-    return sum(param.numel() for param in module.parameters())
 
 
 def all_children(module: nn.Module) -> tuple[nn.Module, ...]:

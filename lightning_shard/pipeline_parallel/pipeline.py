@@ -123,7 +123,9 @@ class Pipeline:
             "B": self._backward,
             "I": self._backward_inputs,
             "W": self._backward_weights,
-            **dict.fromkeys(StageTraffic.KINDS, self._exchange),
+            **dict.fromkeys(
+                StageTraffic.KINDS, lambda action: self._traffic.do(self._batch, action)
+            ),
         }
         self._batch: RunningBatch
 
@@ -285,9 +287,6 @@ class Pipeline:
         if isinstance(coming, ReceiveHandle):
             with observer(action._replace(kind=receive)):
                 coming.wait()
-
-    def _exchange(self, action: Action) -> None:
-        self._traffic.do(self._batch, action)
 
     def _forward(self, action: Action) -> None:
         stage, _, index = action

@@ -43,12 +43,11 @@ from lightning_shard.pipeline_parallel.backward import (
     input_backward,
     weight_backward,
 )
-from lightning_shard.pipeline_parallel.batch_reading import BatchReader
 from lightning_shard.pipeline_parallel.containers import tensors_in
 from lightning_shard.pipeline_parallel.costs import SavedBytes
 from lightning_shard.pipeline_parallel.gradients import OfLastStage, sum_dtype
 from lightning_shard.pipeline_parallel.messages import followed
-from lightning_shard.pipeline_parallel.microbatches import Microbatch, split_batch
+from lightning_shard.pipeline_parallel.microbatches import BatchReader, Microbatch, split_batch
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, StageInput
 from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError, uncompiled
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun

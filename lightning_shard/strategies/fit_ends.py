@@ -51,7 +51,7 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.free_memory import free_bytes, free_host_bytes
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
-from lightning_shard.core.layout.flat import FlatLayout
+from lightning_shard.core.layout import FlatLayout
 from lightning_shard.core.modules import hookable
 from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.data_parallel.engine import DataParallelEngine

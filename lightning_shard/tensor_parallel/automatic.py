@@ -28,7 +28,6 @@ from torch import nn
 
 from lightning_shard.core.modules import largest_layers
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.attention import is_plain_attention
 from lightning_shard.tensor_parallel.candidates import (
     Candidate,
     check_heads,
@@ -38,7 +37,7 @@ from lightning_shard.tensor_parallel.candidates import (
     key_style,
     makes_head_biases,
 )
-from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
+from lightning_shard.tensor_parallel.layers import has_weight, is_plain_attention, is_plain_linear
 from lightning_shard.tensor_parallel.plan import (
     PlannedLayer,
     gives_features,

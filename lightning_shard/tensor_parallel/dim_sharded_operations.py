@@ -90,13 +90,9 @@ def _is_of_all_ranks(value: Any) -> bool:
 
 
 def _method_of_part(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the part, which gives the part itself, or nothing of its shape."""
     result = func(sharded.part.local, *args, **kwargs)
     return sharded if result is sharded.part.local else result
-
-
-def _fresh(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a tensor of a given shape, which takes but format and device from the sharded one."""
-    return func(sharded.part.local, *args, **kwargs)
 
 
 def _register_hook(func: Any, sharded: Any, hook: Callable[[Tensor], Any]) -> Any:
@@ -355,7 +351,7 @@ def named(rule: Rule, names: str) -> dict[str, Rule]:
 _RULES: dict[str, Rule] = {
     **named(_property, "__get__ __set__"),
     **named(_method_of_part, "requires_grad_ detach_ retain_grad is_contiguous"),
-    **named(_fresh, "new_empty new_zeros new_ones new_full new_tensor"),
+    **named(_method_of_part, "new_empty new_zeros new_ones new_full new_tensor"),
     **named(_backward, "backward"),
     **named(_grad, "grad"),
     **named(_register_hook, "register_hook"),

@@ -35,11 +35,6 @@ _TORCH_HAS = frozenset(vars(nn.Module()))
 _LISTING = nn.Module.named_parameters.__code__.co_filename
 
 
-def as_it_is(how: Any, tensor: Tensor) -> Tensor:
-    """Return a tensor as it is."""
-    return tensor
-
-
 class WeightView(Protocol):
     """Says what is seen of a module's weights."""
 
@@ -60,8 +55,8 @@ class FullView:
 
     widen: Callable[[Any, Tensor], Tensor]
     names: Mapping[str, Any]
-    narrow: Callable[[Any, Tensor], Tensor] = as_it_is
-    layer: str = ""
+    narrow: Callable[[Any, Tensor], Tensor]
+    layer: str
     is_own: bool = False
 
     def of(self, name: str, tensor: Tensor) -> Tensor:

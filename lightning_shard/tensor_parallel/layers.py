@@ -3,37 +3,123 @@
     colwise    x ──enter──> [ x W0 | x W1 ] ──leave──> y        each rank has columns of the result
     rowwise    x ──enter──> x0 W0 + x1 W1 ──leave──> y          each rank has a partial sum
     vocab      ids ───────> rows of the own part, else 0 ──leave──> y
+    attention  q, k, v ──enter──> own heads ──Wo──leave──> y      and the weights of all heads
     shared     x ──enter──> x W[own head]             the ranks that share a head compute the same
     experts    x ──enter──> each expert's part ──leave──> y       the router's weights enter as well
     unsplit    x ──enter──> y ──leave──> own features of y        every rank computes the same
 
 A layer's class becomes a subclass made here, and its own again in the end, so that hooks, names and
 `isinstance` go on working. A bias that belongs to the full result is added after the sum, once.
+torch's fused encoder kernel, which knows of no ranks, is turned off by its own switches.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.modules import give_class_back
 from lightning_shard.data_parallel.torch_private import is_called_plainly
 from lightning_shard.data_parallel.units.unsharding import TracedHook
-from lightning_shard.tensor_parallel.attention import added_masks, attend_with_weights, heads_of
-from lightning_shard.tensor_parallel.full_view import FullView, as_it_is, extend_class, set_view
+from lightning_shard.tensor_parallel.full_view import FullView, extend_class, set_view
 from lightning_shard.tensor_parallel.regions import (
     copy_to_region,
     gather_copies,
     reduce_from_region,
 )
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
+from lightning_shard.tensor_parallel.styles import ParameterCut
+
+
+def is_plain_attention(module: nn.Module) -> bool:
+    """Whether a layer is torch's attention, and not one with a forward or keys of its own."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+        and not is_parametrized(module)
+        and not is_parametrized(module.out_proj)
+        and module.bias_k is None
+        and not module.add_zero_attn
+    )
+
+
+def attention_cuts(module: nn.MultiheadAttention) -> tuple[ParameterCut, ...]:
+    """Return the cuts of torch's attention: by heads, and of the output layer by its inputs."""
+    cuts = (
+        ParameterCut(name="in_proj_weight", dim=0, num_blocks=3),
+        ParameterCut(name="in_proj_bias", dim=0, num_blocks=3),
+        *(ParameterCut(name=f"{one}_proj_weight", dim=0) for one in "qkv"),
+        ParameterCut(name="out_proj.weight", dim=1),
+    )
+    return tuple(cut for cut in cuts if cut.name in dict(module.named_parameters()))
+
+
+def fast_paths(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the switches of torch's fused encoder, and the values that turn it off."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            yield module, "activation_relu_or_gelu", 0
+        elif isinstance(module, nn.TransformerEncoder):
+            yield module, "use_nested_tensor", False
+
+
+def heads_of(features: Tensor, width: int) -> Tensor:
+    """Return (B, heads, T, width) of features (B, T, C)."""
+    return features.view(*features.shape[:-1], -1, width).transpose(1, 2)
+
+
+def added_masks(
+    query: Tensor,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Tensor | None:
+    """Return both masks as one that is added to the scores; it broadcasts to (B, heads, T, S).
+
+    Args:
+        query: Shape (B, heads, T, width), of the heads of `rank`.
+        attn_mask: Shape (T, S), or (B * heads of all ranks, T, S).
+        key_padding_mask: Shape (B, S).
+        rank: Rank whose heads they are.
+        num_ranks: Number of ranks that share the heads.
+    """
+    mask = None
+    if attn_mask is not None:
+        mask = additive_mask(attn_mask, query)
+        if mask.dim() == 3:  # (B * all heads, T, S)
+            mask = mask.view(query.shape[0], -1, *mask.shape[1:])
+            mask = mask.chunk(num_ranks, dim=1)[rank]
+    if key_padding_mask is not None:
+        padding = additive_mask(key_padding_mask, query)[:, None, None, :]
+        mask = padding if mask is None else mask + padding
+    return mask
+
+
+def additive_mask(mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask that is added for one whose True means "not this one"."""
+    if mask.dtype != torch.bool:
+        return mask.to(query.dtype)
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, -math.inf)
+
+
+def attend_with_weights(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """Attend, and return each head's weights (B, heads, T, S) besides."""
+    scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)  # (B, heads, T, S)
+    weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+    return weights @ value, weights
+
 
 Crossing = Callable[[Tensor], Tensor]
 """A function of an activation where a parallel region begins or ends."""
@@ -62,12 +148,12 @@ class LayerContext:
     enter: Crossing
     leave: Crossing
     group: Collectives
-    num_heads: int = 1
-    alike: Callable[[Tensor], AbstractContextManager[None]] = lambda tensor: nullcontext()
-    view: FullView = field(default_factory=lambda: FullView(as_it_is, {}))
-    watched: Watched | None = None
-    takes: Callable[[], None] | None = None
-    gives: Callable[[Any], None] | None = None
+    num_heads: int
+    alike: Callable[[Tensor], AbstractContextManager[None]]
+    view: FullView
+    watched: Watched | None
+    takes: Callable[[], None] | None
+    gives: Callable[[Any], None] | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerContext":
         """Return this context: a copy of a layer works in the same group."""

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.attention import is_plain_attention
-from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear
+from lightning_shard.tensor_parallel.layers import has_weight, is_plain_attention, is_plain_linear
 from lightning_shard.tensor_parallel.styles import Form, Style, style_of
 from lightning_shard.tensor_parallel.wrappers import has_adapter, is_linear, wrapped_embedding
 

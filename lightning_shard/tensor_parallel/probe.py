@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.modules import random_streams_kept
+from lightning_shard.core.modules import num_parameters, random_streams_kept
 from lightning_shard.data_parallel.memory.flat_parameters import give_memory
 from lightning_shard.data_parallel.torch_private import (
     forget_forward_hooks,
@@ -69,7 +69,7 @@ class TrialResult:
 def try_out(candidate: Candidate, num_ranks: int) -> TrialResult:
     """Run a candidate's layers unsplit, and in as many parts as there are ranks."""
     layers = [candidate.owner.get_submodule(name) for name in candidate.styles]
-    is_large = _num_values(candidate.owner) > _LARGEST * sum(map(_num_values, layers))
+    is_large = num_parameters(candidate.owner) > _LARGEST * sum(map(num_parameters, layers))
     if is_large or any(map(_is_lightning_module, candidate.owner.modules())):
         return TrialResult(is_right=None)  # a copy of a LightningModule has a copy of its trainer
     shapes = _SHAPES[:1] if candidate.is_attention else _SHAPES
@@ -387,10 +387,6 @@ def _num_required(module: nn.Module) -> int:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [one for one in parameters if one.kind in positional and one.default is one.empty]
     return max(1, len(required))
-
-
-def _num_values(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
 
 
 def bare_copy(module: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_shard.core.layout.boxes import Box, PlacedBox
+from lightning_shard.core.layout import Box, PlacedBox
 from lightning_shard.errors import LayoutError
 
 

@@ -12,7 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.layout.boxes import PlacedBox
+from lightning_shard.core.layout import PlacedBox
 from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.gradients.reducer import others_wait_for
@@ -26,7 +26,6 @@ from lightning_shard.data_parallel.torch_private import (
 from lightning_shard.data_parallel.views.sharded_parameter import bring_full
 from lightning_shard.data_parallel.views.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError, LayoutError
-from lightning_shard.tensor_parallel.attention import attention_cuts, fast_paths
 from lightning_shard.tensor_parallel.between_layers import Between
 from lightning_shard.tensor_parallel.candidates import check_heads
 from lightning_shard.tensor_parallel.copies import Copies
@@ -47,6 +46,8 @@ from lightning_shard.tensor_parallel.heads import (
 )
 from lightning_shard.tensor_parallel.layers import (
     LayerContext,
+    attention_cuts,
+    fast_paths,
     is_transposed,
     split_layer,
     unsplit_layer,

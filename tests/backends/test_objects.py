@@ -12,7 +12,7 @@ import torch
 from lightning_shard.backends.authentication.token import remember, remembered
 from lightning_shard.backends.liveness.server import LivenessVerdict
 from lightning_shard.backends.objects import CODE_BYTES, pack, unpack
-from lightning_shard.core.layout.flat import FlatLayout
+from lightning_shard.core.layout import FlatLayout
 from lightning_shard.errors import RankFailedError
 
 

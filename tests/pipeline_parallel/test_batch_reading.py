@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.batch_reading import BatchReader
-from lightning_shard.pipeline_parallel.microbatches import merge_outputs, split_batch
+from lightning_shard.pipeline_parallel.microbatches import BatchReader, merge_outputs, split_batch
 
 Pair = namedtuple("Pair", ["left", "right"])
 Collate = Callable[[list[dict[str, Any]]], Any]

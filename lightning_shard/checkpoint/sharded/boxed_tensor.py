@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_shard.core.layout.boxes import Box, PlacedBox, boxes_of_range, placed_in, whole
+from lightning_shard.core.layout import Box, PlacedBox, boxes_of_range, placed_in, whole
 
 
 class BoxedTensor:

@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.optimizer_state import is_kept, is_shard, is_ste
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor, boxed_range
 from lightning_shard.checkpoint.sharded.folder import StoredTensor, read_all
 from lightning_shard.checkpoint.unread import exchanged
-from lightning_shard.core.layout.boxes import whole
+from lightning_shard.core.layout import whole
 from lightning_shard.data_parallel.engine import DataParallelEngine
 
 

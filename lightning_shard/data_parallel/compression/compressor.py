@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.traffic import Traffic
-from lightning_shard.core.layout.flat import FlatLayout
+from lightning_shard.core.layout import FlatLayout
 
 State = dict[str, dict[str, Tensor]]  # kind of state -> name -> tensor
 

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_shard.backends.pending import Pending
 from lightning_shard.backends.streams import sent_up
 from lightning_shard.backends.traffic import ring_share
-from lightning_shard.core.layout.flat import Slot, build_layout
+from lightning_shard.core.layout import Slot, build_layout
 from lightning_shard.core.options import AtLeastOne, AtLeastZero, checked_options
 from lightning_shard.data_parallel.compression.built_in import BF16
 from lightning_shard.data_parallel.compression.compressor import (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import ReduceOpName
 from lightning_shard.backends.streams import sent_up
-from lightning_shard.core.layout.flat import ShardSlice
+from lightning_shard.core.layout import ShardSlice
 from lightning_shard.core.tensor_calls import BY_OBJECT
 from lightning_shard.data_parallel.content import agreed
 from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients

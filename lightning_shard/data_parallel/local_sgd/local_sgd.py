@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
-from lightning_shard.core.layout.flat import build_layout
+from lightning_shard.core.layout import build_layout
 from lightning_shard.data_parallel.compression import Codec, Compressor, Exchange, FlatBuffer, Tally
 from lightning_shard.data_parallel.compression.compressor import State
 from lightning_shard.data_parallel.compression.state import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.layout.flat import FlatLayout
+from lightning_shard.core.layout import FlatLayout
 
 _BLANKS = {  # by element: integers of the same size, and the bits of a quiet NaN with a payload
     torch.float64: (torch.int64, 0x7FF85A17E5A17E5A),

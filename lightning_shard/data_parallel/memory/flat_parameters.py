@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import CommonBuffer
 from lightning_shard.backends.pending import Pending
-from lightning_shard.core.layout.flat import (
+from lightning_shard.core.layout import (
     FlatLayout,
     OwnedLayout,
     build_layout,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.layout.boxes import Box, PlacedBox, placed_in
+from lightning_shard.core.layout import Box, PlacedBox, placed_in
 from lightning_shard.data_parallel.model_split import LayerParts, ModelSplit, has_parts
 
 

@@ -22,9 +22,10 @@ from lightning_shard.core.placeholders import is_placeholder, tensors_given
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError, ShardError
-from lightning_shard.pipeline_parallel.batch_reading import BatchLists, BatchReader
 from lightning_shard.pipeline_parallel.gradients import GradientStash, OfLastStage
 from lightning_shard.pipeline_parallel.microbatches import (
+    BatchLists,
+    BatchReader,
     Microbatch,
     merge_outputs,
     split_batch,

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from torch import nn
 
 from lightning_shard.core.options import AtLeastOne, Limit, Options
-from lightning_shard.pipeline_parallel.batch_reading import BatchLists
 from lightning_shard.pipeline_parallel.blocks import BlockList
+from lightning_shard.pipeline_parallel.microbatches import BatchLists
 from lightning_shard.pipeline_parallel.partition import (
     BlockCosts,
     Partition,

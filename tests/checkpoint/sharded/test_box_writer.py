@@ -16,7 +16,7 @@ from lightning_shard.checkpoint.files.open_folder import checksum_of, read_check
 from lightning_shard.checkpoint.files.torch_archive import parts_of
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.writing import write_folder
-from lightning_shard.core.layout.boxes import Box
+from lightning_shard.core.layout import Box
 from lightning_shard.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -15,7 +15,7 @@ from lightning_shard.checkpoint.sharded import folder as folder_module
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_part
 from lightning_shard.checkpoint.sharded.writing import write_folder
-from lightning_shard.core.layout.boxes import Box, whole
+from lightning_shard.core.layout import Box, whole
 from lightning_shard.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
-from lightning_shard.core.layout.flat import build_layout
+from lightning_shard.core.layout import build_layout
 from lightning_shard.data_parallel.compression import (
     BF16,
     FP16,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_shard.core.layout.flat import build_layout
+from lightning_shard.core.layout import build_layout
 from lightning_shard.data_parallel.compression import FlatBuffer, PowerSGD
 from lightning_shard.errors import ConfigError
 from lightning_shard.testing import run_ranks

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import DDPStrategy, ZeRO2Strategy
-from lightning_shard.core.layout.flat import build_layout
+from lightning_shard.core.layout import build_layout
 from lightning_shard.data_parallel.compression import Exchange, FlatBuffer, PowerSGD, TopK
 from lightning_shard.data_parallel.compression.state import load_state, shared_by_all
 from lightning_shard.strategies.data_parallel import DataParallelStrategy

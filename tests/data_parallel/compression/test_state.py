@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shard.core.layout.flat import build_layout
+from lightning_shard.core.layout import build_layout
 from lightning_shard.data_parallel.compression import (
     Compressor,
     Exchange,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_shard.core.layout.flat import (
+from lightning_shard.core.layout import (
     ShardSlice,
     assign_owners,
     build_layout,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_shard.core.layout.boxes import (
+from lightning_shard.core.layout import (
     Box,
     PlacedBox,
     boxes_of_range,
