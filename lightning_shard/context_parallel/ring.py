@@ -2,14 +2,11 @@
 
     step 0      rank 0: K0 V0      rank 1: K1 V1      rank 2: K2 V2
     step 1      rank 0: K2 V2      rank 1: K0 V0      rank 2: K1 V1       each passes on to the next
-    step 2      rank 0: K1 V1      rank 1: K2 V2      rank 2: K0 V0
 
 Where positions do not look at later ones, the first rank would have little to do and the last one
 all. So the ranks swap halves of their rows before and after, each with an early and a late one:
 
     rows 0 1 2 3 4 5 of 3 ranks     [0 1] [2 3] [4 5]   <──>   [0 5] [1 4] [2 3]
-
-Backward passes keys and values round once more and sends their gradients straight to their rank.
 
 A rank attends tile by tile, in any order, and puts the results over all keys together:
 
@@ -20,9 +17,9 @@ A rank attends tile by tile, in any order, and puts the results over all keys to
     rank     │ tile │ (out │   of sight: skipped)   result = acc / total
              └──────┴──────┘                        lse    = highest + log(total)
 
-Backward computes each tile's weights again, exp(score - lse), so no matrix of all scores is ever
-held. It is written in matrix products, in float32 at least: torch's kernels that return `lse` are
-private, differ by device, and the one for CPUs says 0 of a row that sees no key.
+Backward passes keys and values round once more and computes each tile's weights again, so no matrix
+of all scores is ever held. Tiles are matrix products in float32 at least: torch's kernels that
+return `lse` are private, differ by device, and the one for CPUs says 0 of a row that sees no key.
 
 Source: Ring Attention, arXiv:2310.01889; balanced as in arXiv:2311.09431 and Llama 3,
 arXiv:2407.21783, section 3.3.2. Tiles: arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691.

@@ -3,14 +3,10 @@
     optimizer.eval()     p.lerp_(state["z"], ...)     schedule-free ones show their averaged weights
     optimizer.backup_and_load_cache()                 lookahead shows its slow ones
 
-Between steps weights look full and state is a rank's shards, so these would not fit each other. A
-method that a trial finds to do the same to parts as to a whole runs as a step does, in the
-optimizer's view: on shards. What a trial does not find so is called as it is, and a warning says
-what came of the trial: it raises what it likes, a method of no use before another say. An error of
-ours, in what surrounds the optimizer's own code, is none of its answers, and ends the trial.
-
-The class gets the method that decides, since Lightning and Fabric wrap optimizers in classes that
-derive from the optimizer's: these find a method there, and not on the optimizer itself.
+Between steps weights look full and state is a rank's shards. A method that a trial finds to do the
+same to parts as to a whole runs on shards, in the optimizer's view, as a step does; others are
+called as they are, with a warning. The class gets the method that decides, since Lightning and
+Fabric wrap optimizers in classes that derive from it.
 """
 
 import inspect

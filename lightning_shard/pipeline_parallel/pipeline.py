@@ -20,20 +20,17 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import OtherStageError
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.alike_steps import NotedCalls, check_alike
-from lightning_shard.pipeline_parallel.backward import (
-    AtHand,
-    always_at_hand,
-    full_backward,
-    input_backward,
-    weight_backward,
-)
 from lightning_shard.pipeline_parallel.containers import map_tensors
 from lightning_shard.pipeline_parallel.gradients import (
+    AtHand,
     GradientStash,
+    always_at_hand,
+    full_backward,
     hooks_set_aside,
+    input_backward,
     leaf_nodes,
+    weight_backward,
 )
-from lightning_shard.pipeline_parallel.lending import Lending, Wanted, lendable
 from lightning_shard.pipeline_parallel.messages import (
     LossOf,
     ReceiveHandle,
@@ -42,7 +39,14 @@ from lightning_shard.pipeline_parallel.messages import (
     followed,
 )
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
-from lightning_shard.pipeline_parallel.needs import Needs, StageRandomness, Step
+from lightning_shard.pipeline_parallel.needs import (
+    Lending,
+    Needs,
+    StageRandomness,
+    Step,
+    Wanted,
+    lendable,
+)
 from lightning_shard.pipeline_parallel.schedules import (
     Action,
     Kind,

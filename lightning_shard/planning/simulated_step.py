@@ -37,15 +37,16 @@ from lightning_shard.data_parallel.held_bytes import storage_bytes
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.torch_private import TorchDispatchMode, storage_key
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.backward import (
+from lightning_shard.pipeline_parallel.containers import tensors_in
+from lightning_shard.pipeline_parallel.costs import SavedBytes
+from lightning_shard.pipeline_parallel.gradients import (
+    OfLastStage,
     Rest,
     full_backward,
     input_backward,
+    sum_dtype,
     weight_backward,
 )
-from lightning_shard.pipeline_parallel.containers import tensors_in
-from lightning_shard.pipeline_parallel.costs import SavedBytes
-from lightning_shard.pipeline_parallel.gradients import OfLastStage, sum_dtype
 from lightning_shard.pipeline_parallel.messages import followed
 from lightning_shard.pipeline_parallel.microbatches import BatchReader, Microbatch, split_batch
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, StageInput

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shard.pipeline_parallel.backward import (
+from lightning_shard.pipeline_parallel.gradients import (
     full_backward,
     input_backward,
     weight_backward,
