@@ -31,7 +31,7 @@ from lightning_shard.data_parallel.torch_private import in_backward, unobserved
 from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.exchange import Routes, told
-from lightning_shard.expert_parallel.finding import Mixture, find_mixtures
+from lightning_shard.expert_parallel.finding import ADVICE, Mixture, find_mixtures
 from lightning_shard.expert_parallel.load import Load
 from lightning_shard.tensor_parallel.compared_calls import as_it_was
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
@@ -269,6 +269,5 @@ class BatchedExperts:
         return ConfigError(
             f"Rank {self._group.rank}: {self.mixture.name!r} ({class_name(module)}) "
             f"{what}; expected tokens (T, H), the numbers of their experts (T, K) and weights "
-            f"(T, K), and a result for each token. Leave expert_parallel_size out, and use "
-            f"zero_stage=3 to share out parameters."
+            f"(T, K), and a result for each token. {ADVICE}"
         )

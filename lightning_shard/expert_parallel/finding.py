@@ -14,6 +14,8 @@ from torch import nn
 
 from lightning_shard.errors import ConfigError
 
+ADVICE = "Leave expert_parallel_size out, and use zero_stage=3 to share out parameters."
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mixture:
@@ -84,13 +86,12 @@ def _is_called_experts(name: str, *modules: nn.Module) -> bool:
 
 def check_mixtures(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int) -> None:
     """Refuse a model whose experts `num_ranks` ranks cannot share, or that has none."""
-    advice = "Leave expert_parallel_size out, and use zero_stage=3 to share out parameters."
     if not mixtures:
         raise ConfigError(
             f"expert_parallel_size={num_ranks} shares out the experts of mixtures, but "
             f"{type(model).__name__} has none: no module named like experts, or beside a router "
             f"with as many rows, whose parameters all have the experts first, and no ModuleList of "
-            f"equal modules beside such a router. {advice}"
+            f"equal modules beside such a router. {ADVICE}"
         )
     for one in mixtures:
         if one.num_experts % num_ranks:
@@ -98,25 +99,25 @@ def check_mixtures(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int
             raise ConfigError(
                 f"{one.name!r} has {one.num_experts} experts, which {num_ranks} ranks cannot share "
                 f"out evenly; expected an expert_parallel_size of "
-                f"{', '.join(map(str, fitting))}. {advice}"
+                f"{', '.join(map(str, fitting))}. {ADVICE}"
             )
         _check_buffers(one)
         _check_frozen(one)
-    _check_ties(mixtures, model, num_ranks, advice)
+    _check_ties(mixtures, model, num_ranks)
     if len({one.is_batched for one in mixtures}) > 1:
         first, other = (
             next(one for one in mixtures if one.is_batched is kind) for kind in (True, False)
         )
         raise ConfigError(
             f"{type(model).__name__} has experts in tensors ({first.name!r}) and in lists "
-            f"({other.name!r}), expected one kind. {advice}"
+            f"({other.name!r}), expected one kind. {ADVICE}"
         )
     modules = [one.module for one in mixtures]
     twice = next((one for one in mixtures if modules.count(one.module) > 1), None)
     if twice is not None:
         raise ConfigError(
             f"{type(twice.module).__name__} has several lists of experts, such as {twice.name!r}, "
-            f"expected one in each module. {advice}"
+            f"expected one in each module. {ADVICE}"
         )
 
 
@@ -146,7 +147,7 @@ def _check_frozen(mixture: Mixture) -> None:
     )
 
 
-def _check_ties(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int, advice: str) -> None:
+def _check_ties(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int) -> None:
     """Refuse parameters of experts that are used where not all ranks have them."""
     users: dict[nn.Parameter, dict[object, str]] = {}
     holders: dict[nn.Module, object] = {}
@@ -167,7 +168,7 @@ def _check_ties(mixtures: Sequence[Mixture], model: nn.Module, num_ranks: int, a
             raise ConfigError(
                 f"{first!r} and {second!r} are one parameter, but with "
                 f"expert_parallel_size={num_ranks} they would be on different ranks, each of which "
-                f"has some experts; expected experts that share nothing with others. {advice}"
+                f"has some experts; expected experts that share nothing with others. {ADVICE}"
             )
 
 

@@ -25,7 +25,7 @@ from lightning_shard.data_parallel.torch_private import in_backward, unobserved
 from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.exchange import Routes, told
-from lightning_shard.expert_parallel.finding import Mixture
+from lightning_shard.expert_parallel.finding import ADVICE, Mixture
 from lightning_shard.expert_parallel.load import Load
 from lightning_shard.tensor_parallel.compared_calls import as_it_was, unchanged
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
@@ -162,7 +162,7 @@ class ListedExperts:
                 f"Rank {self._group.rank}: expert {number} of {self.mixture.name!r} was called "
                 f"outside of the forward of {class_name(self.mixture.module)}, "
                 f"expected calls there alone: ranks exchange the tokens of all experts at once. "
-                f"Leave expert_parallel_size out, and use zero_stage=3 to share out parameters."
+                f"{ADVICE}"
             )
         tokens = self._tokens(number, args, kwargs)
         if self._noted is not None:
@@ -199,8 +199,7 @@ class ListedExperts:
             f"Rank {self._group.rank}: {class_name(self.mixture.module)}, which has "
             f"the experts {self.mixture.name!r}, ran twice with the same tokens and called other "
             f"experts the second time ({how}); expected a forward in which no expert's tokens "
-            f"depend on another expert's results. Leave expert_parallel_size out, and use "
-            f"zero_stage=3 to share out parameters."
+            f"depend on another expert's results. {ADVICE}"
         )
 
     def _tokens(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -208,8 +207,7 @@ class ListedExperts:
         if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].ndim < 2:
             raise ConfigError(
                 f"Rank {self._group.rank}: expert {number} of {self.mixture.name!r} is called "
-                f"with ({told(given)}), expected one tensor of tokens, (..., H). Leave "
-                f"expert_parallel_size out, and use zero_stage=3 to share out parameters."
+                f"with ({told(given)}), expected one tensor of tokens, (..., H). {ADVICE}"
             )
         return given[0]
 
@@ -231,8 +229,8 @@ class ListedExperts:
             if not isinstance(result, Tensor) or result.shape[:-1] != (1,):
                 raise ConfigError(
                     f"Rank {self._group.rank}: the experts {self.mixture.name!r} return "
-                    f"{type(result).__name__}, expected a tensor with a row for each token. Leave "
-                    f"expert_parallel_size out, and use zero_stage=3 to share out parameters."
+                    f"{type(result).__name__}, expected a tensor with a row for each token. "
+                    f"{ADVICE}"
                 )
             self._widths[kind] = result.shape[-1], result.dtype
         return self._widths[kind]
