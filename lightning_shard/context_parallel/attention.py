@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -58,9 +57,12 @@ def attend(
     options = kwargs | {"dropout_p": dropout_p}
     drawn = drawn_apart(part.group, part.local.device) if dropout_p else nullcontext()
     if part.place > 2:  # cut along a batch, or windows: each rank has all positions of its own
-        apart = partial(func, is_causal=is_causal, **options)
-        with drawn:
-            return combined(apart, query, (query, key, value, attn_mask), {})
+
+        def apart(*own: Any) -> Any:
+            with drawn:  # once all operands fit
+                return func(*own, is_causal=is_causal, **options)
+
+        return combined(apart, query, (query, key, value, attn_mask), {})
     if part.place == 1:
         return NotImplemented
     mask = full_tensor(attn_mask)

@@ -14,7 +14,7 @@ Source: arXiv:2205.05198.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,10 +79,9 @@ def saved_as_slice(entered: Tensor) -> AbstractContextManager[None]:
     The node's backward comes after that of all layers that it is given to, so its slice is there
     for them. They share one gather: the full tensor is let go when all have read it.
     """
-    node: Any = entered.grad_fn
-    if isinstance(entered, DimShardedTensor) or not hasattr(node, "num_saved"):
+    if isinstance(entered, DimShardedTensor) or not hasattr(entered.grad_fn, "num_saved"):
         return nullcontext()  # else it is the node that `_GatherSlices` makes
-    memory = entered.untyped_storage().data_ptr()
+    memory, node = entered.untyped_storage().data_ptr(), cast(Any, entered.grad_fn)
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         if tensor.untyped_storage().data_ptr() != memory:
