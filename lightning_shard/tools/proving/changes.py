@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
+from lightning_shard.core.modules import num_parameters
 from lightning_shard.data_parallel.torch_private import (
     forget_backward_hooks,
     forget_gradient_hooks,
@@ -23,7 +24,6 @@ from lightning_shard.data_parallel.torch_private import (
 )
 from lightning_shard.environments.launchers._copy import copy_with_functions
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.blocks import num_parameters
 
 Change = Callable[[pl.LightningModule], None]
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
