@@ -1,4 +1,4 @@
-"""The README is short, says first what surprises most, and names what there is."""
+"""The README is short and names what there is; what is pinned installs on each Python."""
 
 import re
 from importlib.metadata import distributions
