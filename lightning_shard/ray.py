@@ -24,7 +24,8 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.options import AtLeastZero, checked_options
-from lightning_shard.environments import RayEnvironment, _ray
+from lightning_shard.environments import _ray
+from lightning_shard.environments.ray import RayEnvironment
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.model_parallel import ModelParallelStrategy
@@ -230,14 +231,9 @@ def prepare_trainer(trainer: "pl.Trainer") -> "pl.Trainer":
         )
     if isinstance(environment, RayEnvironment):
         strategy.num_nodes = environment.num_nodes
-        _take_own_gpu(strategy)
+        if strategy.root_device.type == "cuda":  # of the node's GPUs that a worker sees, its own
+            strategy.parallel_devices = [_ray.ray_torch().get_device()]
     return trainer
-
-
-def _take_own_gpu(strategy: ShardStrategy) -> None:
-    """Have a worker compute on the GPU that Ray has given it, of those of the node that it sees."""
-    if strategy.root_device.type == "cuda":
-        strategy.parallel_devices = [_ray.ray_torch().get_device()]
 
 
 class DatasetBatches:
@@ -257,7 +253,8 @@ class DatasetBatches:
     def __iter__(self) -> Iterator[Any]:
         """Read an epoch; every rank must."""
         batches = iter(self._shard.iter_torch_batches(**self._options))
-        group = _ranks_of_model(self._strategy)
+        strategy = self._strategy
+        group = strategy.model_collectives if isinstance(strategy, ModelParallelStrategy) else None
         if group is None or group.size == 1:
             yield from batches
             return
@@ -302,12 +299,6 @@ def dataset_batches(trainer: "pl.Trainer", name: str, **options: Any) -> Dataset
             f"of TorchTrainer(datasets={{...}})."
         ) from error
     return DatasetBatches(strategy, shard, options)
-
-
-def _ranks_of_model(strategy: ShardStrategy) -> Collectives | None:
-    if isinstance(strategy, ModelParallelStrategy):
-        return strategy.model_collectives
-    return None
 
 
 def _in_turns(batches: Iterator[Any], group: Collectives) -> Iterator[Any]:

@@ -120,13 +120,13 @@ class C10dTransfers:
         work = dist.broadcast(tensor, group_src=src, group=self.group, async_op=True)
         return StartedTransfer(works=[work])
 
-    def _isend(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> StartedTransfer:
         work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
-        return cast("dist.Work", work)  # None only outside the group
+        return StartedTransfer(works=[cast("dist.Work", work)])  # None only outside the group
 
-    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def _recv(self, tensor: Tensor, peer: int, tag: int) -> StartedTransfer:
         work = dist.irecv(tensor, group=self.group, group_src=peer, tag=tag)
-        return cast("dist.Work", work)
+        return StartedTransfer(works=[cast("dist.Work", work)])
 
     def _is_still(self, tensor: Tensor) -> bool:
         """Say whether nothing moves: one rank, or no elements on any rank."""

@@ -29,7 +29,6 @@ _WRAPPING_PACKAGES = (
 )
 _WRAPPING_MODULES = ("typing_extensions", "decorator", "wrapt")
 _RUNNING_USER_CODE = ("lightning", "pytorch_lightning", __name__.partition(".")[0])
-_LIBRARIES = ("purelib", "platlib")
 # Of the import system, and of graphs that torch has traced; "<stdin>" and the like are the user's.
 _GENERATED = ("<frozen ", "<eval_with_key>", "<lambdifygenerated", "<torch_package")
 
@@ -56,7 +55,7 @@ _INNER = _find_inner()
 _STANDARD_LIBRARY = tuple(_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 # Installed packages lie below the standard library.
 _INSTALLED = (
-    *(_folder(sysconfig.get_path(name)) for name in _LIBRARIES),
+    *(_folder(sysconfig.get_path(name)) for name in ("purelib", "platlib")),
     *(f"{folder}site-packages{os.sep}" for folder in _STANDARD_LIBRARY),
     *(f"{folder}dist-packages{os.sep}" for folder in _STANDARD_LIBRARY),
 )

@@ -197,10 +197,6 @@ class Collectives(C10dTransfers):
         """
         return None
 
-    def start(self, operation: str, begin: Callable[[], StartedTransfer]) -> Pending:
-        """Begin an operation that a backend has besides, watched and timed as the others."""
-        return self._start(operation, begin, True)
-
     def dtype_on_the_wire(self, dtype: torch.dtype, into: torch.dtype | None) -> torch.dtype:
         """Return the format in which an average of values of `dtype` travels.
 
@@ -243,7 +239,7 @@ class Collectives(C10dTransfers):
         if output is not None:
             check_result("all_reduce", self.rank, output, tensor)
             target = output.detach().view(-1)
-        return self._start("all_reduce", partial(self._all_reduce, target, source, op), async_op)
+        return self.start("all_reduce", partial(self._all_reduce, target, source, op), async_op)
 
     def reduce_scatter(
         self,
@@ -276,7 +272,7 @@ class Collectives(C10dTransfers):
             sent = input.numel() - output.numel()
             self.traffic.count("reduce_scatter", sent, input.itemsize)
             both = (output.detach(), input.detach())
-            return self._start(
+            return self.start(
                 "reduce_scatter", partial(self._reduce_slices, *both, list(sizes), op), async_op
             )
         check_full_and_local("reduce_scatter", self.rank, self.size, full=input, local=output)
@@ -285,7 +281,7 @@ class Collectives(C10dTransfers):
             "reduce_scatter", sent, self._reduce_scatter_dtype(output, input, op).itemsize
         )
         pair = (output.detach(), input.detach())
-        return self._start("reduce_scatter", partial(self._reduce_scatter, *pair, op), async_op)
+        return self.start("reduce_scatter", partial(self._reduce_scatter, *pair, op), async_op)
 
     def all_gather(
         self,
@@ -313,12 +309,12 @@ class Collectives(C10dTransfers):
             check_slices("all_gather", self.rank, sizes, full=output, local=input)
             sent = (self.size - 1) * input.numel()
             self.traffic.count("all_gather", sent, input.itemsize)
-            return self._start(
+            return self.start(
                 "all_gather", partial(self._gather_slices, *pair, list(sizes)), async_op
             )
         check_full_and_local("all_gather", self.rank, self.size, full=output, local=input)
         self.traffic.count("all_gather", ring_share(output.numel(), self.size), input.itemsize)
-        return self._start("all_gather", partial(self._all_gather, *pair), async_op)
+        return self.start("all_gather", partial(self._all_gather, *pair), async_op)
 
     def all_to_all(
         self,
@@ -349,9 +345,7 @@ class Collectives(C10dTransfers):
         given = checked_splits(*place, "input", input, input_split_sizes)
         self.traffic.count("all_to_all", input.numel() - given[self.rank], input.itemsize)
         pair = (output.detach(), input.detach())
-        return self._start(
-            "all_to_all", partial(self._all_to_all, *pair, received, given), async_op
-        )
+        return self.start("all_to_all", partial(self._all_to_all, *pair, received, given), async_op)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Pending:
         """Overwrite `tensor` on every rank with that of rank `src`.
@@ -369,7 +363,7 @@ class Collectives(C10dTransfers):
         check_peer("broadcast", self.rank, self.size, src)
         self.traffic.count("broadcast", tensor.numel() if self.size > 1 else 0, tensor.itemsize)
         flat = tensor.detach().view(-1)
-        return self._start("broadcast", partial(self._broadcast, flat, src), async_op)
+        return self.start("broadcast", partial(self._broadcast, flat, src), async_op)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0, *, async_op: bool = False) -> Pending:
         """Send `tensor` (any shape, contiguous) to `peer`, which must call `recv`.
@@ -382,18 +376,14 @@ class Collectives(C10dTransfers):
         check_message("send", self.rank, self.size, tensor, peer, tag)
         self.traffic.count("send", tensor.numel(), tensor.itemsize)
         flat = tensor.detach().view(-1)
-        return self._start(
-            "send", lambda: StartedTransfer(works=[self._isend(flat, peer, tag)]), async_op
-        )
+        return self.start("send", partial(self._send, flat, peer, tag), async_op)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0, *, async_op: bool = False) -> Pending:
         """Receive into `tensor` what `peer` sends under this tag; raises as `send` does."""
         check_message("recv", self.rank, self.size, tensor, peer, tag)
         self.traffic.count("recv", 0, tensor.itemsize)
         flat = tensor.detach().view(-1)
-        return self._start(
-            "recv", lambda: StartedTransfer(works=[self._irecv(flat, peer, tag)]), async_op
-        )
+        return self.start("recv", partial(self._recv, flat, peer, tag), async_op)
 
     def barrier(self) -> None:
         """Return once every rank of the group has called."""
@@ -422,9 +412,10 @@ class Collectives(C10dTransfers):
         with self._call("broadcast_object"):
             return cast(T, broadcast_object(self.group, obj, src))
 
-    def _start(
-        self, operation: str, begin: Callable[[], StartedTransfer], async_op: bool = False
+    def start(
+        self, operation: str, begin: Callable[[], StartedTransfer], async_op: bool = True
     ) -> Pending:
+        """Begin an operation, which a backend may have besides, watched and timed as all are."""
         place = self._place(operation)
         with Span(place):
             transfer = begin()

@@ -22,7 +22,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -233,8 +233,7 @@ class Bulletin:
             while not ready():
                 time.sleep(next(pauses))
                 self.raise_problem(operation)
-                if (lifeline := liveness.current()) is not None:
-                    lifeline.check(operation)
+                liveness.check(operation)
                 if time.monotonic() > deadline:
                     raise RankFailedError(late())
         except dist.DistNetworkError as error:
@@ -255,17 +254,13 @@ class Bulletin:
         """Return unless the ranks of this group are known to disagree."""
         if not self._problem and self._store.check(["problem"]):
             self._problem = self._store.get("problem").decode()
-        if self._problem:
-            self._raise(operation)
+        self.raise_known_problem(operation)
 
     def raise_known_problem(self, operation: str) -> None:
         """Raise as `raise_problem` does, but only a problem that this rank has read already."""
         if self._problem:
-            self._raise(operation)
-
-    def _raise(self, operation: str) -> NoReturn:
-        self.meet_briefly("told")
-        raise mismatch_error(self._problem, self.global_rank, operation)
+            self.meet_briefly("told")
+            raise mismatch_error(self._problem, self.global_rank, operation)
 
     def meet_briefly(self, occasion: str) -> None:
         """Wait a few seconds for the other ranks to come here as well; go on if they do not."""
@@ -278,8 +273,7 @@ class Bulletin:
             self._store.set(keys[self.rank], "")
             while time.monotonic() < deadline and not self.holds(*keys):
                 time.sleep(next(pauses))
-                if (lifeline := liveness.current()) is not None:
-                    lifeline.check(occasion)
+                liveness.check(occasion)
         except (dist.DistError, RankFailedError):
             return  # who served the store has left, or a rank has failed: nobody else will come
 

@@ -15,7 +15,7 @@ an all-reduce is either direct, the full tensor to every peer, or the backend's 
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -185,23 +185,15 @@ class ExchangeCollectives(Collectives):
         return StartedTransfer(works=self._exchange(outgoing, addends), finish=finish)
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[dist.Work]:
-        """Start to send outgoing[i] to each other rank i and to receive incoming[i]."""
         tag = FIRST_RESERVED_TAG + next(self._numbers) % FIRST_RESERVED_TAG
-        # Each rank starts with another peer, so that no rank is everyone's first.
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        receives = [
-            self._irecv(incoming[peer], peer, tag)
-            for peer in reversed(peers)
-            if incoming[peer].numel()
-        ]
-        sends = [self._isend(outgoing[peer], peer, tag) for peer in peers if outgoing[peer].numel()]
-        return receives + sends
+        return start_exchange(self.group, outgoing, incoming, tag)
 
-    def _isend(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        return self.group.send([tensor], peer, tag)  # `dist.isend` checks once more
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> StartedTransfer:
+        # `dist.isend` checks once more.
+        return StartedTransfer(works=[self.group.send([tensor], peer, tag)])
 
-    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        return self.group.recv([tensor], peer, tag)
+    def _recv(self, tensor: Tensor, peer: int, tag: int) -> StartedTransfer:
+        return StartedTransfer(works=[self.group.recv([tensor], peer, tag)])
 
     def _lend(self, num_bytes: int, like: Tensor) -> Tensor:
         """Return a uint8 buffer on the device of `like`; on CUDA torch's allocator keeps them."""
@@ -221,6 +213,25 @@ class ExchangeCollectives(Collectives):
         # sends the same on two ranks, and with halves less on three.
         more = self.size * tensor.itemsize - 2 * _ring_dtype(tensor.dtype, op).itemsize
         return more < 0 or (more == 0 and num_bytes >= _DIRECT_BYTES_OF_AS_MUCH)
+
+
+def start_exchange(
+    group: Any, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int
+) -> list[dist.Work]:
+    """Start to send outgoing[i] to each other rank i and to receive incoming[i].
+
+    A tensor without elements is not sent.
+    """
+    rank, size = group.rank(), group.size()
+    # Each rank starts with another peer, so that no rank is everyone's first.
+    peers = [(rank + step) % size for step in range(1, size)]
+    receives = [
+        group.recv([incoming[peer]], peer, tag)  # `dist.irecv` checks once more
+        for peer in reversed(peers)
+        if incoming[peer].numel()
+    ]
+    sends = [group.send([outgoing[peer]], peer, tag) for peer in peers if outgoing[peer].numel()]
+    return receives + sends
 
 
 def _ring_dtype(dtype: torch.dtype, op: ReduceOpName) -> torch.dtype:

@@ -6,6 +6,7 @@
 A subclass says how a `Call` is carried out.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -303,6 +304,19 @@ class FlightWork(CallWork):
         super().__init__(call)
         self._flight = flight
 
+    @abstractmethod
+    def _wait_until(self, end: float | None) -> bool:
+        """Return whether the flight has ended, at this time of `time.monotonic` at the latest."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the results are there; after a `timeout` of its own the operation goes on."""
+        end = time.monotonic() + timeout.total_seconds() if timeout else None
+        if not self._wait_until(end):
+            raise TimeoutError(f"{self._call} at {self._call.site} took longer than {timeout}.")
+        if self._flight.error is not None:
+            raise self._flight.error
+        return True
+
     def is_success(self) -> bool:
         """Whether the results are there."""
         return self.is_completed() and self._flight.error is None
@@ -349,7 +363,7 @@ class OperationWatch:
         """Return the error of a rank that is known to have failed."""
         lifeline = liveness.current()
         try:
-            if lifeline is not None and lifeline.has_verdict:
+            if lifeline is not None and lifeline.has_verdict:  # before a call is put in words
                 lifeline.check(str(self._operation))
         except RankFailedError as error:
             return error

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from selectors import DefaultSelector
 from time import monotonic
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -136,7 +135,6 @@ class JobServer(threading.Thread):
         self._service = KeyValueService(self._selector)
         self._door = Door(listeners, token, self._selector, {SERVICE: self._service.admit})
         self._ends = False
-        self._process = os.getpid()
 
     def run(self) -> None:
         """Serve until `end`."""
@@ -167,14 +165,7 @@ _server: JobServer | None = None
 _place: tuple[str, int, str] | None = None
 
 
-class Met(NamedTuple):
-    """The ranks have met."""
-
-    store: Store
-    address: JobAddress
-
-
-def meet(rank: int, world_size: int, patience: timedelta) -> Met:
+def meet(rank: int, world_size: int, patience: timedelta) -> tuple[Store, JobAddress]:
     """Meet the other ranks at the place that the environment tells of; every rank must call."""
     place = settings.rendezvous()
     on_one_host = settings.is_on_one_host()
@@ -190,7 +181,7 @@ def meet(rank: int, world_size: int, patience: timedelta) -> Met:
         found = store_at(address, patience)
     except dist.DistError as error:
         raise _no_rank_zero(error) from error
-    return Met(fresh_store(found, rank, world_size, patience), address)
+    return fresh_store(found, rank, world_size, patience), address
 
 
 def serve(address: JobAddress) -> JobAddress:
@@ -250,13 +241,13 @@ def store_without_python(
 
 def _meet_by_agent(
     host: str, token: str, rank: int, world_size: int, patience: timedelta, on_one_host: bool
-) -> Met:
+) -> tuple[Store, JobAddress]:
     desk = fresh_store(_agent_store(rank, patience), rank, world_size, patience)
     if rank == 0:
         own = "127.0.0.1" if on_one_host else _own_address(host)
         address = serve(JobAddress(host=own, port=0, token=token))
         desk.set(_SERVER_KEY, json.dumps([own, address.port]))
-        return Met(store_at(address, patience), address)
+        return store_at(address, patience), address
     return _find_server(desk, token, patience)
 
 
@@ -273,14 +264,14 @@ def _agent_store(rank: int, patience: timedelta) -> Store:
     return store
 
 
-def _find_server(desk: Store, token: str, patience: timedelta) -> Met:
+def _find_server(desk: Store, token: str, patience: timedelta) -> tuple[Store, JobAddress]:
     """Connect with rank 0's server; what another has written over its address leads nowhere."""
     deadline = monotonic() + patience.total_seconds()
     while True:
         try:
             host, port = json.loads(desk.get(_SERVER_KEY))
             address = JobAddress(host=str(host), port=int(port), token=token)
-            return Met(store_at(address, min(patience, _LONGEST_TRY)), address)
+            return store_at(address, min(patience, _LONGEST_TRY)), address
         except (ValueError, TypeError, ConfigError, dist.DistNetworkError):
             if monotonic() > deadline:
                 raise

@@ -115,10 +115,6 @@ def _object(plain: Any) -> Any:
     return _MAKERS[letter](rest)
 
 
-def _made_dict(items: list[Any]) -> dict[Any, Any]:
-    return {_object(key): _object(value) for key, value in items}
-
-
 def _made_dtype(rest: list[Any]) -> torch.dtype:
     made = getattr(torch, rest[0])
     assert isinstance(made, torch.dtype)
@@ -150,7 +146,7 @@ _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
     "s": lambda rest: {_object(one) for one in rest},
     "f": lambda rest: frozenset(_object(one) for one in rest),
     "z": torch.Size,
-    "d": _made_dict,
+    "d": lambda rest: {_object(key): _object(value) for key, value in rest},
     "b": lambda rest: rest[0].encode("latin-1"),
     "y": _made_dtype,
     "v": lambda rest: torch.device(rest[0]),
@@ -194,11 +190,9 @@ def broadcast_object(group: dist.ProcessGroup, obj: Any, src: int) -> Any:
 
 
 def _bytes(data: bytes, device: torch.device) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        if data
-        else (torch.empty(0, dtype=torch.uint8, device=device))
-    )
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
 def _received_object(data: Tensor, group: dist.ProcessGroup, operation: str, source: int) -> Any:

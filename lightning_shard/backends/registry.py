@@ -12,8 +12,8 @@ from lightning_shard.backends.base import Backend
 from lightning_shard.backends.debug_wrapper import debug_name
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.in_process import InProcessBackend
-from lightning_shard.backends.mpi import MPIBackend
-from lightning_shard.backends.shm import ShmBackend
+from lightning_shard.backends.mpi.backend import MPIBackend
+from lightning_shard.backends.shm.backend import ShmBackend
 from lightning_shard.errors import ConfigError
 
 _DEFAULT_OF_DEVICE_TYPE = {"cuda": "nccl", "cpu": "gloo"}

@@ -9,39 +9,14 @@ Everything asynchronous that this package does itself goes through here. A CPU h
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Streams(Protocol):
-    """The streams of one type of device."""
-
-    def current(self, device: torch.device) -> Any:
-        """Return the stream on which what is asked of a device is done."""
-
-    def make(self, device: torch.device) -> Any:
-        """Return a new stream of a device."""
-
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make the context in which what is asked of the stream's device is done on the stream."""
-
-    def mark(self, stream: Any) -> Any:
-        """Return a mark of all that is queued on a stream now."""
-
-    def follow(self, mark: Any) -> None:
-        """Have the current stream of the mark's device wait for the mark."""
-
-    def finish(self, mark: Any) -> None:
-        """Return once the mark is reached: the host waits."""
-
-    def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory, once nobody has it, from others until the stream has used it."""
-
-
 class CudaStreams:
-    """The streams of CUDA devices."""
+    """The streams of CUDA devices; those of another type of device have its methods."""
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
         """Return the current stream of a device."""
@@ -56,7 +31,7 @@ class CudaStreams:
         return torch.cuda.stream(stream)
 
     def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Record an event on a stream."""
+        """Record an event, a mark of all that is queued on a stream now."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
@@ -66,19 +41,19 @@ class CudaStreams:
         torch.cuda.current_stream(mark.device).wait_event(mark)
 
     def finish(self, mark: torch.cuda.Event) -> None:
-        """Wait for the event."""
+        """Return once the event is reached: the host waits."""
         mark.synchronize()
 
     def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator that a stream uses a tensor."""
+        """Keep a tensor's memory, once nobody has it, from others until a stream has used it."""
         tensor.record_stream(stream)
 
 
-STREAMS: dict[str, Streams] = {"cuda": CudaStreams()}
+STREAMS: dict[str, CudaStreams] = {"cuda": CudaStreams()}
 """By the type of a device its streams."""
 
 
-def streams_of(device: torch.device) -> Streams | None:
+def streams_of(device: torch.device) -> CudaStreams | None:
     """Return the streams of a device; None where it has none."""
     return STREAMS.get(device.type)
 

@@ -23,6 +23,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_shard.core import settings
+
 Then = Callable[[], object]
 LIGHTNING = {
     "lightning.pytorch": "lightning_shard",
@@ -146,5 +148,19 @@ def _serve_fabric(lightning: str, package: str) -> None:
     registry = import_module("lightning_shard.fabric.registry")
     registry.register_strategies(lightning, package)
     registry.refuse_misplaced(lightning, package)
-    environments = package.removesuffix("fabric") + "environments"  # of the same root
-    import_module(environments).ask_mpi_under_mpi_alone(lightning)
+    _ask_mpi_under_mpi_alone(lightning)
+
+
+def _ask_mpi_under_mpi_alone(fabric: str) -> None:
+    """Have this root of Fabric look at the variables of MPI's launchers before it asks MPI.
+
+    To ask starts MPI, and Open MPI then listens on all addresses of the host.
+    """
+    environment: Any = sys.modules[f"{fabric}.plugins.environments.mpi"].MPIEnvironment
+    asks = environment.detect
+
+    def detect() -> bool:
+        """Whether MPI has started several ranks."""
+        return settings.is_under_mpi() and asks()
+
+    environment.detect = staticmethod(detect)

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core import settings
 from lightning_shard.elastic._lightning import epoch_of_samplers, is_within_step, val_check_interval
-from lightning_shard.elastic.data_loaders import Installed, batches_asked_for, find_order, install
+from lightning_shard.elastic.data_loaders import batches_asked_for, find_order, install
 from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.shares import num_parts
@@ -173,13 +173,13 @@ class DataAssignment:
         self._is_resumed = False
         self._limit: float | None = None  # the Trainer's, while the loader is made
         self._sampler: ElasticBatchSampler | None = None
-        self._installed: Installed | None = None
+        self._remove: Callable[[], None] | None = None  # takes the sampler out of the loader
 
     def end(self) -> None:
         """Give the loader its own samplers back, and the Trainer its accumulation."""
-        if self._installed is not None:
-            self._installed.remove()
-            self._installed = None
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
             self._trainer.accumulate_grad_batches = self._user_accumulation
 
     @property
@@ -194,8 +194,8 @@ class DataAssignment:
 
     def assign(self, loader: Any, rank: int, num_ranks: int) -> None:
         """Have a loader yield this rank's batches from the position on; the trainer accumulates."""
-        if self._installed is not None:
-            self._installed.remove()  # the loader may be the same one
+        if self._remove is not None:
+            self._remove()  # the loader may be the same one
         order = find_order(loader, settings.global_seed())
         rank_batch, drop_last = batches_asked_for(loader)
         assigns: dict[str, Any] = {"rank_batch": rank_batch, "rank": rank, "num_ranks": num_ranks}
@@ -219,7 +219,7 @@ class DataAssignment:
         epoch = epoch_of_samplers(self._trainer)
         is_present = self._position.epoch == epoch  # else the loader was made anew between epochs
         self._resume(self._position if is_present else Position(epoch=epoch))
-        self._installed = install(loader, self._sampler)
+        self._remove = install(loader, self._sampler)
         self._trainer.accumulate_grad_batches = self._sampler.accumulation
 
     def _max_samples(self, num_samples: int, limit: float | None, drop_last: bool) -> int | None:

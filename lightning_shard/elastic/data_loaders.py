@@ -10,8 +10,8 @@ Private names, checked with torch 2.13 and lightning 2.6; `tests/elastic/test_da
 when one changes: the `_iterator` of a DataLoader, the `_sampler` within DistributedSamplerWrapper.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -20,19 +20,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lightning_shard.elastic.elastic_sampler import ElasticBatchSampler
 from lightning_shard.elastic.epoch_order import EpochOrder
 from lightning_shard.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Installed:
-    """What a loader had before."""
-
-    loader: DataLoader[Any]
-    sampler: Iterable[Any]
-    batch_sampler: Iterable[list[Any]] | None
-
-    def remove(self) -> None:
-        """Give the loader its own samplers back."""
-        replace_samplers(self.loader, self.sampler, self.batch_sampler)
 
 
 def find_order(loader: object, seed: int = 0) -> EpochOrder:
@@ -51,11 +38,14 @@ def find_order(loader: object, seed: int = 0) -> EpochOrder:
     return EpochOrder(sampler, seed)
 
 
-def install(loader: DataLoader[Any], batch_sampler: ElasticBatchSampler) -> Installed:
-    """Let a loader ask `batch_sampler`; its `batch_size` and `drop_last` stay the user's."""
-    had = Installed(loader=loader, sampler=loader.sampler, batch_sampler=loader.batch_sampler)
+def install(loader: DataLoader[Any], batch_sampler: ElasticBatchSampler) -> Callable[[], None]:
+    """Let a loader ask `batch_sampler`; return what gives it its own samplers back.
+
+    Its `batch_size` and `drop_last` stay the user's.
+    """
+    remove = partial(replace_samplers, loader, loader.sampler, loader.batch_sampler)
     replace_samplers(loader, batch_sampler.sampler, batch_sampler)
-    return had
+    return remove
 
 
 def has_own_batches(loader: object) -> bool:

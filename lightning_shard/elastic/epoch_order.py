@@ -154,23 +154,11 @@ def _torch_generator(old: torch.Generator, seed: int, epoch: int) -> torch.Gener
     return torch.Generator(old.device).manual_seed(_word(seeds))
 
 
-def _python_generator(_: random.Random, seed: int, epoch: int) -> random.Random:
-    return random.Random(_word(np.random.SeedSequence((seed, epoch))))
-
-
-def _numpy_generator(_: np.random.Generator, seed: int, epoch: int) -> np.random.Generator:
-    return np.random.default_rng((seed, epoch))
-
-
-def _numpy_state(_: np.random.RandomState, seed: int, epoch: int) -> np.random.RandomState:
-    return np.random.RandomState(np.random.MT19937((seed, epoch)))
-
-
 _GENERATORS: dict[type, Callable[[Any, int, int], Any]] = {
     torch.Generator: _torch_generator,
-    random.Random: _python_generator,
-    np.random.Generator: _numpy_generator,
-    np.random.RandomState: _numpy_state,
+    random.Random: lambda _, *seeds: random.Random(_word(np.random.SeedSequence(seeds))),
+    np.random.Generator: lambda _, *seeds: np.random.default_rng(seeds),
+    np.random.RandomState: lambda _, *seeds: np.random.RandomState(np.random.MT19937(seeds)),
 }
 
 

@@ -35,11 +35,10 @@ from typing_extensions import override
 from lightning_shard.checkpoint.random_state import load_random_state
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic._lightning import FitLoop, TrainingEpochLoop, measure_epoch
-from lightning_shard.elastic.membership.generation import EvictedError
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.recovery import EarlyEnd, NextGeneration
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
-from lightning_shard.errors import CollectiveMismatchError, ConfigError, DeadlockError
+from lightning_shard.errors import CollectiveMismatchError, ConfigError, DeadlockError, EvictedError
 
 _NEWCOMER, _LEAVER = 1, 2  # what ranks tell each other at a boundary
 _FINAL = (

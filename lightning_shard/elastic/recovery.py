@@ -46,13 +46,19 @@ from lightning_shard.data_parallel.agreement import strangers
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.elastic import _lightning
-from lightning_shard.elastic.membership.generation import EvictedError, Generation
+from lightning_shard.elastic.membership.generation import Generation
 from lightning_shard.elastic.progress import Progress, WhatTrains, flags_of
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.snapshot_memory import SnapshotMemory
 from lightning_shard.environments.launchers._lightning import mark_terminated
 from lightning_shard.environments.launchers.failures import all_raise
-from lightning_shard.errors import CheckpointError, ConfigError, LayoutError, RankFailedError
+from lightning_shard.errors import (
+    CheckpointError,
+    ConfigError,
+    EvictedError,
+    LayoutError,
+    RankFailedError,
+)
 
 _SIGNALS_SECONDS = 1.0  # between the first and the last SIGTERM to the ranks of a job
 _POLL_SECONDS = 0.01
@@ -202,13 +208,6 @@ class RecoveryPlan:
         return mine == (self.generation, self.step, len(self.holders))
 
 
-class Restored(NamedTuple):
-    """What the ranks had put beside the state when they took the snapshots."""
-
-    extra: bytes
-    own: bytes | None
-
-
 def agree(collectives: Collectives, held: Sequence[Snapshot]) -> RecoveryPlan | None:
     """Find the newest snapshot whose shards are all there among the ranks; each must call.
 
@@ -236,8 +235,11 @@ def restore(
     optimizers: Sequence[Optimizer],
     *,
     me: str = "",
-) -> Restored:
-    """Bring engine and optimizers to the state of a snapshot; each rank must call."""
+) -> tuple[bytes, bytes | None]:
+    """Bring engine and optimizers to the state of a snapshot; each rank must call.
+
+    Returns what rank 0 had put beside the state, and what this rank had.
+    """
     mine = {one.metadata.shard: one for one in held if plan.has(one)}
     own = [one for one in held if plan.has(one) and me and one.metadata.owner == me]
     all_metadata, shard_indices = _share(collectives, plan, mine, engine)
@@ -255,7 +257,7 @@ def restore(
         move_entry(collectives, key, mine, moves, target, flat)
     rebuild_optimizers(optimizers, all_metadata, engine, shards)
     engine.publish_shards()
-    return Restored(all_metadata[0].extra, own[0].metadata.extra if own else None)
+    return all_metadata[0].extra, own[0].metadata.extra if own else None
 
 
 def _share(
@@ -275,9 +277,8 @@ def _share(
     }
     of_all_ranks = collectives.all_gather_object((engine.flats[0].shard_index, given))
     known = {shard: metadata for _, given in of_all_ranks for shard, metadata in given.items()}
-    return [known[shard] for shard in range(len(plan.holders))], [
-        index for index, _ in of_all_ranks
-    ]
+    all_metadata = [known[shard] for shard in range(len(plan.holders))]
+    return all_metadata, [index for index, _ in of_all_ranks]
 
 
 def _plan_entry(
@@ -438,7 +439,7 @@ class NextGeneration:
         first = [one for one in self._memory.held if plan.has(one) and one.metadata.shard == 0]
         told = Progress.unpack(first[0].metadata.extra).what_trains if first else None
         self._rebuild_engine(generation, told, src=plan.holders[0][0])
-        restored = restore(
+        extra, own_extra = restore(
             strategy.collectives,
             plan,
             self._memory.held,
@@ -446,8 +447,8 @@ class NextGeneration:
             strategy.optimizers,
             me=generation.me,
         )
-        own = None if restored.own is None else Progress.unpack(restored.own)
-        progress = Progress.unpack(restored.extra)
+        own = None if own_extra is None else Progress.unpack(own_extra)
+        progress = Progress.unpack(extra)
         progress.load_module(trainer.lightning_module)
         progress.load_trainer(trainer)
         own_values = None if own is None else own.hook_values

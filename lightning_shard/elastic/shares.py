@@ -19,12 +19,12 @@ many batches as a whole step has, and each batch is a mean: the last one has sha
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_shard.errors import LayoutError
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RunOfShares:
+class _RunOfShares(NamedTuple):
     """Batches of a step that count alike, dealt to a run of shares; sizes differ by one at most."""
 
     first_sample: int
@@ -110,25 +110,14 @@ class StepShares:
         """
         before, total = self._first_samples, self.num_microbatches * self.num_ranks
         if not self._is_cut:
-            return _RunOfShares(
-                first_sample=0,
-                num_samples=before,
-                first_share=0,
-                num_shares=total,
-                num_batches=self.num_batches,
-            )
+            return _RunOfShares(0, before, 0, total, self.num_batches)
         cut = num_parts(before, self.rank_batch)
         begin = num_parts(cut, self.num_ranks) * self.num_ranks
         if begin + num_parts(self.last_batch, self.rank_batch) <= total:
             cut = begin
-        is_last = share >= cut
-        return _RunOfShares(
-            first_sample=before if is_last else 0,
-            num_samples=self.last_batch if is_last else before,
-            first_share=cut if is_last else 0,
-            num_shares=total - cut if is_last else cut,
-            num_batches=1 if is_last else self.num_batches - 1,
-        )
+        if share >= cut:
+            return _RunOfShares(before, self.last_batch, cut, total - cut, 1)
+        return _RunOfShares(0, before, 0, cut, self.num_batches - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,8 @@ class BuddyRing:
         pending = self._pending
         if pending is None:
             return
-        with Span(self._place()) as span:
+        one = self._collectives
+        with Span(OperationContext("buddy", one.rank, one.size, one.traffic)) as span:
             for message in pending.receives[len(pending.arrived) :]:
                 pending.arrived.append(False)
                 message.work.wait()
@@ -157,12 +158,6 @@ class BuddyRing:
             self._take_in(pending.buffer)
         else:
             self._buffers.forget(pending.buffer)
-
-    def _place(self) -> OperationContext:
-        one = self._collectives
-        return OperationContext(
-            operation="buddy", rank=one.rank, size=one.size, traffic=one.traffic
-        )
 
     def _meet(self, snapshot: Snapshot, flags: int) -> tuple[list[int], int]:
         mine = torch.tensor([snapshot.data.numel(), flags], dtype=torch.int64)

@@ -10,9 +10,6 @@ LightningEnvironment,     Ray Train                     ours: what Ray inherits 
 any other                                               what was found
 """
 
-import sys
-from typing import Any
-
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment as LightningMPIEnvironment
@@ -20,24 +17,9 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_shard.core import settings
-from lightning_shard.environments.checks import check_adopted, check_environment
-from lightning_shard.environments.elastic import ElasticEnvironment, elastic_environment
 from lightning_shard.environments.mpi import MPIEnvironment
-from lightning_shard.environments.ray import RayEnvironment, check_num_devices
-from lightning_shard.environments.started_elsewhere import InProcessEnvironment
+from lightning_shard.environments.ray import RayEnvironment
 from lightning_shard.errors import ConfigError
-
-__all__ = [
-    "ElasticEnvironment",
-    "InProcessEnvironment",
-    "MPIEnvironment",
-    "RayEnvironment",
-    "check_adopted",
-    "check_environment",
-    "check_num_devices",
-    "elastic_environment",
-    "fitting_environment",
-]
 
 
 def fitting_environment(found: ClusterEnvironment, *, uses_mpi: bool) -> ClusterEnvironment:
@@ -89,18 +71,3 @@ def _check_srun_told_mpi(world_size: int) -> None:
             "not told MPI of the others. Start `srun --mpi=pmix python ...` (`srun --mpi=list` "
             "says what there is), or use mpirun."
         )
-
-
-def ask_mpi_under_mpi_alone(fabric: str) -> None:
-    """Have this root of Fabric look at the variables of MPI's launchers before it asks MPI.
-
-    To ask starts MPI, and Open MPI then listens on all addresses of the host.
-    """
-    environment: Any = sys.modules[f"{fabric}.plugins.environments.mpi"].MPIEnvironment
-    asks = environment.detect
-
-    def detect() -> bool:
-        """Whether MPI has started several ranks."""
-        return settings.is_under_mpi() and asks()
-
-    environment.detect = staticmethod(detect)

@@ -49,33 +49,10 @@ class MPIEnvironment(StartedElsewhere):
         self._comm = _comm_world()
         self._placement = self._ask_mpi() if told is None else self._complete(told)
 
-    @property
-    def local_size(self) -> int:
-        """Number of ranks on this host."""
-        assert self._placement.local_size is not None
-        return self._placement.local_size
-
     @staticmethod
     @override
     def detect() -> bool:
         return settings.mpi_variables() is not None
-
-    @override
-    def world_size(self) -> int:
-        return self._placement.world_size
-
-    @override
-    def global_rank(self) -> int:
-        return self._placement.rank
-
-    @override
-    def local_rank(self) -> int:
-        return self._placement.local_rank
-
-    @override
-    def node_rank(self) -> int:
-        assert self._placement.node_rank is not None
-        return self._placement.node_rank
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -141,18 +118,15 @@ class MPIEnvironment(StartedElsewhere):
     def _rendezvous(self) -> Rendezvous:
         """Where the ranks meet; with MPI rank 0 says it, and the token; all raise its error."""
         if self._comm is None and self.world_size() > 1:
-            return _rendezvous_without_mpi()
+            try:
+                return settings.rendezvous()
+            except ConfigError as error:
+                why = f"{error} Or install mpi4py, and rank 0 tells the others."
+                raise ConfigError(why) from error
         if self._comm is None:
             return _own_rendezvous(_LOOPBACK)
         settings.set_job_token(runtime.job_token())
         return _common_rendezvous(runtime.host_of_rank_zero())
-
-
-def _rendezvous_without_mpi() -> Rendezvous:
-    try:
-        return settings.rendezvous()
-    except ConfigError as error:
-        raise ConfigError(f"{error} Or install mpi4py, and rank 0 tells the others.") from error
 
 
 def _common_rendezvous(host: str) -> Rendezvous:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.core import settings
-from lightning_shard.core.settings import Rendezvous
+from lightning_shard.core.settings import ProcessRanks, Rendezvous
 from lightning_shard.environments import _ray
 from lightning_shard.environments.started_elsewhere import StartedElsewhere
 from lightning_shard.errors import ConfigError
@@ -35,13 +35,15 @@ class RayEnvironment(StartedElsewhere):
 
     def __init__(self) -> None:
         super().__init__()
-        self._context = _ray.context()
+        context = _ray.context()
+        self._placement = ProcessRanks(
+            rank=int(context.get_world_rank()),
+            world_size=int(context.get_world_size()),
+            local_rank=int(context.get_local_rank()),
+            local_size=int(context.get_local_world_size()),
+            node_rank=int(context.get_node_rank()),
+        )
         _end_group_of_ray()
-
-    @property
-    def local_size(self) -> int:
-        """Number of workers on this node."""
-        return int(self._context.get_local_world_size())
 
     @property
     def num_nodes(self) -> int:
@@ -58,22 +60,6 @@ class RayEnvironment(StartedElsewhere):
     @override
     def detect() -> bool:
         return _ray.is_worker()
-
-    @override
-    def world_size(self) -> int:
-        return int(self._context.get_world_size())
-
-    @override
-    def global_rank(self) -> int:
-        return int(self._context.get_world_rank())
-
-    @override
-    def local_rank(self) -> int:
-        return int(self._context.get_local_rank())
-
-    @override
-    def node_rank(self) -> int:
-        return int(self._context.get_node_rank())
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:

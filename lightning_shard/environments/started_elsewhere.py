@@ -11,12 +11,37 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from typing_extensions import override
 
 from lightning_shard.backends.in_process.world import current_rank, current_world
-from lightning_shard.core.settings import Rendezvous
+from lightning_shard.core.settings import ProcessRanks, Rendezvous
 from lightning_shard.errors import ConfigError
 
 
 class StartedElsewhere(ClusterEnvironment):
     """Of ranks that a launcher has started, and numbered; they agree on where they meet."""
+
+    _placement: ProcessRanks
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this host."""
+        assert self._placement.local_size is not None
+        return self._placement.local_size
+
+    @override
+    def world_size(self) -> int:
+        return self._placement.world_size
+
+    @override
+    def global_rank(self) -> int:
+        return self._placement.rank
+
+    @override
+    def local_rank(self) -> int:
+        return self._placement.local_rank
+
+    @override
+    def node_rank(self) -> int:
+        assert self._placement.node_rank is not None
+        return self._placement.node_rank
 
     @property
     @override

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_shard.core._lightning import own_trainer, runners_of
 from lightning_shard.core.mesh import NodePlacement
-from lightning_shard.environments import InProcessEnvironment
+from lightning_shard.environments.started_elsewhere import InProcessEnvironment
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import FlopCounter, measure_blocks
 from lightning_shard.pipeline_parallel.microbatches import BatchReader, batch_size_of, split_batch

@@ -55,7 +55,7 @@ from lightning_shard.elastic.membership.rendezvous_server import JobRules
 from lightning_shard.elastic.progress import flags_of, set_flags
 from lightning_shard.elastic.reconfigurable import ElasticFit
 from lightning_shard.elastic.recovery import refuse_strangers
-from lightning_shard.environments import elastic_environment
+from lightning_shard.environments.elastic import elastic_environment
 from lightning_shard.environments.launchers.in_process import InProcessLauncher
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer

@@ -22,15 +22,11 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.core import settings
 from lightning_shard.core.states import Checks
-from lightning_shard.environments import (
-    InProcessEnvironment,
-    MPIEnvironment,
-    RayEnvironment,
-    check_adopted,
-    check_environment,
-    check_num_devices,
-    fitting_environment,
-)
+from lightning_shard.environments import fitting_environment
+from lightning_shard.environments.checks import check_adopted, check_environment
+from lightning_shard.environments.mpi import MPIEnvironment
+from lightning_shard.environments.ray import RayEnvironment, check_num_devices
+from lightning_shard.environments.started_elsewhere import InProcessEnvironment
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.checkpoint_files import with_files
 from lightning_shard.strategies.options import RanksOptions

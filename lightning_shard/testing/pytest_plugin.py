@@ -43,27 +43,29 @@ def rank(request: pytest.FixtureRequest) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Check the marked tests that are left after deselection."""
     for item in items:
-        if item.get_closest_marker("ranks") is not None:
-            from lightning_shard.testing.rank_test import RankTest
-
-            RankTest(item)
+        _test_of(item)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Keep pytest from making the fixtures that each rank makes for itself."""
-    if item.get_closest_marker("ranks") is not None:
-        from lightning_shard.testing.rank_test import RankTest
-
-        RankTest(item).set_up()
+    if (test := _test_of(item)) is not None:
+        test.set_up()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
     """Run a marked test on its ranks."""
-    if pyfuncitem.get_closest_marker("ranks") is None:
+    if (test := _test_of(pyfuncitem)) is None:
+        return None
+    test.run()
+    return True
+
+
+def _test_of(item: pytest.Item) -> Any:
+    """Return the `RankTest` of a marked test, or None for any other."""
+    if item.get_closest_marker("ranks") is None:
         return None
     from lightning_shard.testing.rank_test import RankTest
 
-    RankTest(pyfuncitem).run()
-    return True
+    return RankTest(item)

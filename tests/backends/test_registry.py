@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.registry import NCCLBackend, auto_backend, backend_names, get_backend
-from lightning_shard.backends.shm import ShmBackend
+from lightning_shard.backends.shm.backend import ShmBackend
 from lightning_shard.errors import BackendUnavailableError, ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -21,7 +21,7 @@ from lightning_shard.elastic.membership.generation import Generation
 from lightning_shard.elastic.membership.launcher import ElasticLauncher
 from lightning_shard.elastic.membership.rendezvous_server import JobRules
 from lightning_shard.elastic.membership.served_membership import ServedMembership
-from lightning_shard.environments import ElasticEnvironment, elastic_environment
+from lightning_shard.environments.elastic import ElasticEnvironment, elastic_environment
 from lightning_shard.errors import RankFailedError
 
 TIMEOUT = timedelta(seconds=60)

@@ -122,9 +122,9 @@ def test_a_loader_gets_back_what_it_had() -> None:
     had = loader.sampler, loader.batch_sampler
     order = find_order(loader)
     sampler = ElasticBatchSampler(order, rank_batch=4, global_batch=8)
-    installed = install(loader, sampler)
+    remove = install(loader, sampler)
     assert find_order(loader) is order
-    installed.remove()
+    remove()
     assert (loader.sampler, loader.batch_sampler) == had
     with pytest.raises(ValueError, match="should not be set"):
         loader.batch_sampler = None

@@ -18,11 +18,11 @@ from lightning_shard.elastic.data_assignment import BatchAssignment, DataAssignm
 from lightning_shard.elastic.epoch_order import Position
 from lightning_shard.elastic.hook_values import HookValues
 from lightning_shard.elastic.loop import ElasticRun, Reconfiguration
-from lightning_shard.elastic.membership.generation import EvictedError, Generation, Membership
+from lightning_shard.elastic.membership.generation import Generation, Membership
 from lightning_shard.elastic.membership.ranks import ElasticRanks
 from lightning_shard.elastic.progress import WhatTrains
 from lightning_shard.elastic.reconfigurable import ElasticFit
-from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError
+from lightning_shard.errors import CheckpointError, ConfigError, EvictedError, RankFailedError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, assert_same, attach, start
 

@@ -9,7 +9,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_shard import ZeRO2Strategy
-from lightning_shard.environments import check_environment
+from lightning_shard.environments.checks import check_environment
 from lightning_shard.errors import ConfigError
 from tests.environments.variables import LIGHTNING, SLURM, TORCHRUN, set_only
 

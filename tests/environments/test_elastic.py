@@ -8,7 +8,8 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_shard.core import settings
-from lightning_shard.environments import ElasticEnvironment, check_environment, elastic_environment
+from lightning_shard.environments.checks import check_environment
+from lightning_shard.environments.elastic import ElasticEnvironment, elastic_environment
 from lightning_shard.errors import ConfigError
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_shard.core import settings
-from lightning_shard.environments import MPIEnvironment, mpi
+from lightning_shard.environments import mpi
+from lightning_shard.environments.mpi import MPIEnvironment
 from lightning_shard.errors import ConfigError
 from tests.environments.variables import CRAY_PMI, HYDRA, OPEN_MPI, names_of, set_only
 from tests.mpirun import run_mpi, run_mpi_command

@@ -1,6 +1,7 @@
 """When Lightning's own choice of a cluster environment stands, and when ours takes its place."""
 
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -15,7 +16,8 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 
 from lightning_shard import ZeRO2Strategy
 from lightning_shard.core import settings
-from lightning_shard.environments import MPIEnvironment, fitting_environment
+from lightning_shard.environments import fitting_environment
+from lightning_shard.environments.mpi import MPIEnvironment
 from lightning_shard.errors import ConfigError
 from tests.environments.variables import OPEN_MPI, SLURM, TORCHRUN, set_only
 from tests.processes import run_alone
@@ -106,3 +108,8 @@ def test_under_mpi_it_asks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not LightningMPIEnvironment.detect()
     monkeypatch.setenv(name, "1")
     assert settings.is_under_mpi()
+
+
+def test_environments_may_be_imported_before_lightning() -> None:
+    """The import of Lightning asked for a function of theirs, which was not there yet."""
+    subprocess.run([sys.executable, "-c", "import lightning_shard.environments.ray"], check=True)

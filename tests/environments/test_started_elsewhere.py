@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_shard.environments import InProcessEnvironment
+from lightning_shard.environments.started_elsewhere import InProcessEnvironment
 from lightning_shard.errors import ConfigError
 from lightning_shard.testing import run_ranks
 

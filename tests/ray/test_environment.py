@@ -12,7 +12,9 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.lsf import LSFEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-from lightning_shard.environments import InProcessEnvironment, RayEnvironment, fitting_environment
+from lightning_shard.environments import fitting_environment
+from lightning_shard.environments.ray import RayEnvironment
+from lightning_shard.environments.started_elsewhere import InProcessEnvironment
 from lightning_shard.errors import BackendUnavailableError, ConfigError
 from lightning_shard.ray import (
     RayReportCallback,

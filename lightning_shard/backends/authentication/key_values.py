@@ -135,13 +135,7 @@ class RequestStore(StoreBase):
 
 
 def _sent(value: str | bytes) -> str:
-    return (
-        value if isinstance(value, str) and value.isascii() else _as_bytes(value).decode("latin-1")
-    )
-
-
-def _as_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 
 def _received(value: str) -> bytes:

@@ -2,7 +2,7 @@
 
 run_ranks / launcher ─► World.run ─► RanksRun ─► Scheduler (the token, deadlocks)
                             │                         └─ RankGlobals (swapped at each switch)
-torch.distributed ─► InProcessGroup ─► World.post ─► Channel ─► SEMANTICS (the arithmetic)
+torch.distributed ─► InProcessGroup ─► World.post ─► Channel (the arithmetic)
                             └─ InProcessWork.wait ─► Scheduler.wait
 """
 
@@ -66,8 +66,9 @@ class InProcessGroup(PythonGroup):
 
     backend_name: ClassVar[str] = BACKEND_NAME
 
-    def __init__(self, world: World, name: str, global_ranks: tuple[int, ...], rank: int) -> None:
-        super().__init__(name, global_ranks, rank)
+    def __init__(self, world: World, options: Any) -> None:
+        name, global_ranks = options.group_id, ranks_of(options)
+        super().__init__(name, global_ranks, options.group_rank)
         self._world = world
         self._channel = world.channel(name, global_ranks)
 
@@ -89,8 +90,7 @@ def _require_world() -> World:
 def _make_group(options: Any, backend_options: Any) -> InProcessGroup:
     """Make the running rank's handle of a group; c10d calls this function."""
     del backend_options
-    name, rank = options.group_id, options.group_rank
-    return InProcessGroup(_require_world(), name, ranks_of(options), rank)
+    return InProcessGroup(_require_world(), options)
 
 
 class InProcessBackend(Backend):

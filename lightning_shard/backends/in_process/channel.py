@@ -1,13 +1,13 @@
 """The meeting place of one group's ranks, and the arithmetic of what they call there.
 
 Each rank's k-th collective meets its peers' k-th. The first to call says what is expected; the last
-runs `SEMANTICS` on everybody's tensors, in rank order. Sends and receives are matched by peer and
+computes with everybody's tensors, in rank order. Sends and receives are matched by peer and
 tag, first come first served; a send is over when its receive has come, as with Gloo and NCCL.
 
 Sources that lie in the storage of a target are copied first, so that every way to alias is right.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -87,44 +87,85 @@ def _rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-Calls = Sequence[Call]
+class _Operation:
+    """One operation: the method of its name computes for the ranks, whose calls these are."""
 
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._root = calls[calls[0].root]
 
-def _all_reduce(calls: Calls) -> None:
-    for parts in zip(*(call.inputs for call in calls), strict=True):
-        total = reduce_tensors([raw(part) for part in parts], calls[0].reduce_op)
-        for part in parts:
-            write(part, total)
+    def all_reduce(self) -> None:
+        for parts, total in self._totals():
+            for part in parts:
+                write(part, total)
 
+    def reduce(self) -> None:
+        for target, (_, total) in zip(self._root.inputs, self._totals(), strict=True):
+            write(target, total)
 
-def _reduce(calls: Calls) -> None:
-    root = calls[calls[0].root]
-    for k, target in enumerate(root.inputs):
-        write(target, reduce_tensors([raw(call.inputs[k]) for call in calls], root.reduce_op))
+    def broadcast(self) -> None:
+        for call in self._calls:
+            if call is not self._root:
+                for target, source in zip(call.inputs, self._root.inputs, strict=True):
+                    write(target, raw(source))
 
+    def all_gather(self) -> None:
+        self._gather_on(self._calls)
 
-def _broadcast(calls: Calls) -> None:
-    root = calls[calls[0].root]
-    for call in calls:
-        if call is not root:
-            for target, source in zip(call.inputs, root.inputs, strict=True):
-                write(target, raw(source))
+    def gather(self) -> None:
+        self._gather_on([self._root])
 
+    def all_gather_single(self) -> None:
+        calls = self._calls
+        targets = [output for call in calls for output in call.outputs]
+        for k in range(len(calls[0].inputs)):
+            sources = unaliased([call.inputs[k] for call in calls], targets)
+            gathered = torch.cat([source.reshape(-1) for source in sources])
+            for call in calls:
+                write(call.outputs[k], gathered)
 
-def _all_gather(calls: Calls) -> None:
-    _gather_on(calls, calls)
+    def reduce_scatter(self) -> None:
+        for call in self._calls:
+            _check_numel(call, call.outputs[0], call, call.inputs[call.rank])
+        totals = [total for _, total in self._totals()]
+        for call in self._calls:
+            write(call.outputs[0], totals[call.rank])
 
+    def reduce_scatter_single(self) -> None:
+        totals = [total.reshape(len(self._calls), -1) for _, total in self._totals()]
+        for call in self._calls:
+            for output, total in zip(call.outputs, totals, strict=True):
+                write(output, total[call.rank])
 
-def _gather(calls: Calls) -> None:
-    _gather_on([calls[calls[0].root]], calls)
+    def scatter(self) -> None:
+        pairs = zip(self._calls, self._root.inputs, strict=True)
+        _copy((call, call.outputs[0], self._root, source) for call, source in pairs)
 
+    def all_to_all(self) -> None:
+        _copy(
+            (call, slot, sender, sender.inputs[call.rank])
+            for call in self._calls
+            for slot, sender in zip(call.outputs, self._calls, strict=True)
+        )
 
-def _gather_on(receivers: Calls, calls: Calls) -> None:
-    _copy(
-        (call, slot, sender, sender.inputs[0])
-        for call in receivers
-        for slot, sender in zip(call.outputs, calls, strict=True)
-    )
+    all_to_all_single = all_to_all
+
+    def barrier(self) -> None:
+        pass
+
+    monitored_barrier = barrier
+
+    def _totals(self) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        """Yield for each tensor of a call the ranks' tensors, and what they reduce to."""
+        for parts in zip(*(call.inputs for call in self._calls), strict=True):
+            yield parts, reduce_tensors([raw(part) for part in parts], self._calls[0].reduce_op)
+
+    def _gather_on(self, receivers: Sequence[Call]) -> None:
+        _copy(
+            (call, slot, sender, sender.inputs[0])
+            for call in receivers
+            for slot, sender in zip(call.outputs, self._calls, strict=True)
+        )
 
 
 def _copy(places: Iterable[tuple[Call, Tensor, Call, Tensor]]) -> None:
@@ -137,52 +178,6 @@ def _copy(places: Iterable[tuple[Call, Tensor, Call, Tensor]]) -> None:
         write(slot, source)
 
 
-def _all_gather_single(calls: Calls) -> None:
-    targets = [output for call in calls for output in call.outputs]
-    for k in range(len(calls[0].inputs)):
-        sources = unaliased([call.inputs[k] for call in calls], targets)
-        gathered = torch.cat([source.reshape(-1) for source in sources])
-        for call in calls:
-            write(call.outputs[k], gathered)
-
-
-def _reduce_scatter(calls: Calls) -> None:
-    for call in calls:
-        _check_numel(call, call.outputs[0], call, call.inputs[call.rank])
-    parts = zip(*(call.inputs for call in calls), strict=True)
-    totals = [reduce_tensors([raw(t) for t in part], calls[0].reduce_op) for part in parts]
-    for call in calls:
-        write(call.outputs[0], totals[call.rank])
-
-
-def _reduce_scatter_single(calls: Calls) -> None:
-    totals = [
-        reduce_tensors([raw(part) for part in parts], calls[0].reduce_op).reshape(len(calls), -1)
-        for parts in zip(*(call.inputs for call in calls), strict=True)
-    ]
-    for call in calls:
-        for output, total in zip(call.outputs, totals, strict=True):
-            write(output, total[call.rank])
-
-
-def _scatter(calls: Calls) -> None:
-    root = calls[calls[0].root]
-    pairs = zip(calls, root.inputs, strict=True)
-    _copy((call, call.outputs[0], root, source) for call, source in pairs)
-
-
-def _all_to_all(calls: Calls) -> None:
-    _copy(
-        (call, slot, sender, sender.inputs[call.rank])
-        for call in calls
-        for slot, sender in zip(call.outputs, calls, strict=True)
-    )
-
-
-def _barrier(calls: Calls) -> None:
-    del calls
-
-
 def _check_numel(receiver: Call, slot: Tensor, sender: Call, source: Tensor) -> None:
     if slot.numel() != source.numel() or slot.dtype != source.dtype:
         raise Disagreement(
@@ -191,23 +186,6 @@ def _check_numel(receiver: Call, slot: Tensor, sender: Call, source: Tensor) -> 
             f"rank {sender.rank} of the group gives {describe_tensor(source)}, but rank "
             f"{receiver.rank} of the group has room for {describe_tensor(slot)} there",
         )
-
-
-SEMANTICS: dict[str, Callable[[Calls], None]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather_single,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all,
-    "barrier": _barrier,
-    "monitored_barrier": _barrier,
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -294,7 +272,7 @@ class Channel:
         if op == "all_reduce" and self.is_like_gloo:
             all_reduce_in_ring(calls)
         else:
-            SEMANTICS[op](calls)
+            getattr(_Operation(calls), op)()
 
     def transfer(self, call: Call) -> Transfer:
         """Add one rank's send or receive; if its counterpart is there, copy."""

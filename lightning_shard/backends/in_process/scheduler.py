@@ -50,7 +50,7 @@ class Scheduler:
         self.failures: dict[int, BaseException] = {}
         self.survived: set[int] = set()
         self.is_condemned = False
-        self._is_elastic = is_elastic
+        self.is_elastic = is_elastic
         self._idle_polls = 0
 
     # --- waiting -------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Scheduler:
         """
         self.failures.setdefault(rank.index, error)
         rank.status = Status.FAILED
-        if self._is_elastic and isinstance(error, (Exception, SystemExit)):
+        if self.is_elastic and isinstance(error, (Exception, SystemExit)):
             if not self.is_condemned:
                 self.survived.add(rank.index)
         else:
@@ -149,7 +149,9 @@ class Scheduler:
         released: list[bool] = []
 
         def end_standstill() -> bool:
-            return self._release(released) if self._is_elastic else self._end_with(rank, error)
+            if self.is_elastic:
+                released.append(True)
+            return self.is_elastic or self._end_with(rank, error)
 
         rank.wait = Wait(
             lambda: bool(released) or self.is_condemned or self._nobody_goes_on(),
@@ -164,10 +166,6 @@ class Scheduler:
 
     def _nobody_goes_on(self) -> bool:
         return all(r.failing is not None for r in self.ranks if r.status is Status.ALIVE)
-
-    def _release(self, released: list[bool]) -> bool:
-        released.append(True)
-        return True
 
     def _end_with(self, rank: Rank, error: BaseException) -> bool:
         """Have the ranks that wait in vain raise the error that follows from this rank's."""
@@ -184,8 +182,7 @@ class Scheduler:
 
     def leave(self, rank: Rank) -> None:
         """Hand the token on for good, from a thread that is about to end."""
-        following = self._choose(rank)
-        self._give_token(rank, following)
+        self._give_token(rank, self._choose(rank))
 
     def drain(self, rank: Rank) -> None:
         """Let the other ranks run until all have ended; for rank 0, which has ended itself."""
@@ -308,23 +305,20 @@ class Failure:
 class Failures:
     """The place where the ranks that have raised wait for each other."""
 
-    def __init__(
-        self, scheduler: Scheduler, channels: Collection[Channel], *, is_elastic: bool
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, channels: Collection[Channel]) -> None:
         self._scheduler, self._channels = scheduler, channels
-        self._is_elastic = is_elastic
         self._is_common: dict[int, bool] = {}  # by generation
 
     def meet(self, rank: Rank, error: BaseException) -> Failure:
         """Let the other ranks run until each has raised, too, or has ended; called by `rank`."""
         scheduler, place = self._scheduler, rank.place
-        if not self._is_elastic or rank.left < place.generation:
+        if not scheduler.is_elastic or rank.left < place.generation:
             scheduler.await_failures(rank, error)
             if place.generation not in self._is_common:  # the first to come back looks for all
                 self._is_common[place.generation] = self._have_failed_alike(place)
         thread, first = next(iter(scheduler.failures.items()), (rank.index, error))
         is_common = self._is_common.get(place.generation, False) and not scheduler.is_condemned
-        if not is_common and not self._is_elastic:
+        if not is_common and not scheduler.is_elastic:
             scheduler.condemn(peer_failed_error_maker(scheduler.ranks[thread].name, first))
         gone = tuple(r for r, one in enumerate(self._members(place)) if one.status is Status.GONE)
         return Failure(is_common=is_common, first=first, gone=gone)

@@ -44,6 +44,12 @@ def current() -> Lifeline | None:
     return _lifeline
 
 
+def check(operation: str) -> None:
+    """Return unless a rank is known to have failed, which this operation would wait for."""
+    if _lifeline is not None:
+        _lifeline.check(operation)
+
+
 def start(
     store: Store,
     address: JobAddress,

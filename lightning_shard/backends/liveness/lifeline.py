@@ -119,7 +119,7 @@ class Lifeline:
         self._steps = 0
         self._meets_anew = met_anew  # where a loss is no end
         self._ends_at = math.inf  # unless the main thread hears of the verdict
-        self._terminated: int | None = None
+        self.terminated_rank: int | None = None  # the first sent SIGTERM or SLURM's signal
         self._stop_step: int | None = None
         self._failing: int | None = None  # after how many operations a peer has raised
         self._all_raised = False
@@ -130,7 +130,7 @@ class Lifeline:
     def await_all(self, seconds: float) -> None:
         """Wait until every rank has come; one that leaves at once is then missed by nobody."""
         with self._news:
-            self._news.wait_for(self._may_start, seconds)
+            self._news.wait_for(lambda: self._all_have_come or self.has_verdict, seconds)
             self.check("the start")
             if not self._all_have_come:
                 raise self.explain("the start")
@@ -208,7 +208,9 @@ class Lifeline:
         number = self._activity.number
         self._send({"kind": "raised", "event": _describe(error), "place": place, "number": number})
         with self._news:
-            self._news.wait_for(self._is_explained, self._silence_seconds)
+            self._news.wait_for(
+                lambda: self._all_raised or self._is_decided(), self._silence_seconds
+            )
         if not self._all_raised:
             self.announce_failure(error)
         return self._all_raised
@@ -237,14 +239,8 @@ class Lifeline:
             self._has_announced_requeue = True
             self._send({"kind": "terminating", "requeues": True})
 
-    def _may_start(self) -> bool:
-        return self._all_have_come or self.has_verdict
-
     def _is_decided(self) -> bool:
         return self.has_verdict or self._hub_has_left
-
-    def _is_explained(self) -> bool:
-        return self._all_raised or self._is_decided()
 
     @property
     def has_verdict(self) -> bool:
@@ -269,24 +265,16 @@ class Lifeline:
         """Whether this rank has come to the step before which all ranks stop."""
         return self._stop_step is not None and self._steps >= self._stop_step
 
-    @property
-    def terminated_rank(self) -> int | None:
-        """The first rank that was sent SIGTERM or SLURM's signal, if any."""
-        return self._terminated
-
     def step(self) -> bool:
         """Begin a step of the run, as every rank does; return whether all stop before it."""
         with self._news:
             self._steps += 1
-            if self._terminated is not None:
-                self._news.wait_for(self._may_go_on)
+            if self.terminated_rank is not None:
+                self._news.wait_for(lambda: self._stop_step is not None or self._is_decided())
         self.check("the next step")
         if self.stops:
             self._send({"kind": "stopped"})
         return self.stops or (self._hub_has_left and self.was_terminated)
-
-    def _may_go_on(self) -> bool:
-        return self._stop_step is not None or self._verdict is not None or self._hub_has_left
 
     # --- told by the lifeline's thread ----------------------------------------------------------
 
@@ -297,7 +285,8 @@ class Lifeline:
         now = monotonic()
         seconds = now - activity.since
         is_long = activity.number and seconds > _LONG_SECONDS
-        place = f" at {_line_of_main_thread()}" if is_long else ""
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        place = f" at {find_call_site(main)}" if is_long else ""
         waits = seconds if activity.inside else 0.0
         self._send({"kind": "beat", "doing": activity.describe(now) + place, "waits": waits})
 
@@ -322,21 +311,18 @@ class Lifeline:
         self._hub_heard = now
         match message["kind"]:
             case "welcome":
-                with self._news:
-                    self._all_have_come = True
-                    self._news.notify_all()
+                self._all_have_come = True
             case "verdict":
                 self._judge(
                     LivenessVerdict(**{key: message[key] for key in ("rank", "event", "doing")})
                 )
             case "table":
-                with self._news:
-                    self._table = {int(rank): doing for rank, doing in message["table"].items()}
+                self._table = {int(rank): doing for rank, doing in message["table"].items()}
             case "waiting":
                 self._print("; ".join(message["ranks"]))
             case "hold":
                 with self._news:
-                    self._terminated = message["rank"]
+                    self.terminated_rank = message["rank"]
                     steps = self._steps
                 self._send({"kind": "hold", "steps": steps})
                 received = "SLURM's requeue signal" if "requeues" in message else "SIGTERM"
@@ -344,21 +330,17 @@ class Lifeline:
                     f"rank {message['rank']} received {received}; all stop at the next step"
                 )
             case "stop":
-                with self._news:
-                    self.requeues = "requeues" in message
-                    self._stop_step = message["step"]
-                    self._news.notify_all()
+                self.requeues = "requeues" in message
+                self._stop_step = message["step"]
             case "raised":
                 self._failing = message["number"]
                 self._tell_if_past()
             case "common":
-                with self._news:
-                    self._all_raised = True
-                    self._news.notify_all()
+                self._all_raised = True
             case "bye":
-                with self._news:
-                    self._hub_has_left = True
-                    self._news.notify_all()
+                self._hub_has_left = True
+        with self._news:
+            self._news.notify_all()
 
     def hub_lost(self) -> None:
         """Take note that the connection to the hub has ended."""
@@ -399,10 +381,6 @@ class Lifeline:
     def _print(self, news: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed
             print(f"[rank {self.rank}] {news}", file=sys.stderr, flush=True)
-
-
-def _line_of_main_thread() -> str:
-    return str(find_call_site(sys._current_frames().get(threading.main_thread().ident or 0)))
 
 
 def _describe(error: BaseException) -> str:

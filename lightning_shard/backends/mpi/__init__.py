@@ -3,11 +3,7 @@
 MPI moves bytes and this package does the arithmetic, for every dtype and every `ReduceOp`, with the
 bits of the in-process backend.
 
-    torch.distributed ─► MPIGroup ─► OPERATIONS: one generator per operation, which yields MPI
-                                     requests and goes on once they are complete
+    torch.distributed ─► MPIGroup ─► a generator per operation, which yields MPI requests and
+                                     goes on once they are complete
                           MPIWork ─► MPIFlight ◄─ ProgressThread (when nobody waits)
 """
-
-from lightning_shard.backends.mpi.backend import MPIBackend
-
-__all__ = ["MPIBackend"]

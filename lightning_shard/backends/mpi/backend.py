@@ -11,14 +11,13 @@ An all-reduce of a large tensor, in two steps, neither of which sends more than 
 
 Collectives of a communicator must start in the same order on every rank, so the first step starts
 all that an operation needs, and second steps are messages, told apart by the operation's number.
-What MPI moves stays in the generator's variables until then: MPI knows addresses only.
 """
 
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -82,15 +81,8 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def _type_of_size(itemsize: int) -> Any:
-    module = mpi()
-    types = {
-        1: module.BYTE,
-        2: module.INT16_T,
-        4: module.INT32_T,
-        8: module.INT64_T,
-        16: module.C_DOUBLE_COMPLEX,
-    }
-    return types[itemsize]
+    names = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
+    return getattr(mpi(), names[itemsize])
 
 
 def _checked(numel: int) -> int:
@@ -106,167 +98,166 @@ def _checked(numel: int) -> int:
 _GATHERED_BYTES = 256 << 10
 
 
-def _all_reduce(group: "MPIGroup", call: Call) -> Steps:
-    flat = pack(call.inputs)
-    if flat.numel() * flat.itemsize * group.size() <= _GATHERED_BYTES:
-        everyones = flat.new_empty(group.size(), flat.numel())
-        yield [group.comm.Iallgather(full(flat), _evenly(everyones))]
-        flat = reduce_tensors(everyones.unbind(), call.reduce_op).to(flat.dtype)
-    else:
-        yield from _reduce_in_slices(group, call, flat, to=range(group.size()))
-    unpack(flat, call.inputs)
+class _Operation:
+    """One operation: the method of its name yields the requests that must be complete to go on.
 
+    What MPI moves stays in the method's variables until then: MPI knows addresses only.
+    """
 
-def _reduce(group: "MPIGroup", call: Call) -> Steps:
-    flat = pack(call.inputs).clone()  # what the other ranks gave stays as it is
-    yield from _reduce_in_slices(group, call, flat, to=[call.root])
-    if call.rank == call.root:
+    def __init__(self, group: "MPIGroup", call: Call) -> None:
+        self._group, self._comm, self._call = group, group.comm, call
+        self._size = group.size()
+
+    def all_reduce(self) -> Steps:
+        call, flat = self._call, pack(self._call.inputs)
+        if flat.nbytes * self._size <= _GATHERED_BYTES:
+            everyones = flat.new_empty(self._size, flat.numel())
+            yield [self._comm.Iallgather(full(flat), _evenly(everyones, self._size))]
+            flat = reduce_tensors(everyones.unbind(), call.reduce_op).to(flat.dtype)
+        else:
+            yield from self._reduce_in_slices(flat, to=range(self._size))
         unpack(flat, call.inputs)
 
+    def reduce(self) -> Steps:
+        call = self._call
+        flat = pack(call.inputs).clone()  # what the other ranks gave stays as it is
+        yield from self._reduce_in_slices(flat, to=[call.root])
+        if call.rank == call.root:
+            unpack(flat, call.inputs)
 
-def _reduce_in_slices(group: "MPIGroup", call: Call, flat: Tensor, *, to: Sequence[int]) -> Steps:
-    """Reduce `flat` in place on the ranks `to`; each rank reduces one slice of it."""
-    slices = flat.tensor_split(group.size())
-    number = group.next_number()
-    own = slices[call.rank]
-    request, received = _give_slices(group, call, slices, flat)
-    yield [request]
-    _reduce_into(own, received, call)
-    receives = [s for s in range(group.size()) if call.rank in to and s != call.rank]
-    sends = [target for target in to if target != call.rank]
-    yield [
-        *(group.inner.Irecv(full(slices[source]), source, number) for source in receives),
-        *(group.inner.Isend(full(own), target, number) for target in sends),
-    ]
+    def _reduce_in_slices(self, flat: Tensor, *, to: Sequence[int]) -> Steps:
+        """Reduce `flat` in place on the ranks `to`; each rank reduces one slice of it."""
+        rank, inner, number = self._call.rank, self._group.inner, self._group.next_number()
+        slices = flat.tensor_split(self._size)
+        own = slices[rank]
+        request, received = self._give_slices(slices, flat)
+        yield [request]
+        self._reduce_into(own, received)
+        receives = [source for source in range(self._size) if rank in to and source != rank]
+        sends = [target for target in to if target != rank]
+        yield [
+            *(inner.Irecv(full(slices[source]), source, number) for source in receives),
+            *(inner.Isend(full(own), target, number) for target in sends),
+        ]
 
+    def _give_slices(self, slices: Sequence[Tensor], flat: Tensor) -> tuple[Any, Tensor]:
+        """Start to give each rank its slice; `flat` holds them one after the other."""
+        numel = slices[self._call.rank].numel()
+        received = flat.new_empty(self._size, numel)
+        sent, got = parts(flat, _numels(slices)), parts(received, [numel] * self._size)
+        return self._comm.Ialltoallv(sent, got), received
 
-def _give_slices(
-    group: "MPIGroup", call: Call, slices: Sequence[Tensor], flat: Tensor
-) -> tuple[Any, Tensor]:
-    """Start to give each rank its slice; `flat` holds them one after the other."""
-    received = flat.new_empty(group.size(), slices[call.rank].numel())
-    even = [slices[call.rank].numel()] * group.size()
-    sent = parts(flat, _numels(slices))
-    return group.comm.Ialltoallv(sent, parts(received, even)), received
+    def _reduce_into(self, output: Tensor, received: Tensor) -> None:
+        if output.numel():
+            total = reduce_tensors(received.unbind(), self._call.reduce_op)
+            output.copy_(total.view(output.shape))
 
-
-def _reduce_into(output: Tensor, received: Tensor, call: Call) -> None:
-    if output.numel():
-        output.copy_(reduce_tensors(received.unbind(), call.reduce_op).view(output.shape))
-
-
-def _reduce_scatter(group: "MPIGroup", call: Call) -> Steps:
-    _check_room(call, call.outputs[0], call.inputs[call.rank])
-    flat = pack(call.inputs)
-    request, received = _give_slices(group, call, call.inputs, flat)
-    yield [request]
-    _reduce_into(raw(call.outputs[0]), received, call)
-
-
-def _reduce_scatter_single(group: "MPIGroup", call: Call) -> Steps:
-    flats = [pack([full]) for full in call.inputs]
-    begun = [_give_slices(group, call, flat.tensor_split(group.size()), flat) for flat in flats]
-    yield [request for request, _ in begun]
-    for output, (_, received) in zip(call.outputs, begun, strict=True):
-        _reduce_into(raw(output), received, call)
-
-
-def _broadcast(group: "MPIGroup", call: Call) -> Steps:
-    flat = pack(call.inputs)
-    yield [group.comm.Ibcast(full(flat), call.root)]
-    if call.rank != call.root:
-        unpack(flat, call.inputs)
-
-
-def _all_gather(group: "MPIGroup", call: Call) -> Steps:
-    _check_room(call, call.outputs[call.rank], call.inputs[0])
-    flat = room_for(call.outputs)
-    source = pack(unaliased(call.inputs, call.outputs))
-    yield [group.comm.Iallgatherv(full(source), parts(flat, _numels(call.outputs)))]
-    unpack(flat, call.outputs)
-
-
-def _all_gather_single(group: "MPIGroup", call: Call) -> Steps:
-    flats = [room_for([output]) for output in call.outputs]
-    given = [_to_give(group, call, *pair) for pair in zip(call.inputs, flats, strict=True)]
-    yield [
-        group.comm.Iallgather(
-            mpi().IN_PLACE if own is None else full(own), _evenly(flat, group.size())
-        )
-        for own, flat in zip(given, flats, strict=True)
-    ]
-    for flat, output in zip(flats, call.outputs, strict=True):
-        unpack(flat, [output])
-
-
-def _to_give(group: "MPIGroup", call: Call, own: Tensor, flat: Tensor) -> Tensor | None:
-    """Return this rank's input of an all-gather into `flat`; None where it lies there already."""
-    here = flat.view(group.size(), -1)[call.rank] if flat.numel() else flat
-    if own.is_contiguous() and own.data_ptr() == here.data_ptr():
-        return None
-    return pack(unaliased([own], call.outputs))
-
-
-def _gather(group: "MPIGroup", call: Call) -> Steps:
-    own = pack(unaliased(call.inputs, call.outputs))
-    if call.rank != call.root:
-        yield [group.comm.Igatherv(full(own), None, call.root)]
-        return
-    _check_room(call, call.outputs[call.rank], call.inputs[0])
-    flat = room_for(call.outputs)
-    yield [group.comm.Igatherv(full(own), parts(flat, _numels(call.outputs)), call.root)]
-    unpack(flat, call.outputs)
-
-
-def _scatter(group: "MPIGroup", call: Call) -> Steps:
-    flat = room_for(call.outputs)
-    if call.rank == call.root:
+    def reduce_scatter(self) -> Steps:
+        call = self._call
         _check_room(call, call.outputs[0], call.inputs[call.rank])
+        flat = pack(call.inputs)
+        request, received = self._give_slices(call.inputs, flat)
+        yield [request]
+        self._reduce_into(raw(call.outputs[0]), received)
+
+    def reduce_scatter_single(self) -> Steps:
+        flats = [pack([full]) for full in self._call.inputs]
+        begun = [self._give_slices(flat.tensor_split(self._size), flat) for flat in flats]
+        yield [request for request, _ in begun]
+        for output, (_, received) in zip(self._call.outputs, begun, strict=True):
+            self._reduce_into(raw(output), received)
+
+    def broadcast(self) -> Steps:
+        call, flat = self._call, pack(self._call.inputs)
+        yield [self._comm.Ibcast(full(flat), call.root)]
+        if call.rank != call.root:
+            unpack(flat, call.inputs)
+
+    def all_gather(self) -> Steps:
+        call, flat = self._call, room_for(self._call.outputs)
+        _check_room(call, call.outputs[call.rank], call.inputs[0])
+        source = pack(unaliased(call.inputs, call.outputs))
+        yield [self._comm.Iallgatherv(full(source), parts(flat, _numels(call.outputs)))]
+        unpack(flat, call.outputs)
+
+    def all_gather_single(self) -> Steps:
+        call = self._call
+        flats = [room_for([output]) for output in call.outputs]
+        given = [self._to_give(*pair) for pair in zip(call.inputs, flats, strict=True)]
+        yield [
+            self._comm.Iallgather(
+                mpi().IN_PLACE if own is None else full(own), _evenly(flat, self._size)
+            )
+            for own, flat in zip(given, flats, strict=True)
+        ]
+        for flat, output in zip(flats, call.outputs, strict=True):
+            unpack(flat, [output])
+
+    def _to_give(self, own: Tensor, flat: Tensor) -> Tensor | None:
+        """Return this rank's input of an all-gather into `flat`; None if it lies there already."""
+        here = flat.view(self._size, -1)[self._call.rank] if flat.numel() else flat
+        if own.is_contiguous() and own.data_ptr() == here.data_ptr():
+            return None
+        return pack(unaliased([own], self._call.outputs))
+
+    def gather(self) -> Steps:
+        call = self._call
+        own = pack(unaliased(call.inputs, call.outputs))
+        if call.rank != call.root:
+            yield [self._comm.Igatherv(full(own), None, call.root)]
+            return
+        _check_room(call, call.outputs[call.rank], call.inputs[0])
+        flat = room_for(call.outputs)
+        yield [self._comm.Igatherv(full(own), parts(flat, _numels(call.outputs)), call.root)]
+        unpack(flat, call.outputs)
+
+    def scatter(self) -> Steps:
+        call, flat, sent = self._call, room_for(self._call.outputs), None
+        if call.rank == call.root:
+            _check_room(call, call.outputs[0], call.inputs[call.rank])
+            given = pack(unaliased(call.inputs, call.outputs))
+            sent = parts(given, _numels(call.inputs))
+        yield [self._comm.Iscatterv(sent, full(flat), call.root)]
+        unpack(flat, call.outputs)
+
+    def all_to_all(self) -> Steps:
+        call, flat = self._call, room_for(self._call.outputs)
+        _check_room(call, call.outputs[call.rank], call.inputs[call.rank])
         given = pack(unaliased(call.inputs, call.outputs))
-        sent = parts(given, _numels(call.inputs))
-        yield [group.comm.Iscatterv(sent, full(flat), call.root)]
-    else:
-        yield [group.comm.Iscatterv(None, full(flat), call.root)]
-    unpack(flat, call.outputs)
+        sent, received = parts(given, _numels(call.inputs)), parts(flat, _numels(call.outputs))
+        yield [self._comm.Ialltoallv(sent, received)]
+        unpack(flat, call.outputs)
 
+    all_to_all_single = all_to_all
 
-def _all_to_all(group: "MPIGroup", call: Call) -> Steps:
-    _check_room(call, call.outputs[call.rank], call.inputs[call.rank])
-    flat = room_for(call.outputs)
-    given = pack(unaliased(call.inputs, call.outputs))
-    sent, received = parts(given, _numels(call.inputs)), parts(flat, _numels(call.outputs))
-    yield [group.comm.Ialltoallv(sent, received)]
-    unpack(flat, call.outputs)
+    def barrier(self) -> Steps:
+        yield [self._comm.Ibarrier()]
 
+    monitored_barrier = barrier
 
-def _barrier(group: "MPIGroup", call: Call) -> Steps:
-    del call
-    yield [group.comm.Ibarrier()]
+    def send(self) -> Steps:
+        call = self._call
+        comm, tag = self._group.lane(call.tag or 0)
+        flats = [pack([tensor]) for tensor in call.inputs]
+        yield [comm.Isend(full(flat), call.root, tag) for flat in flats]
 
-
-def _send(group: "MPIGroup", call: Call) -> Steps:
-    comm, tag = group.lane(call.tag or 0)
-    flats = [pack([tensor]) for tensor in call.inputs]
-    yield [comm.Isend(full(flat), call.root, tag) for flat in flats]
-
-
-def _recv(group: "MPIGroup", call: Call) -> Steps:
-    comm, tag = group.lane(call.tag or 0)
-    source = mpi().ANY_SOURCE if call.root == ANY_SOURCE else call.root
-    flats = [room_for([tensor]) for tensor in call.outputs]
-    status = yield [comm.Irecv(full(flat), source, tag) for flat in flats]
-    _check_full(call, status)
-    for flat, tensor in zip(flats, call.outputs, strict=True):
-        unpack(flat, [tensor])
+    def recv(self) -> Steps:
+        call = self._call
+        comm, tag = self._group.lane(call.tag or 0)
+        source = mpi().ANY_SOURCE if call.root == ANY_SOURCE else call.root
+        flats = [room_for([tensor]) for tensor in call.outputs]
+        status = yield [comm.Irecv(full(flat), source, tag) for flat in flats]
+        _check_full(call, status)
+        for flat, tensor in zip(flats, call.outputs, strict=True):
+            unpack(flat, [tensor])
 
 
 def _numels(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor.numel() for tensor in tensors]
 
 
-def _evenly(flat: Tensor, size: int | None = None) -> list[Any]:
+def _evenly(flat: Tensor, size: int) -> list[Any]:
     """Describe a tensor of equal parts, one for each rank, as `Iallgather` and such want it."""
-    size = len(flat) if size is None else size
     memory, numel, datatype = full(flat)
     return [memory, numel // size, datatype]
 
@@ -288,25 +279,6 @@ def _check_full(call: Call, status: Any) -> None:
             f"Rank {call.rank} of the group, {call} at {call.site}: got {got} bytes, expected "
             f"{expected}. Send and receive tensors of the same shape and dtype."
         )
-
-
-OPERATIONS: "dict[str, Callable[[MPIGroup, Call], Steps]]" = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather_single,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all,
-    "barrier": _barrier,
-    "monitored_barrier": _barrier,
-    "send": _send,
-    "recv": _recv,
-}
 
 
 _PERIOD_SECONDS = 0.0005
@@ -426,6 +398,11 @@ class ProgressThread:
 progress = ProgressThread()
 
 
+def in_place(group: "MPIGroup", call: Call) -> Steps:
+    """Carry `call` out where its tensors lie."""
+    yield from getattr(_Operation(group, call), call.op)()
+
+
 def must_stage(tensors: Sequence[Tensor]) -> bool:
     """Whether these tensors lie where MPI cannot reach; the first time, rank 0 warns."""
     if all(tensor.device.type == "cpu" for tensor in tensors) or runtime.is_cuda_aware():
@@ -434,7 +411,7 @@ def must_stage(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def staged(operation: "Callable[[MPIGroup, Call], Steps]", group: "MPIGroup", call: Call) -> Steps:
+def staged(group: "MPIGroup", call: Call) -> Steps:
     """Carry `call` out on copies in host memory, and copy the results back."""
     with torch.inference_mode():
         host = replace(
@@ -442,7 +419,7 @@ def staged(operation: "Callable[[MPIGroup, Call], Steps]", group: "MPIGroup", ca
             inputs=[raw(tensor).cpu() for tensor in call.inputs],
             outputs=[raw(tensor).cpu() for tensor in call.outputs],
         )
-    yield from operation(group, host)
+    yield from in_place(group, host)
     written = call.outputs or call.inputs
     for target, source in zip(written, host.outputs or host.inputs, strict=True):
         write(target, source)
@@ -463,9 +440,8 @@ class MPIWork(FlightWork):
 
     _flight: MPIFlight
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are there; after a `timeout` of its own the operation goes on."""
-        end = time.monotonic() + timeout.total_seconds() if timeout else None
+    @override
+    def _wait_until(self, end: float | None) -> bool:
         polls = 0
         while not self._flight.poll():
             _pause(polls)
@@ -473,9 +449,7 @@ class MPIWork(FlightWork):
             if polls > _YIELDS or polls % 100 == 0:
                 self._flight.check()
             if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"{self._call} at {self._call.site} took longer than {timeout}.")
-        if self._flight.error is not None:
-            raise self._flight.error
+                return False
         return True
 
     def is_completed(self) -> bool:
@@ -497,22 +471,16 @@ class MPIGroup(PythonGroup):
 
     backend_name: ClassVar[str] = BACKEND_NAME
 
-    def __init__(
-        self,
-        name: str,
-        global_ranks: tuple[int, ...],
-        rank: int,
-        timeout: timedelta,
-        store: Store,
-    ) -> None:
-        super().__init__(name, global_ranks, rank, timeout)
+    def __init__(self, options: Any) -> None:
+        name, ranks = options.group_id, ranks_of(options)
+        super().__init__(name, ranks, options.group_rank, options.timeout)
         self._numbers = count()
         self._largest_tag = runtime.largest_tag()
         self._tally = runtime.departures.tally(name)
-        self._await_members(store)
+        self._await_members(options.store)
         tag = sum(name.encode()) % self._largest_tag  # tells groups apart that are made at once
-        self.comm: Intracomm = runtime.communicator(global_ranks, tag)
-        self.inner: Intracomm = runtime.communicator(global_ranks, tag)
+        self.comm: Intracomm = runtime.communicator(ranks, tag)
+        self.inner: Intracomm = runtime.communicator(ranks, tag)
 
     def _await_members(self, store: Store) -> None:
         """Wait until every rank of the group has come to make it.
@@ -523,7 +491,7 @@ class MPIGroup(PythonGroup):
         need = Need(
             group=self._name, ranks=self.global_ranks, parts=[MADE], number=self._tally[MADE]
         )
-        watch = _MPIOperationWatch(self, "new_group", find_call_site(), need, self.timeout)
+        watch = _MPIOperationWatch(self, "new_group", find_call_site(), need)
         board = PrefixStore(f"made/{store.add(f'made/{self._group_rank}', 1)}", store)
         board.set(str(self._group_rank), "")
         keys = [str(rank) for rank in range(self.size())]
@@ -551,7 +519,7 @@ class MPIGroup(PythonGroup):
     def _start(self, call: Call) -> MPIWork:
         with lock:  # operations are counted in the order in which they begin
             own, need = self._need(call)
-            watch = _MPIOperationWatch(self, call, call.site, need, self.timeout)
+            watch = _MPIOperationWatch(self, call, call.site, need)
             if (failure := watch.peer_failure()) is not None:
                 raise failure
             try:
@@ -580,8 +548,7 @@ class MPIGroup(PythonGroup):
 
     def _steps(self, call: Call) -> Steps:
         tensors = call.inputs or call.outputs
-        operation = OPERATIONS[call.op]
-        yield from staged(operation, self, call) if must_stage(tensors) else operation(self, call)
+        yield from (staged if must_stage(tensors) else in_place)(self, call)
         drain_streams(tensors)  # who waits may read the results on any stream
 
     def shutdown(self) -> None:
@@ -593,12 +560,10 @@ class MPIGroup(PythonGroup):
 class _MPIOperationWatch(OperationWatch):
     """Watches one operation of this rank for the flight, and makes its errors."""
 
-    def __init__(
-        self, group: MPIGroup, operation: Call | str, site: CallSite, need: Need, timeout: timedelta
-    ) -> None:
+    def __init__(self, group: MPIGroup, operation: Call | str, site: CallSite, need: Need) -> None:
         super().__init__(group, operation, site)
         self._need = need
-        self._end = time.monotonic() + timeout.total_seconds()
+        self._end = time.monotonic() + group.timeout.total_seconds()
 
     def why_it_stops(self) -> Exception | None:
         """Return the error when a rank has failed or left, or the time-out is over; else None."""
@@ -691,11 +656,9 @@ class MPIBackend(Backend):
 def _make_group(options: Any, backend_options: Any) -> Any:
     """Make this rank's handle of a group; c10d calls this function."""
     del backend_options
-    ranks = ranks_of(options)
-    _check_place(rank=ranks[options.group_rank])
+    _check_place(rank=ranks_of(options)[options.group_rank])
     runtime.finalize_in_order(progress.end)
-    rank, timeout, store = options.group_rank, options.timeout, options.store
-    return MPIGroup(options.group_id, ranks, rank, timeout, store)
+    return MPIGroup(options)
 
 
 def _meet(

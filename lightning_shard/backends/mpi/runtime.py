@@ -208,7 +208,9 @@ def _finalize() -> None:
     module = mpi()
     if module.Is_finalized():
         return
-    if module.COMM_WORLD.size > 1 and (_has_failed() or not _all_leave()):
+    # An exception that ends the interpreter has been printed by now.
+    has_failed = getattr(sys, "last_value", None) is not None
+    if module.COMM_WORLD.size > 1 and (has_failed or not _all_leave()):
         liveness.stop_at_exit()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -216,11 +218,6 @@ def _finalize() -> None:
     for call in _before_end:
         call()
     module.Finalize()
-
-
-def _has_failed() -> bool:
-    """Say whether the interpreter ends because of an exception, which it has printed by now."""
-    return getattr(sys, "last_value", None) is not None
 
 
 def _all_leave() -> bool:

@@ -8,11 +8,7 @@ Each process has one heap, memory without a name, which the other ranks map. A t
 there is read where it is; any other is copied there first. What a rank offers, and what it has
 read, stands on its board. Nobody writes another's heap but its doorbell.
 
-    torch.distributed ─► ShmGroup ─► OPERATIONS: one generator per operation, which yields what it
+    torch.distributed ─► ShmGroup ─► a generator per operation, which yields what it
                                      waits for on the boards
                           ShmWork ─► ShmFlight ◄─ ProgressThread (when nobody waits)
 """
-
-from lightning_shard.backends.shm.backend import ShmBackend
-
-__all__ = ["ShmBackend"]

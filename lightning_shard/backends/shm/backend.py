@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_shard.backends import _c10d
-from lightning_shard.backends._c10d import PrefixStore, Store
+from lightning_shard.backends._c10d import PrefixStore
 from lightning_shard.backends.c10d_transfers import copy_unless_same
 from lightning_shard.backends.collectives import Collectives, CommonBuffer
 from lightning_shard.backends.debug_wrapper import register_debug
@@ -404,12 +404,6 @@ def own_host() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def hosts_of_ranks(store: Store, rank: int, size: int) -> list[str]:
-    """Return each rank's host; each of them must call."""
-    store.set(f"host/{rank}", own_host())
-    return [store.get(f"host/{peer}").decode() for peer in range(size)]
-
-
 class ShmBackend(GlooBackend):
     """CPU tensors: read where they lie on one host, or through one copy; sent between hosts."""
 
@@ -436,12 +430,12 @@ def _make_group(options: Any, backend_options: Any) -> Any:
     """Make this rank's handle of a group; c10d calls this function."""
     del backend_options
     rank, size = options.group_rank, options.group_size
-    ranks = ranks_of(options)
     corner = PrefixStore(f"shm/{options.store.add(f'shm/made/{rank}', 1)}", options.store)
-    hosts = hosts_of_ranks(corner, rank, size)
+    corner.set(f"host/{rank}", own_host())
+    hosts = [corner.get(f"host/{peer}").decode() for peer in range(size)]
     if len({*hosts}) == 1:
-        return ShmGroup(options.group_id, ranks, rank, options.timeout, corner)
-    return TwoLevelGroup(options.group_id, ranks, rank, options.timeout, corner, hosts)
+        return ShmGroup(options.group_id, ranks_of(options), rank, options.timeout, corner)
+    return TwoLevelGroup(options, corner, hosts)
 
 
 _c10d.register_backend(BACKEND_NAME, _make_group, ["cpu"])

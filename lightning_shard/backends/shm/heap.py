@@ -77,15 +77,9 @@ class Doorbell:
             self._futex(_WAKE, _EVERYBODY, None)
 
     def _futex(self, operation: int, value: int, limit: object) -> None:
-        self._system_call(
-            ctypes.c_long(self._number),
-            ctypes.c_void_p(self._address),
-            ctypes.c_int(operation),
-            ctypes.c_uint(value),
-            limit,
-            None,
-            ctypes.c_int(0),
-        )
+        place = ctypes.c_long(self._number), ctypes.c_void_p(self._address)
+        word = ctypes.c_uint(value)
+        self._system_call(*place, ctypes.c_int(operation), word, limit, None, ctypes.c_int(0))
 
 
 PAGE_BYTES = 4096
@@ -246,7 +240,8 @@ class Heap:
             oldest = self._idle.pop(0)
             kept = max(oldest.size - excess, 0)
             freed = Block(oldest.offset + kept, oldest.size - kept)
-            _punch_hole(self.fd, freed)
+            # The pages go back to the system; they read as zeros from then on.
+            _fallocate()(self.fd, _KEEP_SIZE_PUNCH_HOLE, freed.offset, freed.size)
             self._fill_hole(freed)
             if kept:
                 self._idle.insert(0, Block(oldest.offset, kept))
@@ -280,11 +275,6 @@ def _fallocate() -> Any:
     function = ctypes.CDLL(None, use_errno=True).fallocate
     function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     return function
-
-
-def _punch_hole(fd: int, block: Block) -> None:
-    """Give the pages of a range back to the system; they read as zeros from then on."""
-    _fallocate()(fd, _KEEP_SIZE_PUNCH_HOLE, block.offset, block.size)
 
 
 _heap: Heap | None = None

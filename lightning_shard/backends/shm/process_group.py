@@ -58,238 +58,223 @@ _SUMMED_AS_THEY_ARE = (torch.float32, torch.float64)
 _PLAIN_SUMS = ("SUM", "AVG")
 
 
-def _posting(room: Room, number: int, call: Call, make: Callable[[], Offered], size: int) -> Any:
-    """Post an offer once there is room for it, and wait for the turn to read the round."""
-    if not room.may_post(number, size):
-        yield BoardWait(lambda: room.may_post(number, size), lambda: room.undrained(number))
-    offered = make()
-    room.post(number, call, offered)
-    yield _turn(room, number)
-    room.check(number, call)
-    return offered
+class _Operation:
+    """One operation of this rank: the method of its name has the steps, for one call.
 
+    Most of them read one round: `_begin` it, take what the ranks give, and `_end` it.
+    """
 
-def _turn(room: Room, number: int) -> BoardWait:
-    return BoardWait(lambda: room.is_turn(number), lambda: room.missing(number))
+    def __init__(self, room: Room, mail: Mail, call: Call) -> None:
+        self._room, self._mail, self._call = room, mail, call
+        self._number = 0  # of the round that is read
+        self._offered: Offered
 
+    def all_reduce(self) -> Round:
+        room, call, flat = self._room, self._call, pack(self._call.inputs)
+        if flat.nbytes <= _AT_ONCE_BYTES:
+            yield from self._begin([flat], [flat])
+            total = reduce_tensors(self._of_each_rank(flat), call.reduce_op)
+            unpack(total.to(flat.dtype), call.inputs)
+        else:
+            yield from self._post(room.reserve(2), partial(room.offer, [flat]), flat.nbytes)
+            parts = self._of_each_rank(flat)
+            own = _slice(parts[room.rank], room.rank, room.size)
+            _reduce_into(own, _slices(parts, room.rank), call)
+            yield from self._begin_next()
+            for rank, part in enumerate(parts):
+                _copy(_slice(flat, rank, room.size), _slice(part, rank, room.size))
+            unpack(flat, call.inputs)
+        yield from self._end()
 
-def _ending(room: Room, number: int, offered: Offered) -> Round:
-    """End a round that this rank has read; wait for its peers where they read in place."""
-    room.has_read(number)
-    if offered.in_place and room.undrained(number):
-        yield BoardWait(lambda: not room.undrained(number), lambda: room.undrained(number))
+    def reduce(self) -> Round:
+        flat = pack(self._call.inputs)
+        yield from self._begin([flat], [flat])
+        if self._is_root:
+            _reduce_into(flat, self._of_each_rank(flat), self._call)
+            unpack(flat, self._call.inputs)
+        yield from self._end()
 
-
-def _round(
-    room: Room, call: Call, tensors: Sequence[Tensor], written: Sequence[Tensor] = ()
-) -> Any:
-    number = room.reserve()
-    size = sum(tensor.nbytes for tensor in tensors)
-    offered = yield from _posting(room, number, call, lambda: room.offer(tensors, written), size)
-    return number, offered
-
-
-def _all_reduce(room: Room, mail: Mail, call: Call) -> Round:
-    flat = pack(call.inputs)
-    if flat.nbytes <= _AT_ONCE_BYTES:
-        number, offered = yield from _round(room, call, [flat], [flat])
-        parts = [_only(room, number, rank, flat) for rank in range(room.size)]
-        unpack(reduce_tensors(parts, call.reduce_op).to(flat.dtype), call.inputs)
-        yield from _ending(room, number, offered)
-        return
-    first = room.reserve(2)
-    offered = yield from _posting(room, first, call, lambda: room.offer([flat]), flat.nbytes)
-    ours = _only(room, first, room.rank, flat)
-    of_each_rank = [_only(room, first, rank, flat) for rank in range(room.size)]
-    _reduce_into(_slice(ours, room.rank, room.size), _slices(of_each_rank, room.rank), call)
-    room.has_read(first)
-    room.post(first + 1, call, offered)
-    yield _turn(room, first + 1)
-    _copy_slices(of_each_rank, flat)
-    unpack(flat, call.inputs)
-    yield from _ending(room, first + 1, offered)
-
-
-def _copy_slices(of_each_rank: Sequence[Tensor], flat: Tensor) -> None:
-    """Write each rank's slice of its own tensor into `flat`."""
-    for rank, whole in enumerate(of_each_rank):
-        target, source = (_slice(one, rank, len(of_each_rank)) for one in (flat, whole))
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source)
-
-
-def _reduce(room: Room, mail: Mail, call: Call) -> Round:
-    flat = pack(call.inputs)
-    number, offered = yield from _round(room, call, [flat], [flat])
-    if room.rank == call.root:
-        of_each_rank = [_only(room, number, rank, flat) for rank in range(room.size)]
-        _reduce_into(flat, of_each_rank, call)
-        unpack(flat, call.inputs)
-    yield from _ending(room, number, offered)
-
-
-def _reduce_scatter(room: Room, mail: Mail, call: Call) -> Round:
-    output = raw(call.outputs[0])
-    others = [one for rank, one in enumerate(call.inputs) if rank != room.rank]
-    written = [output] if any(_touch(output, one) for one in others) else []
-    number, offered = yield from _round(room, call, call.inputs, written)
-    parts = [_part(room, number, rank, room.rank, output, call) for rank in range(room.size)]
-    _reduce_to(output, parts, call)
-    yield from _ending(room, number, offered)
-
-
-def _reduce_scatter_single(room: Room, mail: Mail, call: Call) -> Round:
-    flats = [pack([full]) for full in call.inputs]
-    outputs = [raw(output) for output in call.outputs]
-    safe = all(
-        not _touch(output, flat) or output.data_ptr() == _slice_address(flat, room)
-        for output in outputs
-        for flat in flats
-    )
-    number, offered = yield from _round(room, call, flats, [] if safe else outputs)
-    for index, (output, flat) in enumerate(zip(outputs, flats, strict=True)):
-        of_each_rank = [_whole(room, number, rank, index, flat) for rank in range(room.size)]
-        _reduce_to(output, _slices(of_each_rank, room.rank), call)
-    yield from _ending(room, number, offered)
-
-
-def _slice_address(flat: Tensor, room: Room) -> int:
-    return flat.data_ptr() + room.rank * (flat.numel() // room.size) * flat.itemsize
-
-
-def _broadcast(room: Room, mail: Mail, call: Call) -> Round:
-    given = call.inputs if room.rank == call.root else []
-    number, offered = yield from _round(room, call, given)
-    if room.rank != call.root:
-        for index, target in enumerate(call.inputs):
-            _copy(target, _part(room, number, call.root, index, target, call))
-    yield from _ending(room, number, offered)
-
-
-def _all_gather(room: Room, mail: Mail, call: Call) -> Round:
-    number, offered = yield from _round(room, call, call.inputs, _written(room, call.outputs, call))
-    for rank, slot in enumerate(call.outputs):
-        _copy(slot, _part(room, number, rank, 0, slot, call))
-    yield from _ending(room, number, offered)
-
-
-def _all_gather_single(room: Room, mail: Mail, call: Call) -> Round:
-    flats = [room_for([output]) for output in call.outputs]
-    slots = [_slice(flat, rank, room.size) for flat in flats for rank in range(room.size)]
-    number, offered = yield from _round(room, call, call.inputs, _written(room, slots, call))
-    for index, flat in enumerate(flats):
-        for rank in range(room.size):
-            slot = _slice(flat, rank, room.size)
-            _copy(slot, _part(room, number, rank, index, slot, call))
-    for flat, output in zip(flats, call.outputs, strict=True):
-        unpack(flat, [output])
-    yield from _ending(room, number, offered)
-
-
-def _written(room: Room, slots: Sequence[Tensor], call: Call) -> list[Tensor]:
-    """Return the slots that are written, all but the one that is the input itself."""
-    return [
-        slot
-        for index, slot in enumerate(slots)
-        if index % room.size != room.rank
-        or slot.data_ptr() != call.inputs[index // room.size].data_ptr()
-    ]
-
-
-def _gather(room: Room, mail: Mail, call: Call) -> Round:
-    number, offered = yield from _round(room, call, call.inputs, call.outputs)
-    if room.rank == call.root:
-        for rank, slot in enumerate(call.outputs):
-            _copy(slot, _part(room, number, rank, 0, slot, call))
-    yield from _ending(room, number, offered)
-
-
-def _scatter(room: Room, mail: Mail, call: Call) -> Round:
-    given = call.inputs if room.rank == call.root else []
-    number, offered = yield from _round(room, call, given, call.outputs)
-    target = call.outputs[0]
-    _copy(target, _part(room, number, call.root, room.rank, target, call))
-    yield from _ending(room, number, offered)
-
-
-def _all_to_all(room: Room, mail: Mail, call: Call) -> Round:
-    number, offered = yield from _round(room, call, call.inputs, call.outputs)
-    for rank, slot in enumerate(call.outputs):
-        _copy(slot, _part(room, number, rank, room.rank, slot, call))
-    yield from _ending(room, number, offered)
-
-
-def _gather_common(room: Room, mail: Mail, call: Call) -> Round:
-    """Bring a common buffer up to date; a second round where some rank has edits to give."""
-    buffer, flag = call.results[0], call.inputs[0]
-    first = room.reserve(2)
-    flag.fill_(int(buffer.look()))
-    offer = partial(room.offer, [flag], [flag])
-    offered = yield from _posting(room, first, call, offer, flag.nbytes)
-    if any(bool(_only(room, first, rank, flag)) for rank in range(room.size)):
-        if flag:
-            buffer.write_part()
-        room.has_read(first)
-        room.post(first + 1, call, offered)
-        yield _turn(room, first + 1)
-    buffer.see()
-    room.has_read(first + 1)
-
-
-def _barrier(room: Room, mail: Mail, call: Call) -> Round:
-    number, offered = yield from _round(room, call, [])
-    yield from _ending(room, number, offered)
-
-
-def _send(room: Room, mail: Mail, call: Call) -> Round:
-    for tensor in call.inputs:
-        peer, number, size = call.root, mail.number(call.root), tensor.nbytes
-
-        def may_send(number: int = number, size: int = size) -> bool:
-            return mail.may_send(call.root, number, size)
-
-        if not may_send():
-            yield BoardWait(may_send, lambda: [call.root])
-        mail.send(peer, number, tensor, call.tag or 0)
-
-
-def _recv(room: Room, mail: Mail, call: Call) -> Steps:
-    source: int | None = None
-
-    def has_come() -> bool:
-        nonlocal source
-        if source is None:
-            source = mail.receive(call)
-        return source is not None
-
-    mail.ask(call)
-    if not has_come():
-        yield BoardWait(has_come, lambda: [call.root] if call.root >= 0 else [])
-    return source
-
-
-# --- reading ------------------------------------------------------------------------------------
-
-
-def _only(room: Room, number: int, rank: int, like: Tensor) -> Tensor:
-    return _whole(room, number, rank, 0, like)
-
-
-def _whole(room: Room, number: int, rank: int, index: int, like: Tensor) -> Tensor:
-    return room.view(rank, room.places(number, rank)[index], like.dtype)
-
-
-def _part(room: Room, number: int, rank: int, index: int, slot: Tensor, call: Call) -> Tensor:
-    """Return the tensor that a rank gives at an index, for a slot of this rank."""
-    places = room.places(number, rank)
-    place = places[index] if index < len(places) else HeapPlace(0, -1)
-    if place.numel != slot.numel():
-        raise CollectiveMismatchError(
-            f"Rank {room.rank} of the group, {call} at {call.site}: rank {rank} gives "
-            f"{max(place.numel, 0)} elements, expected {describe_tensor(slot)}, for which there is "
-            f"room here. Make outputs of the sizes that the ranks give."
+    def reduce_scatter(self) -> Round:
+        room, call, output = self._room, self._call, raw(self._call.outputs[0])
+        others = [one for rank, one in enumerate(call.inputs) if rank != room.rank]
+        yield from self._begin(
+            call.inputs, [output] if any(_touch(output, one) for one in others) else []
         )
-    return room.view(rank, place, slot.dtype)
+        _reduce_to(output, [self._part(r, room.rank, output) for r in range(room.size)], call)
+        yield from self._end()
+
+    def reduce_scatter_single(self) -> Round:
+        room, call = self._room, self._call
+        flats = [pack([full]) for full in call.inputs]
+        outputs = [raw(output) for output in call.outputs]
+        own = [_slice(flat, room.rank, room.size).data_ptr() for flat in flats]
+        safe = all(
+            not _touch(output, flat) or output.data_ptr() == address
+            for output in outputs
+            for flat, address in zip(flats, own, strict=True)
+        )
+        yield from self._begin(flats, [] if safe else outputs)
+        for index, (output, flat) in enumerate(zip(outputs, flats, strict=True)):
+            _reduce_to(output, _slices(self._of_each_rank(flat, index), room.rank), call)
+        yield from self._end()
+
+    def broadcast(self) -> Round:
+        call = self._call
+        yield from self._begin(call.inputs if self._is_root else [])
+        for index, target in enumerate([] if self._is_root else call.inputs):
+            _copy(target, self._part(call.root, index, target))
+        yield from self._end()
+
+    def all_gather(self) -> Round:
+        call = self._call
+        yield from self._begin(call.inputs, self._written(call.outputs))
+        self._take_from_each(0)
+        yield from self._end()
+
+    def all_gather_single(self) -> Round:
+        size, call = self._room.size, self._call
+        flats = [room_for([output]) for output in call.outputs]
+        slots = [_slice(flat, rank, size) for flat in flats for rank in range(size)]
+        yield from self._begin(call.inputs, self._written(slots))
+        for place, slot in enumerate(slots):
+            _copy(slot, self._part(place % size, place // size, slot))
+        for flat, output in zip(flats, call.outputs, strict=True):
+            unpack(flat, [output])
+        yield from self._end()
+
+    def gather(self) -> Round:
+        yield from self._begin(self._call.inputs, self._call.outputs)
+        if self._is_root:
+            self._take_from_each(0)
+        yield from self._end()
+
+    def scatter(self) -> Round:
+        call, target = self._call, self._call.outputs[0]
+        yield from self._begin(call.inputs if self._is_root else [], call.outputs)
+        _copy(target, self._part(call.root, self._room.rank, target))
+        yield from self._end()
+
+    def all_to_all(self) -> Round:
+        yield from self._begin(self._call.inputs, self._call.outputs)
+        self._take_from_each(self._room.rank)
+        yield from self._end()
+
+    all_to_all_single = all_to_all
+
+    def gather_common(self) -> Round:
+        """Bring a common buffer up to date; a second round where some rank has edits to give."""
+        room, buffer, flag = self._room, self._call.results[0], self._call.inputs[0]
+        first = room.reserve(2)
+        flag.fill_(int(buffer.look()))
+        yield from self._post(first, partial(room.offer, [flag], [flag]), flag.nbytes)
+        if any(self._of_each_rank(flag)):
+            if flag:
+                buffer.write_part()
+            yield from self._begin_next()
+        buffer.see()
+        room.has_read(first + 1)
+
+    def barrier(self) -> Round:
+        yield from self._begin([])
+        yield from self._end()
+
+    monitored_barrier = barrier
+
+    def send(self) -> Round:
+        mail, call = self._mail, self._call
+        for tensor in call.inputs:
+            number = mail.number(call.root)
+            may_send = partial(mail.may_send, call.root, number, tensor.nbytes)
+            if not may_send():
+                yield BoardWait(may_send, lambda: [call.root])
+            mail.send(call.root, number, tensor, call.tag or 0)
+
+    def recv(self) -> Steps:
+        call = self._call
+        source: int | None = None
+
+        def has_come() -> bool:
+            nonlocal source
+            if source is None:
+                source = self._mail.receive(call)
+            return source is not None
+
+        self._mail.ask(call)
+        if not has_come():
+            yield BoardWait(has_come, lambda: [call.root] if call.root >= 0 else [])
+        return source
+
+    # --- a round ------------------------------------------------------------------------------
+
+    def _begin(self, tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> Round:
+        """Offer tensors in the next round, and wait for the turn to read it."""
+        room, size = self._room, sum(tensor.nbytes for tensor in tensors)
+        yield from self._post(room.reserve(), partial(room.offer, tensors, written), size)
+
+    def _post(self, number: int, make: Callable[[], Offered], size: int) -> Round:
+        """Post an offer once there is room for it, and wait for the turn to read the round."""
+        room, self._number = self._room, number
+        if not room.may_post(number, size):
+            yield BoardWait(partial(room.may_post, number, size), partial(room.undrained, number))
+        self._offered = make()
+        room.post(number, self._call, self._offered)
+        yield self._turn()
+        room.check(number, self._call)
+
+    def _begin_next(self) -> Round:
+        """End a round in which peers still read in place, and begin one with the same offer."""
+        self._room.has_read(self._number)
+        self._number += 1
+        self._room.post(self._number, self._call, self._offered)
+        yield self._turn()
+
+    def _turn(self) -> BoardWait:
+        room, number = self._room, self._number
+        return BoardWait(partial(room.is_turn, number), partial(room.missing, number))
+
+    def _end(self) -> Round:
+        """End a round that this rank has read; wait for its peers where they read in place."""
+        room, number = self._room, self._number
+        room.has_read(number)
+        if self._offered.in_place and room.undrained(number):
+            yield BoardWait(lambda: not room.undrained(number), partial(room.undrained, number))
+
+    @property
+    def _is_root(self) -> bool:
+        return self._room.rank == self._call.root
+
+    def _written(self, slots: Sequence[Tensor]) -> list[Tensor]:
+        """Return the slots that are written, all but the one that is the input itself."""
+        room, inputs = self._room, self._call.inputs
+        return [
+            slot
+            for index, slot in enumerate(slots)
+            if index % room.size != room.rank
+            or slot.data_ptr() != inputs[index // room.size].data_ptr()
+        ]
+
+    def _of_each_rank(self, like: Tensor, index: int = 0) -> list[Tensor]:
+        """Return the tensor that each rank gives at an index, 1-D, where it lies."""
+        room = self._room
+        places = (room.places(self._number, rank)[index] for rank in range(room.size))
+        return [room.view(rank, place, like.dtype) for rank, place in enumerate(places)]
+
+    def _take_from_each(self, index: int) -> None:
+        for rank, slot in enumerate(self._call.outputs):
+            _copy(slot, self._part(rank, index, slot))
+
+    def _part(self, rank: int, index: int, slot: Tensor) -> Tensor:
+        """Return the tensor that a rank gives at an index, for a slot of this rank."""
+        room, call = self._room, self._call
+        places = room.places(self._number, rank)
+        place = places[index] if index < len(places) else HeapPlace(0, -1)
+        if place.numel != slot.numel():
+            raise CollectiveMismatchError(
+                f"Rank {room.rank} of the group, {call} at {call.site}: rank {rank} gives "
+                f"{max(place.numel, 0)} elements, expected {describe_tensor(slot)}, for which "
+                f"there is room here. Make outputs of the sizes that the ranks give."
+            )
+        return room.view(rank, place, slot.dtype)
 
 
 def _slice(whole: Tensor, rank: int, size: int) -> Tensor:
@@ -331,26 +316,6 @@ def _reduce_into(target: Tensor, parts: Sequence[Tensor], call: Call) -> None:
                 target[block].div_(2)
         else:
             target[block].copy_(reduce_tensors([part[block] for part in parts], call.reduce_op))
-
-
-OPERATIONS: dict[str, Callable[[Room, Mail, Call], Steps]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather_single,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all,
-    "barrier": _barrier,
-    "monitored_barrier": _barrier,
-    "gather_common": _gather_common,
-    "send": _send,
-    "recv": _recv,
-}
 
 
 _SPINS, _YIELDS = 20, 200
@@ -417,7 +382,7 @@ class Flights:
             self._poll_locked()
         self._call_back(flight)
         if not flight.done and not self._waiting:
-            self._wake_thread()
+            self.follow()
 
     def poll(self) -> None:
         """Let every flight go on as far as it can."""
@@ -446,7 +411,7 @@ class Flights:
         finally:
             self._waiting -= 1
             if self._flights and not self._waiting:
-                self._wake_thread()
+                self.follow()
         self._call_back(flight)
         return True
 
@@ -474,10 +439,7 @@ class Flights:
     # --- while nobody waits -----------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Let the thread look after flights whose end a callback waits for."""
-        self._wake_thread()
-
-    def _wake_thread(self) -> None:
+        """Let the thread look after flights while nobody waits."""
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="shm-progress", daemon=True)
@@ -485,8 +447,6 @@ class Flights:
             self._changed.notify()
 
     def _run(self) -> None:
-        from lightning_shard.backends.shm.heap import own_heap
-
         doorbell = own_heap().doorbell
         while True:
             with self._changed:
@@ -518,14 +478,9 @@ class ShmWork(FlightWork):
         super().__init__(flight, call)
         self._doorbell = doorbell
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are there; after a `timeout` of its own the operation goes on."""
-        until = time.monotonic() + timeout.total_seconds() if timeout else None
-        if not flights.wait(self._flight, self._doorbell, until):
-            raise TimeoutError(f"{self._call} at {self._call.site} took longer than {timeout}.")
-        if self._flight.error is not None:
-            raise self._flight.error
-        return True
+    @override
+    def _wait_until(self, end: float | None) -> bool:
+        return flights.wait(self._flight, self._doorbell, end)
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, with its results or an error."""
@@ -574,13 +529,10 @@ class ShmGroup(PythonGroup):
         watch = _ShmOperationWatch(self, call)
         if (failure := self.failure or watch.peer_failure()) is not None:
             raise failure
-        flight = ShmFlight(OPERATIONS[call.op](self._room, self._mail, call), watch)
+        steps = getattr(_Operation(self._room, self._mail, call), call.op)()
+        flight = ShmFlight(steps, watch)
         flights.begin(flight)
         return ShmWork(flight, call, self._room.heap.doorbell)
-
-    def break_off(self, error: Exception) -> None:
-        """Take note of an operation's error: later ones raise it, too."""
-        self.failure = self.failure or error
 
     def absent(self, ranks: list[int]) -> list[int]:
         """Return the global ranks among group ranks that have left, or whose processes ended."""
@@ -611,7 +563,7 @@ class _ShmOperationWatch(OperationWatch):
 
     def broke(self, error: Exception) -> None:
         """Have the group's later operations raise the same error."""
-        self._group.break_off(error)
+        self._group.failure = self._group.failure or error
 
     def why_it_stops(self, wait: BoardWait) -> Exception | None:
         """Return the error when a rank has failed or left, or the time-out is over; else None."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.packing import raw, write
-from lightning_shard.backends.python_group import ANY_SOURCE
+from lightning_shard.backends.python_group import ANY_SOURCE, COLLECTIVES
 from lightning_shard.backends.shm.board import (
     MOST_PLACES,
     NUM_MESSAGES,
@@ -39,22 +39,7 @@ NO_DTYPE = -1
 STAGED_LIMIT_BYTES = 128 << 20
 """How much may lie copied in the heap before older rounds have been read."""
 
-_OPERATION_NAMES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_single",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "monitored_barrier",
-    "gather_common",
-)
+_OPERATION_NAMES = [*dict.fromkeys(COLLECTIVES.values()), "monitored_barrier", "gather_common"]
 _ALIGN_BYTES = 64
 
 
@@ -72,9 +57,7 @@ class Room:
     def __init__(self, heap: Heap, store: Store, rank: int, size: int) -> None:
         self.heap, self.rank, self.size = heap, rank, size
         self._memory = heap.empty(num_words(size), torch.int64).zero_()
-        offset = heap.offset_of(self._memory)
-        assert offset is not None
-        heaps, offsets = meet(store, rank, size, offset)
+        heaps, offsets = meet(store, rank, size, _offset(heap, self._memory))
         self.boards = [Board(*pair, size) for pair in zip(heaps, offsets, strict=True)]
         self.own = self.boards[rank]
         self._others = [board for board in self.boards if board is not self.own]
@@ -291,9 +274,7 @@ class Mail:
             copy = room.heap.empty(tensor.numel(), tensor.dtype)
             copy.view(tensor.shape).copy_(raw(tensor))
             self._copies.append((peer, number, copy))
-            offset = room.heap.offset_of(copy)
-            assert offset is not None
-            place = offset
+            place = _offset(room.heap, copy)
         letter = Letter(tag, DTYPE_NUMBERS[tensor.dtype], tensor.numel(), place)
         room.own.send(peer, number, letter)
         room.boards[peer].heap.doorbell.ring()

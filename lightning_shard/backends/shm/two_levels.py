@@ -23,13 +23,13 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends._c10d import PrefixStore, Store
 from lightning_shard.backends.calls import Call, describe_tensor, op_name
-from lightning_shard.backends.group_handle import CallWork
+from lightning_shard.backends.exchange import start_exchange
+from lightning_shard.backends.group_handle import CallWork, FlightWork, InFlight, ranks_of
 from lightning_shard.backends.liveness.interruption import end_at_exit
 from lightning_shard.backends.packing import pack, raw, room_for, unaliased, unpack, write
 from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup
@@ -57,40 +57,40 @@ class GlooRanks:
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Give outgoing[r] to rank r, and receive what it gives in incoming[r]; all contiguous."""
         tag = FIRST_RESERVED_TAG + next(self._numbers) % FIRST_RESERVED_TAG
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        works = [
-            self.group.recv([bytes_of(incoming[peer])], peer, tag)
-            for peer in reversed(peers)
-            if incoming[peer].numel()
-        ]
-        works += [
-            self.group.send([bytes_of(outgoing[peer])], peer, tag)
-            for peer in peers
-            if outgoing[peer].numel()
-        ]
+        given, room = ([bytes_of(one) for one in tensors] for tensors in (outgoing, incoming))
+        works = start_exchange(self.group, given, room, tag)
         own, kept = outgoing[self.rank], incoming[self.rank]
         if kept.numel() and own.data_ptr() != kept.data_ptr():
             kept.view(-1).copy_(own.view(-1))
         for work in works:
             work.wait()
 
-    def reduce(self, flat: Tensor, op: Any, *, to: Iterable[int]) -> None:
+    def reduce_flat(self, flat: Tensor, op: Any, *, to: Iterable[int]) -> None:
         """Reduce a flat tensor of each rank in place on some ranks; each reduces one slice."""
         slices, wanted = flat.tensor_split(self.size), set(to)
         own = slices[self.rank]
-        received = [own if rank == self.rank else torch.empty_like(own) for rank in self._ranks]
+        received = self._room_like(own)
         self.exchange(slices, received)
         if own.numel():
             own.copy_(reduce_tensors(received, op))
         nothing = flat.new_empty(0)
         self.exchange(
-            [own if rank in wanted else nothing for rank in self._ranks],
+            [own if rank in wanted else nothing for rank in range(self.size)],
             slices if self.rank in wanted else [nothing] * self.size,
         )
 
-    @property
-    def _ranks(self) -> range:
-        return range(self.size)
+    def reduce_given(self, call: Call, given: Sequence[Tensor], output: Tensor) -> None:
+        """Reduce what the ranks give to this one into `output`."""
+        own = given[self.rank]
+        check_room(call, output, own)
+        received = self._room_like(own)
+        self.exchange(given, received)
+        if output.numel():
+            write(output, reduce_tensors(received, call.reduce_op).to(output.dtype))
+
+    def _room_like(self, own: Tensor) -> list[Tensor]:
+        """Return room for such a tensor of each rank; this rank's is there."""
+        return [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -98,100 +98,91 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _all_reduce(ranks: GlooRanks, call: Call) -> None:
-    flat = pack(call.inputs)
-    ranks.reduce(flat, call.reduce_op, to=range(ranks.size))
-    unpack(flat, call.inputs)
+class _Operations(GlooRanks):
+    """All ranks of a group: the method of an operation's name carries it out."""
 
-
-def _reduce(ranks: GlooRanks, call: Call) -> None:
-    flat = pack(call.inputs).clone()  # what the other ranks gave stays as it is
-    ranks.reduce(flat, call.reduce_op, to=[call.root])
-    if call.rank == call.root:
+    def all_reduce(self, call: Call) -> None:
+        flat = pack(call.inputs)
+        self.reduce_flat(flat, call.reduce_op, to=range(self.size))
         unpack(flat, call.inputs)
 
+    def reduce(self, call: Call) -> None:
+        flat = pack(call.inputs).clone()  # what the other ranks gave stays as it is
+        self.reduce_flat(flat, call.reduce_op, to=[call.root])
+        if call.rank == call.root:
+            unpack(flat, call.inputs)
 
-def _reduce_scatter(ranks: GlooRanks, call: Call) -> None:
-    reduce_scatter(ranks, call, [pack([one]) for one in call.inputs], call.outputs[0])
+    def reduce_scatter(self, call: Call) -> None:
+        self.reduce_given(call, [pack([one]) for one in call.inputs], call.outputs[0])
 
+    def reduce_scatter_single(self, call: Call) -> None:
+        for output, full in zip(call.outputs, call.inputs, strict=True):
+            self.reduce_given(call, even_slices(pack([full]), self.size), output)
 
-def _reduce_scatter_single(ranks: GlooRanks, call: Call) -> None:
-    for output, full in zip(call.outputs, call.inputs, strict=True):
-        reduce_scatter(ranks, call, even_slices(pack([full]), ranks.size), output)
+    def broadcast(self, call: Call) -> None:
+        flat = pack(call.inputs)
+        nothing = [flat[:0]] * self.size
+        if call.rank == call.root:
+            self.exchange([flat] * self.size, nothing)
+        else:
+            self.exchange(nothing, self._for_root(call, flat))
+        unpack(flat, call.inputs)
 
+    def all_gather(self, call: Call) -> None:
+        check_room(call, call.outputs[self.rank], call.inputs[0])
+        own = pack(unaliased(call.inputs, call.outputs))
+        self._receive([own] * self.size, call.outputs)
 
-def reduce_scatter(ranks: GlooRanks, call: Call, given: Sequence[Tensor], output: Tensor) -> None:
-    """Reduce what the ranks give to this one into `output`."""
-    own = given[ranks.rank]
-    check_room(call, output, own)
-    received = [own if rank == ranks.rank else torch.empty_like(own) for rank in range(ranks.size)]
-    ranks.exchange(given, received)
-    if output.numel():
-        write(output, reduce_tensors(received, call.reduce_op).to(output.dtype))
+    def all_gather_single(self, call: Call) -> None:
+        for source, output in zip(call.inputs, call.outputs, strict=True):
+            flat = room_for([output])
+            slots = even_slices(flat, self.size)
+            own = raw(source)
+            if not own.is_contiguous() or own.data_ptr() != slots[self.rank].data_ptr():
+                own = pack(unaliased([source], [output]))
+            self.exchange([own] * self.size, slots)
+            unpack(flat, [output])
 
+    def gather(self, call: Call) -> None:
+        own = pack(unaliased(call.inputs, call.outputs))
+        given = self._for_root(call, own)
+        if call.rank == call.root:
+            check_room(call, call.outputs[call.rank], call.inputs[0])
+            self._receive(given, call.outputs)
+        else:
+            self.exchange(given, [own[:0]] * self.size)
 
-def _broadcast(ranks: GlooRanks, call: Call) -> None:
-    flat = pack(call.inputs)
-    is_root = call.rank == call.root
-    nothing = [flat[:0]] * ranks.size
-    received = [flat if rank == call.root else flat[:0] for rank in range(ranks.size)]
-    ranks.exchange([flat] * ranks.size if is_root else nothing, nothing if is_root else received)
-    unpack(flat, call.inputs)
+    def scatter(self, call: Call) -> None:
+        flat = room_for(call.outputs)
+        given = [flat[:0]] * self.size
+        if call.rank == call.root:
+            check_room(call, call.outputs[0], call.inputs[call.rank])
+            given = [pack([one]) for one in unaliased(call.inputs, call.outputs)]
+        self.exchange(given, self._for_root(call, flat))
+        unpack(flat, call.outputs)
 
-
-def _all_gather(ranks: GlooRanks, call: Call) -> None:
-    check_room(call, call.outputs[ranks.rank], call.inputs[0])
-    own = pack(unaliased(call.inputs, call.outputs))
-    _receive(ranks, [own] * ranks.size, call.outputs)
-
-
-def _all_gather_single(ranks: GlooRanks, call: Call) -> None:
-    for source, output in zip(call.inputs, call.outputs, strict=True):
-        flat = room_for([output])
-        slots = even_slices(flat, ranks.size)
-        own = raw(source)
-        if not own.is_contiguous() or own.data_ptr() != slots[ranks.rank].data_ptr():
-            own = pack(unaliased([source], [output]))
-        ranks.exchange([own] * ranks.size, slots)
-        unpack(flat, [output])
-
-
-def _gather(ranks: GlooRanks, call: Call) -> None:
-    own = pack(unaliased(call.inputs, call.outputs))
-    given = [own if rank == call.root else own[:0] for rank in range(ranks.size)]
-    if call.rank == call.root:
-        check_room(call, call.outputs[call.rank], call.inputs[0])
-        _receive(ranks, given, call.outputs)
-    else:
-        ranks.exchange(given, [own[:0]] * ranks.size)
-
-
-def _scatter(ranks: GlooRanks, call: Call) -> None:
-    flat = room_for(call.outputs)
-    received = [flat if rank == call.root else flat[:0] for rank in range(ranks.size)]
-    given = [flat[:0]] * ranks.size
-    if call.rank == call.root:
-        check_room(call, call.outputs[0], call.inputs[call.rank])
+    def all_to_all(self, call: Call) -> None:
+        check_room(call, call.outputs[call.rank], call.inputs[call.rank])
         given = [pack([one]) for one in unaliased(call.inputs, call.outputs)]
-    ranks.exchange(given, received)
-    unpack(flat, call.outputs)
+        self._receive(given, call.outputs)
 
+    all_to_all_single = all_to_all
 
-def _all_to_all(ranks: GlooRanks, call: Call) -> None:
-    check_room(call, call.outputs[call.rank], call.inputs[call.rank])
-    _receive(ranks, [pack([one]) for one in unaliased(call.inputs, call.outputs)], call.outputs)
+    def barrier(self, call: Call) -> None:
+        del call
+        self.exchange([torch.zeros(1)] * self.size, [torch.empty(1) for _ in range(self.size)])
 
+    monitored_barrier = barrier
 
-def _receive(ranks: GlooRanks, given: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
-    rooms = [room_for([slot]) for slot in slots]
-    ranks.exchange(given, rooms)
-    for room, slot in zip(rooms, slots, strict=True):
-        unpack(room, [slot])
+    def _for_root(self, call: Call, flat: Tensor) -> list[Tensor]:
+        """Return what goes to, or comes from, the root alone: a tensor in its place."""
+        return [flat if rank == call.root else flat[:0] for rank in range(self.size)]
 
-
-def _barrier(ranks: GlooRanks, call: Call) -> None:
-    del call
-    ranks.exchange([torch.zeros(1)] * ranks.size, [torch.empty(1) for _ in range(ranks.size)])
+    def _receive(self, given: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
+        rooms = [room_for([slot]) for slot in slots]
+        self.exchange(given, rooms)
+        for room, slot in zip(rooms, slots, strict=True):
+            unpack(room, [slot])
 
 
 def even_slices(flat: Tensor, size: int) -> list[Tensor]:
@@ -209,89 +200,54 @@ def check_room(call: Call, slot: Tensor, own: Tensor) -> None:
         )
 
 
-OPERATIONS: dict[str, Callable[[GlooRanks, Call], None]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather_single,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all,
-    "barrier": _barrier,
-    "monitored_barrier": _barrier,
-}
+class LineFlight(InFlight):
+    """An operation in a line, which keeps the order in which a group calls."""
 
+    source = -1
 
-class LineWork(CallWork):
-    """The handle of one operation in a line, which keeps the order in which a group calls."""
-
-    def __init__(self, call: Call, description: str) -> None:
-        super().__init__(call)
-        self._description = description
-        self._has_ended = threading.Event()
-        self._error: Exception | None = None
-        self._future: Future[Any] = Future()
+    def __init__(self, description: str) -> None:
+        super().__init__(threading.Lock())
+        self.description = description
+        self.has_ended = threading.Event()
 
     def end(self, error: Exception | None) -> None:
         """Note that the operation has ended; called by the line."""
-        self._error = error
-        self._has_ended.set()
-        if error is None:
-            self._future.set_result(list(self._call.results))
-        else:
-            self._future.set_exception(error)
+        self.error, self.done = error, True
+        self.has_ended.set()
+        self.call_back()
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the results are there; after a `timeout` of its own the operation goes on."""
-        until = time.monotonic() + timeout.total_seconds() if timeout else None
-        while not self._has_ended.wait(_CHECK_SECONDS):
-            lifeline = liveness.current()
-            if lifeline is not None and lifeline.has_verdict:
-                lifeline.check(self._description)
-            if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"{self._description} took longer than {timeout}.")
-        if self._error is not None:
-            raise self._error
+
+class LineWork(FlightWork):
+    """The handle of one operation in a line."""
+
+    _flight: LineFlight
+
+    @override
+    def _wait_until(self, end: float | None) -> bool:
+        while not self._flight.has_ended.wait(_CHECK_SECONDS):
+            liveness.check(self._flight.description)
+            if end is not None and time.monotonic() > end:
+                return False
         return True
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, with its results or an error."""
-        return self._has_ended.is_set()
-
-    def is_success(self) -> bool:
-        """Whether the results are there."""
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> Exception | None:
-        """Return the error of an operation that has failed, else None."""
-        return self._error
-
-    def _source(self) -> int:
-        return -1
-
-    def get_future(self) -> Future[Any]:
-        """Return a future that ends with the operation, on the line's thread."""
-        return self._future
+        return self._flight.done
 
 
 class Line:
     """Runs operations in the order in which they come."""
 
     def __init__(self, name: str) -> None:
-        self._waiting: SimpleQueue[tuple[LineWork, Callable[[], None]] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[LineFlight, Callable[[], None]] | None] = SimpleQueue()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         end_at_exit(self._thread, partial(self._waiting.put, None))
 
-    def put(self, work: LineWork, operation: Callable[[], None]) -> LineWork:
+    def put(self, flight: LineFlight, operation: Callable[[], None]) -> None:
         """Run an operation once those before it have ended; after an error none is run any more."""
-        self._waiting.put((work, operation))
-        return work
+        self._waiting.put((flight, operation))
 
     def end(self) -> None:
         """End the thread once it has nothing left to run; one that waits for a peer is left."""
@@ -300,14 +256,14 @@ class Line:
 
     def _run(self) -> None:
         while (entry := self._waiting.get()) is not None:
-            work, operation = entry
+            flight, operation = entry
             if self._failure is None:
                 try:
                     with torch.inference_mode():
                         operation()
                 except Exception as error:
                     self._failure = error
-            work.end(self._failure)
+            flight.end(self._failure)
 
 
 class GlooMessageWork(CallWork):
@@ -374,10 +330,9 @@ class Levels:
     """The two groups that a rank sums and gathers in."""
 
     def __init__(
-        self, members: Sequence[Sequence[int]], host: int, inner: ShmGroup, across: GlooRanks
+        self, members: Sequence[Sequence[int]], inner: ShmGroup, across: GlooRanks
     ) -> None:
-        self.members, self.host = members, host
-        self.inner, self.across = inner, across
+        self.members, self.inner, self.across = members, inner, across
         self.place = inner.rank()
 
     def all_reduce(self, call: Call) -> None:
@@ -387,7 +342,7 @@ class Levels:
         slices = list(wide.tensor_split(self.inner.size()))
         own = own_heap().empty(slices[self.place].numel(), wide.dtype)
         self.inner.reduce_scatter([own], [slices]).wait()
-        self.across.reduce(own, dist.ReduceOp.SUM, to=range(self.across.size))
+        self.across.reduce_flat(own, dist.ReduceOp.SUM, to=range(self.across.size))
         self._average(own, call)
         self.inner.allgather([slices], [own]).wait()
         if wide is not flat:
@@ -404,7 +359,7 @@ class Levels:
         sizes = [one.numel() for one in self._of_place(given, self.place)]
         total = own.new_empty(output.numel())
         as_sum = replace(call, reduce_op=dist.ReduceOp.SUM)
-        reduce_scatter(self.across, as_sum, torch.split(own, sizes), total)
+        self.across.reduce_given(as_sum, torch.split(own, sizes), total)
         self._average(total, call)
         write(output, total.to(output.dtype))
 
@@ -450,19 +405,12 @@ class TwoLevelGroup(PythonGroup):
 
     backend_name: ClassVar[str] = BACKEND_NAME
 
-    def __init__(
-        self,
-        name: str,
-        global_ranks: tuple[int, ...],
-        rank: int,
-        timeout: timedelta,
-        store: Store,
-        hosts: Sequence[str],
-    ) -> None:
-        super().__init__(name, global_ranks, rank)
-        self._all = GlooRanks(PrefixStore("all", store), rank, len(hosts), timeout)
+    def __init__(self, options: Any, store: Store, hosts: Sequence[str]) -> None:
+        rank, timeout = options.group_rank, options.timeout
+        super().__init__(options.group_id, ranks_of(options), rank)
+        self._all = _Operations(PrefixStore("all", store), rank, len(hosts), timeout)
         self._levels = self._make_levels(timeout, store, hosts)
-        self._line = Line(f"shm-line-{name}")
+        self._line = Line(f"shm-line-{options.group_id}")
 
     def _make_levels(self, timeout: timedelta, store: Store, hosts: Sequence[str]) -> Levels | None:
         rank, names = self.rank(), list(dict.fromkeys(hosts))
@@ -480,22 +428,22 @@ class TwoLevelGroup(PythonGroup):
             PrefixStore(f"host/{host}", store),
         )
         across = GlooRanks(PrefixStore(f"across/{place}", store), host, len(names), timeout)
-        return Levels(members, host, inner, across)
+        return Levels(members, inner, across)
 
     @override
     def _start(self, call: Call) -> LineWork | GlooMessageWork:
         description = f"{call} of {self.group_desc} at {call.site}"
-        lifeline = liveness.current()
-        if lifeline is not None and lifeline.has_verdict:
-            lifeline.check(description)
+        liveness.check(description)
         if call.tag is not None:
             return (send if call.op == "send" else receive)(self._all, call)
-        return self._line.put(LineWork(call, description), partial(self._run, call))
+        flight = LineFlight(description)
+        self._line.put(flight, partial(self._run, call))
+        return LineWork(flight, call)
 
     def _run(self, call: Call) -> None:
         levels = self._levels if _is_worth_two(call) else None
         if levels is None:
-            OPERATIONS[call.op](self._all, call)
+            getattr(self._all, call.op)(call)
         elif call.op == "all_reduce":
             levels.all_reduce(call)
         elif call.op == "reduce_scatter":

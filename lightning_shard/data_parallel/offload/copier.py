@@ -27,7 +27,7 @@ class HostCopier:
         self.traffic = Traffic()
         self._device = device
         self._streams = streams_of(device)
-        self._stream = None if self._streams is None else self._streams.make(device)
+        self._stream: Any = None if self._streams is None else self._streams.make(device)
         self._is_busy = False
 
     def empty(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -18,11 +18,8 @@ import torch
 from lightning_shard.backends.base import Backend
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
-from lightning_shard.errors import EvictedError, JobOverError
 
 SignalHandler = Callable[[int, FrameType | None], None]
-
-__all__ = ["EvictedError", "Generation", "JobOverError", "Membership"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from lightning_shard.backends.authentication.token import find_token
 from lightning_shard.backends.objects import broadcast_object
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership.rendezvous_server import JobRules, start_rendezvous_server
-from lightning_shard.environments import check_adopted
+from lightning_shard.environments.checks import check_adopted
 from lightning_shard.environments.launchers.processes import ProcessLauncher
 
 _LOOPBACK = "127.0.0.1"
@@ -85,7 +85,8 @@ class ElasticLauncher(ProcessLauncher):
             self._children = list(ProcessLauncher.watched)
             ProcessLauncher.watched.clear()  # which Lightning's observer knows
         else:
-            job = self._common_job()
+            # Where processes that nobody has told of each other's random numbers find the server.
+            job = self._job_at(environment.main_port)
             if environment.global_rank() == 0:
                 start_rendezvous_server(self._rules, job.host, job.port, job.token)
         settings.set_job(job)
@@ -99,10 +100,6 @@ class ElasticLauncher(ProcessLauncher):
         job = start_rendezvous_server(self._rules, self._host, 0, settings.job_token())
         broadcast_object(world, job.port, src=0)
         return job
-
-    def _common_job(self) -> settings.Job:
-        """Where processes that nobody has told of each other's random numbers find the server."""
-        return self._job_at(self.cluster_environment.main_port)
 
     @property
     def _host(self) -> str:

@@ -122,7 +122,8 @@ class MembershipTable:
         if member in self._participants:
             self._participants[member].heard = now
         else:
-            self._declare_again(member)
+            again = {"member": member, "event": "was given up before"}
+            self._tell(member, {"kind": "declared_dead"} | again)
 
     def arrive(self, member: str, generation: int, error: str | None, now: float) -> None:
         """Take note that a member waits for the generation after this one; a newcomer says 0."""
@@ -316,10 +317,6 @@ class MembershipTable:
             if not self._participants[member].has_been_told_to_wait:
                 self._participants[member].has_been_told_to_wait = True
                 self._tell(member, {"kind": "waiting", "text": text})
-
-    def _declare_again(self, member: str) -> None:
-        event = "was given up before"
-        self._tell(member, {"kind": "declared_dead", "member": member, "event": event})
 
     def _tell_each(self, members: Iterable[str], message: dict[str, Any]) -> None:
         for member in list(members):

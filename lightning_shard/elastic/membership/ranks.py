@@ -31,7 +31,8 @@ from lightning_shard.elastic.membership.membership_table import (
 )
 from lightning_shard.elastic.membership.restart_membership import Restarted, RestartMembership
 from lightning_shard.elastic.membership.served_membership import ServedMembership
-from lightning_shard.environments import ElasticEnvironment, RayEnvironment
+from lightning_shard.environments.elastic import ElasticEnvironment
+from lightning_shard.environments.ray import RayEnvironment
 from lightning_shard.errors import ConfigError, EvictedError, JobOverError
 
 

@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"(\d{6,})-")
 
 def job_folder(job: str, root: Path | None = None) -> Path:
     """Return the folder of a job on this host, made if need be; nobody else may enter it."""
-    root = _ROOT if root is None else root
+    root = root or _ROOT
     if not root.is_dir():
         raise ConfigError(
             f"Snapshots that outlive the workers need a folder in memory; {root} is not there. "
@@ -103,8 +103,7 @@ def load_all(folder: Path) -> list[Snapshot]:
 
 def newest_generation(job: str, root: Path | None = None) -> int:
     """Return the last generation in which a process has left a file in any fit of a job; else 0."""
-    root = _ROOT if root is None else root
-    folders = root.glob(f"lightning_shard-{os.getuid()}-*-{_UNSAFE.sub('_', job)}")
+    folders = (root or _ROOT).glob(f"lightning_shard-{os.getuid()}-*-{_UNSAFE.sub('_', job)}")
     names = (path.name for folder in folders for path in folder.iterdir())
     return max((int(found[1]) for found in map(_NUMBER.match, names) if found), default=0)
 
@@ -126,8 +125,7 @@ def clear(folder: Path, before: int | None = None, writer: str | None = None) ->
 
 def remove_orphans(root: Path | None = None) -> None:
     """Remove what this user's jobs have left whose agent has gone: nobody will take it up."""
-    root = _ROOT if root is None else root
-    for folder in root.glob(f"lightning_shard-{os.getuid()}-*"):
+    for folder in (root or _ROOT).glob(f"lightning_shard-{os.getuid()}-*"):
         agent = _AGENT.search(folder.name)
         if agent is not None and not _is_running(int(agent[1])):
             clear(folder)
@@ -136,10 +134,8 @@ def remove_orphans(root: Path | None = None) -> None:
 def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

@@ -91,8 +91,7 @@ class ServedMembership(Membership):
         self._next: Message | None = None
         self._go = 0
         self._losses: dict[int, list[Message]] = {}
-        self._is_wanted = False
-        self._is_leaving = False
+        self._is_wanted = self._is_leaving = False
         self._end: Exception | None = None  # nothing more comes
         self._is_declared_dead = False
         self._is_late = False
@@ -111,13 +110,13 @@ class ServedMembership(Membership):
     # --- asked by the main thread ---------------------------------------------------------------
 
     @property
+    @override
     def is_wanted(self) -> bool:
-        """Whether a newcomer waits and there is room: bring it up at the next boundary."""
         return self._is_wanted
 
     @property
+    @override
     def is_leaving(self) -> bool:
-        """Whether this process has received SIGTERM, or was told to leave."""
         return self._is_leaving
 
     def ask_to_leave(self) -> None:
@@ -149,7 +148,7 @@ class ServedMembership(Membership):
         if self._initial_rank is None:
             return None
         with self._news:
-            self._await(self._may_begin)
+            self._await(lambda: self._next is not None or self._is_late)
             return None if self._is_late else self._enter()
 
     @override
@@ -238,11 +237,6 @@ class ServedMembership(Membership):
 
     # --- states ---------------------------------------------------------------------------------
 
-    @property
-    def _gives_up(self) -> bool:
-        """Whether to wait no longer: a member's boundary is still to come, a newcomer has none."""
-        return self._is_leaving and self._generation is None
-
     def _join(self, initial_rank: int | None) -> None:
         """Become a participant of the job, under a new id."""
         with self._news:
@@ -260,11 +254,10 @@ class ServedMembership(Membership):
         self._generation = Generation.told(told, self.me)
         return self._generation
 
-    def _may_begin(self) -> bool:
-        return self._next is not None or self._is_late
-
     def _is_decided(self) -> bool:
-        return self._next is not None or self._is_declared_dead or self._gives_up
+        # A member's boundary to leave at is still to come; a newcomer has none, and gives up.
+        gives_up = self._is_leaving and self._generation is None
+        return self._next is not None or self._is_declared_dead or gives_up
 
     def _await(self, is_so: Callable[[], bool], timeout: timedelta | None = None) -> None:
         """Wait, holding `_news`, until `is_so` holds, or until nothing more can come."""

@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 from weakref import ReferenceType
 
@@ -110,6 +110,7 @@ def exchange_iterator(way: list[Any]) -> Any:
     return None
 
 
+_T = TypeVar("_T")
 _Memo = dict[int, Any]
 _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
@@ -129,15 +130,19 @@ def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module],
     copied = {id(one) for one in (*parts, *tensors, *more)}
     with _copying_functions(copied):
         result = copy.deepcopy(value, memo)
-        for tensor in tensors:
-            _copy_extras(tensor, memo)
-        for part in parts:
-            _copy_compiled_call(part, memo)
-            _mend_scripted(part, memo)
+        for tensor, own_tensor in _with_copies(tensors, memo):
+            _copy_attributes(tensor, own_tensor, memo)
+            _copy_hooks(tensor, own_tensor, memo)
+        for part, own in _with_copies(parts, memo):
+            if part._compiled_call_impl is not None:  # by `module.compile()`
+                own._compiled_call_impl = copy.deepcopy(part._compiled_call_impl, memo)
+            if isinstance(part, ScriptModule):
+                _mend_scripted(part, own)
         optimizers = [one for one in memo.get(id(memo), ()) if isinstance(one, Optimizer)]
         copied.update(map(id, optimizers))  # a copy's memo keeps what it has copied alive there
-        for optimizer in optimizers:
-            _copy_rest(optimizer, memo)
+        for optimizer, own_optimizer in _with_copies(optimizers, memo):
+            _copy_attributes(optimizer, own_optimizer, memo)
+            _copy_tables(optimizer, own_optimizer, memo)
     return result
 
 
@@ -159,7 +164,7 @@ def _copying_functions(copied: Collection[int]) -> Iterator[None]:
         MethodType: _copy_method,
         BuiltinMethodType: _copy_builtin,
         ModuleType: lambda module, memo: module,
-        **dict.fromkeys(_LOCKS, _new_lock),
+        **dict.fromkeys(_LOCKS, lambda lock, memo: _LOCKS[type(lock)]()),
         **dict.fromkeys(_FILES, _copy_file),
     }
     tensors = patch.object(Tensor, "__deepcopy__", _without_graph(Tensor.__deepcopy__))
@@ -184,10 +189,6 @@ def _copy_builtin(function: Any, memo: _Memo) -> Any:
     """Return the method of its object's copy, if that has one by now: a lock's `acquire`, say."""
     owner = memo.get(id(function.__self__))
     return function if owner is None else getattr(owner, function.__name__)
-
-
-def _new_lock(lock: Any, memo: _Memo) -> Any:
-    return _LOCKS[type(lock)]()
 
 
 def _copy_file(file: Any, memo: _Memo) -> Any:
@@ -280,14 +281,23 @@ def held_by(value: Any) -> Iterable[Any]:
     return value if isinstance(value, (list, tuple, set, frozenset)) else ()
 
 
-def _copy_extras(tensor: Tensor, memo: _Memo) -> None:
-    """Give a tensor's copy its hooks and the attributes that a user has set on it."""
-    copied = memo.get(id(tensor))
-    if not isinstance(copied, Tensor) or copied is tensor:
-        return
-    for name, value in vars(tensor).items():
-        if name not in vars(copied):
-            setattr(copied, name, copy.deepcopy(value, memo))
+def _with_copies(ones: Iterable[_T], memo: _Memo) -> Iterator[tuple[_T, _T]]:
+    """Yield each object that was copied, with its copy."""
+    for one in ones:
+        copied = memo.get(id(one))
+        if copied is not None and copied is not one:
+            yield one, copied
+
+
+def _copy_attributes(source: Any, target: Any, memo: _Memo) -> None:
+    """Give a copy the attributes that a user, or a scheduler, has set on the original."""
+    for name, value in vars(source).items():
+        if name not in vars(target):
+            setattr(target, name, copy.deepcopy(value, memo))
+
+
+def _copy_hooks(tensor: Tensor, copied: Tensor, memo: _Memo) -> None:
+    """Give a tensor's copy its hooks."""
     hooks = tensor._backward_hooks or {}
     late_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
     is_frozen = bool(hooks or late_hooks) and not copied.requires_grad
@@ -303,36 +313,17 @@ def _copy_extras(tensor: Tensor, memo: _Memo) -> None:
         copied.requires_grad_(False)
 
 
-def _copy_compiled_call(part: nn.Module, memo: _Memo) -> None:
-    """Compile the copy of a module that `module.compile()` has compiled, which a copy is not."""
-    copied = memo.get(id(part))
-    if (
-        part._compiled_call_impl is not None
-        and isinstance(copied, nn.Module)
-        and copied is not part
-    ):
-        copied._compiled_call_impl = copy.deepcopy(part._compiled_call_impl, memo)
-
-
-def _mend_scripted(part: nn.Module, memo: _Memo) -> None:
+def _mend_scripted(part: ScriptModule, copied: nn.Module) -> None:
     """Let parameters of the copy of a scripted or traced module be leaves: torch computes them."""
-    copied = memo.get(id(part))
-    if not isinstance(part, ScriptModule) or not isinstance(copied, nn.Module) or copied is part:
-        return
     for param, own in zip(part.parameters(), copied.parameters(), strict=True):
         own.detach_().requires_grad_(param.requires_grad)
         own.__class__ = nn.Parameter
 
 
-def _copy_rest(optimizer: Optimizer, memo: _Memo) -> None:
-    """Give an optimizer's copy its hooks, and the marks that schedulers have left on its step."""
-    copied = memo.get(id(optimizer))
-    if not isinstance(copied, Optimizer) or copied is optimizer:
-        return
+def _copy_tables(optimizer: Optimizer, copied: Optimizer, memo: _Memo) -> None:
+    """Give an optimizer's copy its hooks, which lie in tables."""
     for name, value in vars(optimizer).items():
-        if name not in vars(copied):
-            setattr(copied, name, copy.deepcopy(value, memo))
-        elif isinstance(value, OrderedDict) and not vars(copied)[name]:
+        if isinstance(value, OrderedDict) and not vars(copied)[name]:
             vars(copied)[name].update(copy.deepcopy(value, memo))
 
 

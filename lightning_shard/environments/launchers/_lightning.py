@@ -22,13 +22,8 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 Launcher = _Launcher
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 TunerExit = _TunerExitException
-
-
-def call_and_handle_interrupt(
-    trainer: "pl.Trainer", function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Call a function as Lightning does, which on an exception tells callbacks and tears down."""
-    return _call_and_handle_interrupt(trainer, function, *args, **kwargs)
+# On an exception it tells callbacks and tears down.
+call_and_handle_interrupt = _call_and_handle_interrupt
 
 
 def is_interactive() -> bool:

@@ -62,7 +62,8 @@ def tell(trainer: "pl.Trainer", found: Circumstances) -> None:
     """Tell callbacks of an error, so that they can save; if it is common, each rank must call."""
     error = found.heard
     mark_interrupted(trainer)
-    if isinstance(error, KeyboardInterrupt) and _is_main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if isinstance(error, KeyboardInterrupt) and is_main:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning, which puts it back
     strategy = trainer.strategy
     with noted(error, "saving what there is"):
@@ -96,10 +97,6 @@ def noted(error: BaseException, doing: str) -> Iterator[None]:
             return  # the next callback that cannot save for the same reason
         error.add_note(f"In {doing}, after this error: {text}")
         _log.warning("After %s, in %s: %s", type(error).__name__, doing, text)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 _BETWEEN_TWO = ("send", "recv")  # of which neighbours in a pipeline make different numbers

@@ -90,7 +90,8 @@ class InProcessLauncher(Launcher):
             with told_once(trainer):
                 results = world.run(run_rank)
             if world.termination.was_terminated and not world.termination.has_stopped:
-                mine.mark_terminated()
+                if trainer is not None:
+                    mark_terminated(trainer)
                 raise SIGTERMException(TERMINATED_STATUS)  # it came after the last step
             survivor = _lowest_survivor(world)
         except BaseException as error:
@@ -145,11 +146,6 @@ class _CallersRank:
                 self._has_told = True
                 tell(self._trainer, found)
             raise
-
-    def mark_terminated(self) -> None:
-        """Have the trainer say that SIGTERM has come."""
-        if self._trainer is not None:
-            mark_terminated(self._trainer)
 
     def hand_to_lightning(self, error: BaseException) -> None:
         """Let callbacks hear of an error exactly once before it leaves the launcher."""

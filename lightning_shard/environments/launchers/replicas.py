@@ -190,7 +190,8 @@ def memo_of(
     trainer: "pl.Trainer | None", owners: Mapping[str, Any], arguments: Any
 ) -> dict[int, Any]:
     """Return a deep copy's memo that already has the objects that are not copied."""
-    memo: dict[int, Any] = {id(stream): stream for stream in _standard_streams()}
+    streams = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    memo: dict[int, Any] = {id(stream): stream for stream in streams}
     for dataset in _find_datasets([arguments, *(vars(owner) for owner in owners.values())]):
         memo[id(dataset)] = dataset
     if trainer is not None:
@@ -199,10 +200,6 @@ def memo_of(
         if profiler is not None and not isinstance(profiler, PassThroughProfiler):
             memo[id(profiler)] = PassThroughProfiler()
     return memo
-
-
-def _standard_streams() -> list[Any]:
-    return [sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__]
 
 
 def _find_datasets(value: Any) -> Iterator[Dataset[Any]]:

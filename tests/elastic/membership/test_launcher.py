@@ -18,7 +18,7 @@ from lightning_shard.core.settings import Job
 from lightning_shard.elastic.membership import launcher as launcher_module
 from lightning_shard.elastic.membership.launcher import ElasticLauncher
 from lightning_shard.elastic.membership.rendezvous_server import JobRules
-from lightning_shard.environments import ElasticEnvironment
+from lightning_shard.environments.elastic import ElasticEnvironment
 from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.errors import ConfigError
 from tests.elastic.rendezvous_servers import wait_until

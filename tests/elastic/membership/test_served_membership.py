@@ -22,10 +22,10 @@ from lightning_shard.backends.liveness import interruption
 from lightning_shard.backends.rendezvous import HOST_KEY
 from lightning_shard.core import settings
 from lightning_shard.elastic.membership import rendezvous_server as server_module
-from lightning_shard.elastic.membership.generation import EvictedError, Generation, JobOverError
+from lightning_shard.elastic.membership.generation import Generation
 from lightning_shard.elastic.membership.rendezvous_server import JobRules, start_rendezvous_server
 from lightning_shard.elastic.membership.served_membership import ServedMembership
-from lightning_shard.errors import ConfigError, RankFailedError
+from lightning_shard.errors import ConfigError, EvictedError, JobOverError, RankFailedError
 from tests.elastic.rendezvous_servers import TOKEN, RunningServer, running_server, wait_until
 from tests.patience import patient
 from tests.processes import free_port, run_processes

@@ -25,8 +25,8 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_shard.backends.in_process.world import current_rank, current_world
-from lightning_shard.environments import InProcessEnvironment
-from lightning_shard.environments.launchers import InProcessLauncher
+from lightning_shard.environments.launchers.in_process import InProcessLauncher
+from lightning_shard.environments.started_elsewhere import InProcessEnvironment
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.testing import run_ranks
 

@@ -20,7 +20,7 @@ from lightning_shard.backends.in_process.faults import RankDropped
 from lightning_shard.backends.in_process.world import ElasticWorld, current_world
 from lightning_shard.elastic.membership.membership_table import Bounds
 from lightning_shard.elastic.membership.ranks import InProcessMembership
-from lightning_shard.environments.launchers import InProcessLauncher
+from lightning_shard.environments.launchers.in_process import InProcessLauncher
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.testing import Fault, injected_faults
 from tests.trainers import cpu_trainer
