@@ -27,8 +27,7 @@ from lightning_shard.core.options import AtLeastZero, checked_options
 from lightning_shard.environments import _ray
 from lightning_shard.environments.ray import RayEnvironment
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.base import ShardStrategy
-from lightning_shard.strategies.model_parallel import ModelParallelStrategy
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 
 __all__ = [
     "DatasetBatches",
@@ -211,7 +210,7 @@ def prepare_trainer(trainer: "pl.Trainer") -> "pl.Trainer":
     """
     context = _ray.context()
     strategy: Any = trainer.strategy
-    if not isinstance(strategy, ShardStrategy):
+    if not isinstance(strategy, DataParallelStrategy):
         raise ConfigError(
             f"prepare_trainer got a Trainer with {type(strategy).__name__}, expected a strategy of "
             f"lightning_shard. Pass strategy='zero3' for example; for Ray's own strategies call "
@@ -245,7 +244,7 @@ class DatasetBatches:
         options: Arguments of `DataIterator.iter_torch_batches`.
     """
 
-    def __init__(self, strategy: ShardStrategy, shard: Any, options: dict[str, Any]) -> None:
+    def __init__(self, strategy: DataParallelStrategy, shard: Any, options: dict[str, Any]) -> None:
         self._strategy = strategy
         self._shard = shard
         self._options = options
@@ -254,7 +253,7 @@ class DatasetBatches:
         """Read an epoch; every rank must."""
         batches = iter(self._shard.iter_torch_batches(**self._options))
         strategy = self._strategy
-        group = strategy.model_collectives if isinstance(strategy, ModelParallelStrategy) else None
+        group = strategy.run.groups.of_models.model if strategy.dimensions else None
         if group is None or group.size == 1:
             yield from batches
             return
@@ -280,7 +279,7 @@ def dataset_batches(trainer: "pl.Trainer", name: str, **options: Any) -> Dataset
     """
     _ray.context()
     strategy: Any = trainer.strategy
-    if not isinstance(strategy, ShardStrategy):
+    if not isinstance(strategy, DataParallelStrategy):
         raise ConfigError(
             f"dataset_batches got a Trainer with {type(strategy).__name__}, expected a strategy of "
             f"lightning_shard. For others use the shard itself: ray.train.get_dataset_shard."

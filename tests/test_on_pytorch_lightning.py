@@ -127,7 +127,7 @@ def test_a_strategy_that_was_made_for_lightning_is_taken_with_its_options() -> N
     assert not isinstance(strategy, lightning_shard.ZeRO2Strategy)
     model = model_of(pytorch_lightning)
     trainer.fit(model)
-    assert strategy._options.units == ["Linear"]
+    assert strategy.run.options.units == ["Linear"]
     reference = trained(lightning, strategy="zero3_in_process", devices=2)
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
     back = trainer_of(lightning, strategy=on_pytorch_lightning.ZeRO2Strategy())
@@ -146,7 +146,7 @@ def test_a_strategy_of_another_trainer_is_made_anew_with_its_options(package: An
     assert trainer.strategy is strategy
     assert type(other.strategy) is type(strategy)
     assert other.strategy is not strategy
-    assert other.strategy._options.bucket_mb == 2
+    assert other.strategy.run.options.bucket_mb == 2
     torch.testing.assert_close(predicted, torch.cat(trainer.predict(model)))
 
 
@@ -204,7 +204,7 @@ def test_the_command_line_of_pytorch_lightning_takes_the_strategies_by_class(
     set_arguments(monkeypatch, "program", *arguments, "--seed_everything=0")
     cli = LightningCLI(type(model_of(pytorch_lightning)), run=False, save_config_callback=None)
     assert type(cli.trainer.strategy) is on_pytorch_lightning.ZeRO2Strategy
-    assert cli.trainer.strategy._options.bucket_mb == 2
+    assert cli.trainer.strategy.run.options.bucket_mb == 2
 
 
 def test_the_mirror_has_all_modules_that_build_on_lightning() -> None:

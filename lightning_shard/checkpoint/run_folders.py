@@ -12,9 +12,9 @@
 A module, or a callback, whose own code sees what is loaded gets full tensors instead.
 """
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,40 +48,36 @@ from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.engine import DataParallelEngine
 
 
-class CheckpointedRun(Protocol):
-    """One rank's view of a run whose state is saved and loaded."""
+@dataclass(frozen=True, kw_only=True)
+class CheckpointedRun:
+    """One rank's view of a run whose state is saved and loaded.
 
-    @property
-    def lightning_module(self) -> nn.Module | None:
-        """The module that the run is of."""
+    Attributes:
+        module: The module that the run is of, or what has the names of its parameters.
+        optimizers: The optimizers of the module, with shards while there is an engine.
+        mesh: The grid of the run's ranks.
+        rank: Number of this rank in the mesh.
+        device: Device of this rank.
+        ranks: The group of all ranks; None where this rank asks nobody.
+        engine: The engine; None before the strategy's setup and after teardown, and where states
+            are boxes already.
+        is_in_process: Whether all ranks run inside this process.
+        is_folder: Whether a checkpoint is a folder.
+        dimensions: The ways in which ranks share the model.
+        kept_besides: Returns what the scheme keeps on this rank; no communication, and no copies.
+    """
 
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers of the module, with shards while there is an engine."""
-
-    @property
-    def present_engine(self) -> DataParallelEngine | None:
-        """The engine; None before the strategy's setup and after teardown."""
-
-    @property
-    def present_collectives(self) -> Collectives | None:
-        """The group of all ranks; None where this rank asks nobody."""
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        """The grid of the run's ranks."""
-
-    @property
-    def mesh_rank(self) -> int:
-        """Number of this rank in the mesh."""
-
-    @property
-    def mesh_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def root_device(self) -> torch.device:
-        """Device of this rank."""
+    module: Any
+    optimizers: Sequence[Optimizer]
+    mesh: ParallelMesh
+    rank: int
+    device: torch.device
+    ranks: Collectives | None
+    engine: DataParallelEngine | None = None
+    is_in_process: bool = False
+    is_folder: bool = True
+    dimensions: Sequence[Any] = ()
+    kept_besides: Callable[[], Mapping[str, Any]] = dict
 
 
 class RunFolders:
@@ -106,16 +102,16 @@ class RunFolders:
         `scheme` is the strategy's name, which the folder tells; `step` is as for
         `BackgroundSaves.write`.
         """
-        keeps = alone or run.mesh_rank == 0
+        keeps = alone or run.rank == 0
         state, meta = folder_entries(checkpoint, run.optimizers, names_of(run), keeps=keeps)
         section, mesh = writable_section(meta), run.mesh
         sizes = asdict(mesh)
         further = sizes.pop("others")
         axes = {**sizes, **further, "axis_order": list(mesh.axis_order)}
-        section["layout"] = {"scheme": scheme, "ranks": run.mesh_size, "mesh": axes}
+        section["layout"] = {"scheme": scheme, "ranks": mesh.world_size, "mesh": axes}
         lightning = checkpoint.get("pytorch-lightning_version", lightning_version())
         section["versions"] = {"torch": str(torch.__version__), "lightning": lightning}
-        group = None if alone else run.present_collectives
+        group = None if alone else run.ranks
         self._saves.write(path, state, meta if keeps else None, group, step=step)
 
     def take_weights(
@@ -130,10 +126,9 @@ class RunFolders:
 
         Names in `left_out` may be missing under `strict` all the same. Return the module before.
         """
-        module = run.lightning_module
-        assert module is not None
+        module = run.module
         found = weight_misfits(module, state, strict=strict, left_out=left_out)
-        agree_on_misfit(run.present_collectives, weights_error(module, found))
+        agree_on_misfit(run.ranks, weights_error(module, found))
         before = ModuleSnapshot(module, with_parameters=False)
         load_rest(module, state)
         self._stored = state
@@ -142,9 +137,8 @@ class RunFolders:
     def read_weights(self, run: CheckpointedRun) -> None:
         """Read the weights that a checkpoint has promised, where there is one; each rank must."""
         if self._stored is not None:
-            assert run.lightning_module is not None
-            assert run.present_engine is not None
-            read_weights(run.lightning_module, self._stored, run.present_engine)
+            assert run.engine is not None
+            read_weights(run.module, self._stored, run.engine)
             self._stored = None
 
     def tear_down(self) -> None:
@@ -160,25 +154,24 @@ def load_folder(
     With `in_full` weights are read, full, since others than this package look at them.
     """
     folder = StoredFolder(path, weights_only)
-    verify_share(folder, run.mesh_rank, run.mesh_size)
+    verify_share(folder, run.rank, run.mesh.world_size)
     return checkpoint_of(folder, in_full=in_full)
 
 
 def names_of(run: CheckpointedRun) -> dict[nn.Parameter, str]:
     """Return the name of each parameter of the run's module."""
-    assert run.lightning_module is not None
-    return {param: name for name, param in run.lightning_module.named_parameters()}
+    return {param: name for name, param in run.module.named_parameters()}
 
 
 def local_state(
     run: CheckpointedRun, state: Mapping[str, Any], optimizer: Optimizer
 ) -> dict[str, Any]:
     """Return this rank's shards of an optimizer's state, full or stored."""
-    assert run.present_engine is not None
+    assert run.engine is not None
     numbered = numbered_state(state, optimizer, names_of(run))
     if has_unread(numbered):
-        return local_optimizer_state(numbered, optimizer, run.present_engine)
-    return local_state_dict(numbered, optimizer, run.present_engine)
+        return local_optimizer_state(numbered, optimizer, run.engine)
+    return local_state_dict(numbered, optimizer, run.engine)
 
 
 def checked_names(

@@ -24,7 +24,7 @@ from lightning_shard.backends.free_memory import keep_freed_memory
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.compression.compressor import Exchange
-from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.data_groups import DataGroups, Sole
 from lightning_shard.data_parallel.gradients.early_clipping import EarlyClipping
 from lightning_shard.data_parallel.gradients.flat_gradients import (
     FlatGradients,
@@ -224,6 +224,17 @@ class DataParallelEngine:
         presents = self.options.stage > (2 if self.split.groups else 0)
         units = self.units if presents else ()
         look_full(units, self.shards, self._unsharder, self.split, self.user_code)
+
+    @contextmanager
+    def asking_nobody(self) -> Iterator[None]:
+        """Inside, this rank hands out the full state that it has, and asks no other."""
+        sole: Any = Sole()
+        kept = self.groups, self.collectives
+        self.groups, self.collectives = DataGroups.of(sole), sole
+        try:
+            yield
+        finally:
+            self.groups, self.collectives = kept
 
     @property
     def is_first(self) -> bool:

@@ -269,7 +269,7 @@ def _is_full(trainer: "pl.Trainer", path: str) -> bool:
     """Whether one can be gone back to: not weights alone, nor one whose writer was lost."""
     strategy: Any = trainer.strategy
     try:
-        checkpoint = strategy.read_alone(path)
+        checkpoint = strategy.run.checkpoints.read_alone(path)
     except Exception as error:  # of any format
         rank_zero_warn(f"{path} cannot be read and is passed over: {type(error).__name__}: {error}")
         return False

@@ -25,16 +25,14 @@ Containers without such an object are values like any other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.background_saves import BackgroundSaves
 from lightning_shard.checkpoint.conversion.source import whole_checkpoint
 from lightning_shard.checkpoint.files.places import is_folder
@@ -47,7 +45,12 @@ from lightning_shard.checkpoint.full import (
 from lightning_shard.checkpoint.misfits import weights_error
 from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
 from lightning_shard.checkpoint.resuming import agree_on_misfit, failing_together
-from lightning_shard.checkpoint.run_folders import RunFolders, is_stored, load_folder
+from lightning_shard.checkpoint.run_folders import (
+    CheckpointedRun,
+    RunFolders,
+    is_stored,
+    load_folder,
+)
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY, section_of
 from lightning_shard.checkpoint.sharded.folder import read_all
 from lightning_shard.checkpoint.sharded.run_state import (
@@ -63,12 +66,15 @@ from lightning_shard.checkpoint.sharded.run_state import (
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.core.mesh import ParallelMesh
-from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.errors import CheckpointError, ConfigError
+from lightning_shard.errors import CheckpointError
 from lightning_shard.fabric._lightning import check_keys_are_there
 from lightning_shard.fabric.sharded_module import HeldModule, ShardedModule
-from lightning_shard.strategies.checkpoint_files import CheckpointFiles, in_own_memory
-from lightning_shard.strategies.options import CheckpointFormat
+from lightning_shard.strategies.checkpoint_files import (
+    CheckpointFiles,
+    check_folder_writer,
+    in_own_memory,
+)
+from lightning_shard.strategies.names import strategy_name
 
 Path = tuple[Any, ...]
 
@@ -135,7 +141,7 @@ def paired(own: Any, saved: Any, path: Path = ()) -> Iterator[tuple[Any, Any]]:
 _KIND = CHECKPOINT_KEY  # the key by which an entry of meta.pt is known to stand for another
 _USERS = "fabric_keys"  # in the section
 Filter = Mapping[str, Callable[[str, Any], bool]]
-__all__ = ["FabricRun", "HeldObjects", "Path", "Saving", "merged"]
+__all__ = ["HeldObjects", "Path", "Saving", "merged"]
 
 
 class NamesInFolder:
@@ -154,35 +160,23 @@ class NamesInFolder:
         return ((name, param) for param, name in self.parameters.items())
 
 
-@dataclass(frozen=True)
-class FolderRun:
-    """A save of Fabric's, as `RunFolders` knows a run."""
+def folder_run(run: Any, module: Any, optimizers: Sequence[Optimizer]) -> CheckpointedRun:
+    """Return a save or load of Fabric's, as `RunFolders` knows a run: all ranks are data parallel.
 
-    collectives: Collectives
-    lightning_module: Any
-    optimizers: Sequence[Optimizer]
-    root_device: torch.device
-    present_engine: DataParallelEngine | None = None
-
-    @property
-    def present_collectives(self) -> Collectives:
-        """The group of all ranks."""
-        return self.collectives
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        """All ranks are data parallel."""
-        return ParallelMesh(dp=self.collectives.size)
-
-    @property
-    def mesh_rank(self) -> int:
-        """Number of this rank."""
-        return self.collectives.rank
-
-    @property
-    def mesh_size(self) -> int:
-        """Number of ranks."""
-        return self.collectives.size
+    Args:
+        run: The Fabric's strategy.
+        module: Has the names of the parameters.
+        optimizers: The optimizers, in the order of their numbers.
+    """
+    ranks = run.collectives
+    return CheckpointedRun(
+        module=module,
+        optimizers=optimizers,
+        mesh=ParallelMesh(dp=ranks.size),
+        rank=ranks.rank,
+        device=run.root_device,
+        ranks=ranks,
+    )
 
 
 def weights_at(prefix: str) -> dict[str, Any]:
@@ -252,36 +246,10 @@ def _plain(value: Any) -> bool:
     return type(value) in (list, tuple)
 
 
-class FabricRun(Protocol):
-    """What saving and loading asks of a strategy of Fabric."""
-
-    checkpoint_format: CheckpointFormat
-
-    @property
-    def collectives(self) -> Collectives:
-        """Group of all ranks."""
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads files."""
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-
-    @property
-    def held(self) -> Sequence[HeldModule]:
-        """The modules that are set up."""
-
-    @property
-    def scheme(self) -> str:
-        """Name of the strategy, which a folder tells."""
-
-
 class HeldObjects:
     """Knows which modules and optimizers of a state are in shards."""
 
-    def __init__(self, run: FabricRun) -> None:
+    def __init__(self, run: Any) -> None:
         self._run = run
 
     def of_module(self, module: Any) -> HeldModule | None:
@@ -327,7 +295,7 @@ class HeldObjects:
 class Saving:
     """Saves one state; each rank must make one and call `save`."""
 
-    def __init__(self, run: FabricRun, state: Mapping[str, Any]) -> None:
+    def __init__(self, run: Any, state: Mapping[str, Any]) -> None:
         self._run, self._state = run, state
         self._held = HeldObjects(run)
         self._objects = list(objects_in(state))
@@ -347,7 +315,7 @@ class Saving:
         path = self._run.collectives.broadcast_object(path)
         is_folder = self._run.checkpoint_format == "sharded"
         if is_folder:
-            self._check_writer(options, chosen)
+            check_folder_writer(self._run.checkpoint_io, options, chosen)
         with failing_together(self._run.collectives):
             if is_folder:
                 self._save_folder(path)
@@ -396,11 +364,8 @@ class Saving:
         files = self._run.checkpoint_io
         assert isinstance(files, CheckpointFiles)
         full = self._joined(converted(self._state, lambda _, one: merged(one, awaited)))
-        try:
-            if self._run.collectives.rank == 0:
-                files.save_records(file.records(full), path, options)
-        finally:
-            file.finish()
+        is_first = self._run.collectives.rank == 0
+        files.save_streamed(full, file, path, options, writes=is_first)
 
     def _joined(self, full: dict[str, Any]) -> dict[str, Any]:
         """Exchange shards among the user's own values for full tensors; each rank must call."""
@@ -412,16 +377,6 @@ class Saving:
         return full
 
     # --- folders ----------------------------------------------------------------------------------
-
-    def _check_writer(self, options: Any, chosen: Filter) -> None:
-        plugin = self._run.checkpoint_io
-        if options is not None or chosen or not isinstance(plugin, CheckpointFiles):
-            raise ConfigError(
-                f"checkpoint_format='sharded' lets each rank write its part of a folder, without a "
-                f"CheckpointIO and without a filter, got {type(plugin).__name__}, "
-                f"storage_options={options!r} and a filter of {sorted(chosen) or 'nothing'}. Leave "
-                f"them out, or use checkpoint_format='full'."
-            )
 
     def _save_folder(self, path: Any) -> None:
         names = NamesInFolder(self._prefixes())
@@ -437,10 +392,10 @@ class Saving:
         rest[CHECKPOINT_KEY] = users_section(list(self._state))
         run = self._run
         RunFolders(BackgroundSaves()).save(
-            FolderRun(run.collectives, names, optimizers, run.root_device),
+            folder_run(run, names, optimizers),
             {**rest, "state_dict": weights, "optimizer_states": states},
             path,
-            scheme=run.scheme,
+            scheme=strategy_name(run),
             alone=False,
             step=None,
         )
@@ -499,7 +454,7 @@ def _filtered(keep: Callable[[str, Any], bool] | None, state: Any) -> Any:
 class Loading:
     """Loads one file or folder; each rank must make one, and call."""
 
-    def __init__(self, run: FabricRun, path: Any, weights_only: bool | None) -> None:
+    def __init__(self, run: Any, path: Any, weights_only: bool | None) -> None:
         self._run, self._weights_only = run, weights_only
         self._is_mapped = False  # what was loaded: what somebody keeps must be copied
         self._held = HeldObjects(run)
@@ -545,8 +500,7 @@ class Loading:
                 return self._file()
             self._is_mapped = True
             return files.load_together(self._path, self._weights_only, self._run.collectives)
-        collectives = self._run.collectives
-        run = FolderRun(collectives, None, (), self._run.root_device)
+        run = folder_run(self._run, None, ())
         return users_state(load_folder(run, self._path, self._weights_only, in_full=False))
 
     def _to_keep(self, value: Any) -> Any:
@@ -556,7 +510,8 @@ class Loading:
         return read_all(value) if has_unread(value) else value
 
     def _file(self) -> dict[str, Any]:
-        return self._run.checkpoint_io.load_checkpoint(self._path, weights_only=self._weights_only)
+        files: CheckpointIO = self._run.checkpoint_io
+        return files.load_checkpoint(self._path, weights_only=self._weights_only)
 
     def _load(self, pairs: list[tuple[Any, Any]], *, strict: bool) -> None:
         parts = self._held.parts_of(target for target, _ in pairs)

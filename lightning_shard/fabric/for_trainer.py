@@ -74,11 +74,7 @@ def _fit_loop(steps: int, num_optimizers: int, epoch: int, batch: int) -> dict[s
     return {
         "state_dict": {},
         "epoch_loop.state_dict": {"_batches_that_stepped": steps // max(num_optimizers, 1)},
-        "epoch_loop.batch_progress": {
-            "total": batches,
-            "current": batches,
-            "is_last_batch": False,
-        },
+        "epoch_loop.batch_progress": {"total": batches, "current": batches, "is_last_batch": False},
         "epoch_loop.scheduler_progress": {"total": stepped, "current": stepped},
         "epoch_loop.automatic_optimization.state_dict": {},
         "epoch_loop.automatic_optimization.optim_progress": {

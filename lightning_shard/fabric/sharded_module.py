@@ -151,10 +151,7 @@ class FullOptimizerStates:
     """Gives an optimizer's full state, and lets it load one."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        engine: DataParallelEngine,
-        names: Mapping[nn.Parameter, str],
+        self, optimizer: Optimizer, engine: DataParallelEngine, names: Mapping[nn.Parameter, str]
     ) -> None:
         self.optimizer = optimizer
         self._engine, self._names = engine, names

@@ -51,11 +51,11 @@ from lightning_shard.optim.host_step import warn_of_cpu_ranks
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.precision.scaler import ShardedGradScaler, device_scale
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
-from lightning_shard.strategies.names import check_interactive, strategy_name
+from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import FabricLightningOptions, FabricOptions, OptionNames
 from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
 from lightning_shard.strategies.trainer.same_on_ranks import check_same_settings, common_seed
-from lightning_shard.strategies.trainer.step_collectives import gathered, reduce_op_name, reduced
+from lightning_shard.strategies.trainer.step_collectives import agreed, gathered, reduced
 
 T = TypeVar("T")
 _KNOWN = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
@@ -107,21 +107,22 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
     stage: ClassVar[int]
     bucket_choice: BucketChoice | None = None
+    _collectives: Collectives | None = None
 
     @takes(FabricOptions)
     def __init__(self, options: FabricOptions) -> None:
         self._reduce_dtype = options.reduce_dtype
         self._options = options.engine_options(self.stage)
-        self._held: list[HeldModule] = []
+        self.held: list[HeldModule] = []
         self._differentiation, self._in_launch = Differentiation(), ExitStack()
-        self._local_ranks = LocalRanks(options, "Fabric")
+        self.local_ranks = LocalRanks(options, "Fabric")
         self.checkpoint_format = options.checkpoint_format
         super().__init__(**options.part(FabricLightningOptions))
         self._backward_sync_control = BackwardSync()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or rank."""
-        own: dict[str, Any] = {"_collectives": None, "_held": [], "_in_launch": ExitStack()}
+        own: dict[str, Any] = {"_collectives": None, "held": [], "_in_launch": ExitStack()}
         return {**vars(self), **own}
 
     @override
@@ -129,7 +130,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         super().setup_environment()
         reset_seed()
         self._take_place()
-        self._enter_groups()
+        self.local_ranks.enter_groups(self)
         group = dist.group.WORLD
         assert group is not None
         self._collectives = self.backend.collectives(group)
@@ -141,8 +142,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
     @override
     def leave(self) -> None:
-        self._held = []
-        self._in_launch.close()
+        self.held = []  # nothing is taken off at exit
         super().leave()
 
     @override
@@ -156,7 +156,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         Args:
             restore: Whether modules and optimizers' states are to be full; each rank must call.
         """
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         for one in held:
             one.release(restore=restore)
         self._in_launch.close()
@@ -221,7 +221,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        result = reduced(tensor, reduce_op_name(reduce_op), self._group(group))
+        result = reduced(tensor, reduce_op, self._group(group))
         if result.dtype != tensor.dtype:
             return result
         with torch.no_grad():
@@ -241,9 +241,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        flag = torch.tensor(int(decision), device=self.root_device)
-        self.collectives.all_reduce(flag, "min" if all else "max").wait()
-        return bool(flag)
+        return agreed(decision, self.collectives, self.root_device, "min" if all else "max")
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -305,28 +303,24 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
             check_same_optimizers(list(optimizers), module, self.collectives)
         self._give_back_unused()
         held = HeldModule(
-            module,
-            optimizers,
-            self._make_engine,
-            options=self._options,
-            rank=self.collectives.rank,
+            module, optimizers, self._make_engine, options=self._options, rank=self.collectives.rank
         )
         warn_of_cpu_ranks(self._options, self.root_device)
-        self._held.append(held)
+        self.held.append(held)
         wrapped = ShardedModule(held, self._differentiation)
         held.wrapper = ref(wrapped)
         return wrapped
 
     def _give_back_unused(self) -> None:
         """Give modules back whose wrappers are gone on all ranks, each of which must call."""
-        if not self._held:
+        if not self.held:
             return
         gc.collect()  # ranks need not have noticed alike what nobody refers to any more
-        gone = {number for number, one in enumerate(self._held) if one.wrapper() is None}
+        gone = {number for number, one in enumerate(self.held) if one.wrapper() is None}
         gone = set.intersection(*self.collectives.all_gather_object(gone))
         for number in sorted(gone):
-            self._held[number].release(restore=True)
-        self._held = [one for number, one in enumerate(self._held) if number not in gone]
+            self.held[number].release(restore=True)
+        self.held = [one for number, one in enumerate(self.held) if number not in gone]
 
     def _make_engine(
         self, module: nn.Module, owned: Collection[nn.Parameter]
@@ -371,7 +365,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
     def _holder_of(self, optimizer: Optimizer) -> HeldModule:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        holders = [next((one for one in self._held if one.holds(p)), None) for p in params]
+        holders = [next((one for one in self.held if one.holds(p)), None) for p in params]
         known = dict.fromkeys(one for one in holders if one is not None)
         if len(known) == 1 and None not in holders:
             return next(iter(known))
@@ -389,7 +383,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward and average gradients of the modules that it has come to; each must call."""
-        engines = list(engines_of(self._held))
+        engines = list(engines_of(self.held))
         used = UsedEngines(engines, self.collectives if engines else None)
         with ExitStack() as stack:
             stack.enter_context(self._differentiation.running())
@@ -399,34 +393,16 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
     # --- states -----------------------------------------------------------------------------------
 
-    @property
-    def held(self) -> Sequence[HeldModule]:
-        """The modules that are set up."""
-        return self._held
-
-    @property
-    def scheme(self) -> str:
-        """Name of the strategy, which a folder of a checkpoint tells."""
-        return strategy_name(self)
-
     @override
     def save_checkpoint(
-        self,
-        path: Any,
-        state: dict[str, Any],
-        storage_options: Any = None,
-        filter: Any = None,
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Save a file, or a folder of shards; each rank must call."""
         Saving(self, state).save(path, storage_options, filter or {})
 
     @override
     def load_checkpoint(
-        self,
-        path: Any,
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a file or a folder; each rank must call."""
         loading = Loading(self, path, weights_only)
@@ -451,14 +427,14 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's full state on every rank; each must call."""
-        states = next((found for one in self._held if (found := one.state_of(optimizer))), None)
+        states = next((found for one in self.held if (found := one.state_of(optimizer))), None)
         return optimizer.state_dict() if states is None else states.full()
 
     @contextmanager
     def _all_views(self) -> Iterator[None]:
         """Show all optimizers their shards."""
         with ExitStack() as stack:
-            for engine in engines_of(self._held):
+            for engine in engines_of(self.held):
                 stack.enter_context(engine.optimizer_view())
             yield
 
@@ -480,11 +456,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         """Clip by the norm of the full gradient, which is returned; each rank must call."""
         engine, params = self._to_clip(optimizer)
         return clip_grad_norm(
-            params,
-            float(max_norm),
-            engine,
-            float(norm_type),
-            error_if_nonfinite=error_if_nonfinite,
+            params, float(max_norm), engine, float(norm_type), error_if_nonfinite=error_if_nonfinite
         )
 
     @override

@@ -39,7 +39,7 @@ def take_counterparts(lightning: str, packages: Mapping[str, str]) -> None:
     connector._check_config_and_set_final_flags = check_own
     for package in packages.values():
         if package != packages[lightning]:  # for LightningCLI, which compares types
-            base = f"{package}.strategies.base"
+            base = f"{package}.strategies.data_parallel"
             after_import(base, partial(_derive, base, lightning))
 
 
@@ -71,7 +71,7 @@ def _unused(strategy: Any, packages: Mapping[str, str]) -> Any:
 def _derive(base: str, lightning: str) -> None:
     """Let the strategies of a package pass for subclasses of this root's `Strategy`."""
     strategies: Any = import_module(f"{lightning}.strategies")
-    strategies.Strategy.register(import_module(base).ShardStrategy)
+    strategies.Strategy.register(import_module(base).DataParallelStrategy)
 
 
 def _adopt(strategy: Any, lightning: str, packages: Mapping[str, str]) -> None:

@@ -3,8 +3,8 @@
 Both packages are the same source under two roots, but their classes are different ones, and a
 Trainer takes those of its own root only. So each module here that builds on Lightning exists twice:
 
-    lightning_shard.strategies.base                        lightning.pytorch, lightning.fabric
-    lightning_shard.on_pytorch_lightning.strategies.base   pytorch_lightning, lightning_fabric
+    lightning_shard.strategies.run                        lightning.pytorch, lightning.fabric
+    lightning_shard.on_pytorch_lightning.strategies.run   pytorch_lightning, lightning_fabric
 
 The second is compiled from the same file when it is imported, with other names in its import
 statements. Modules that do not build on Lightning (engine, backends, errors) exist once.

@@ -31,6 +31,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.strategies.memory_notes import memory_kinds
 from lightning_shard.strategies.model_parallel import HybridParallelStrategy
 from lightning_shard.strategies.trainer.hook_advice import OnlyLooks
 
@@ -141,7 +142,7 @@ class MemoryMonitor(RunMonitor):
         if number % self._every_n_steps != 1 % self._every_n_steps:
             return
         strategy = own_strategy(trainer, type(self).__name__)
-        kinds = strategy.memory_kinds()
+        kinds = memory_kinds(strategy)
         held = {name: value for name, value in vars(kinds).items() if value is not None}
         held["besides"] = max(strategy.held_bytes().total - kinds.known, 0)
         self._write(trainer, "memory", held=held, **_peak(strategy.root_device))

@@ -48,7 +48,6 @@ from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
 from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.elastic import ElasticStrategy
-from lightning_shard.strategies.local_updates import LocalUpdates
 
 T = TypeVar("T")
 
@@ -315,7 +314,7 @@ class TrafficMonitor(RunMonitor):
             "dry_run",
             ranks=ranks,
             not_counted=besides,
-            every_step=not isinstance(trainer.strategy, LocalUpdates),
+            every_step=own_strategy(trainer, type(self).__name__).meets_at_steps,
             obstacle=obstacle,
         )
 

@@ -7,7 +7,7 @@ batch fetched ── a boundary? ──> copy this rank's state       (in host m
 step ── an error? a loss that is not finite? a step that was asked for? ──> this rank's file
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -233,17 +233,15 @@ class RecordSteps(OnlyLooks, Callback):
 def _noting_steps(trainer: "pl.Trainer", results: ResultRecorder) -> Iterator[None]:
     """Note what steps get: a replay neither validates nor saves, compares nor heeds signals."""
     strategy: Any = trainer.strategy
+    save = trainer.save_checkpoint
 
-    def apart(call: Callable[..., None]) -> Callable[..., None]:
-        def paused(*args: Any, **kwargs: Any) -> None:
-            with results.paused():
-                call(*args, **kwargs)
-
-        return paused
+    def save_apart(*args: Any, **kwargs: Any) -> None:
+        with results.paused():
+            save(*args, **kwargs)
 
     with (
-        patch.object(trainer, "save_checkpoint", apart(trainer.save_checkpoint)),
-        patch.object(strategy, "compare_settings", apart(strategy.compare_settings)),
+        patch.object(trainer, "save_checkpoint", save_apart),
+        strategy.run.loops.comparing_in(results.paused),
         around_sigterm_broadcast(trainer, results.paused),
         results.noting(lambda: bool(trainer.training)),
     ):

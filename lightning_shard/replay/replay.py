@@ -261,7 +261,7 @@ def _as_named(
         )
     assert isinstance(made, DataParallelStrategy)
     chosen = record.setup.get("bucket_mb")  # by measuring, which would come to something else here
-    is_given = made._options.bucket_mb not in (None, "auto")
+    is_given = made.run.options.bucket_mb not in (None, "auto")
     return made if chosen is None or is_given else made.with_options(bucket_mb=chosen)
 
 

@@ -36,6 +36,7 @@ from lightning_shard.strategies.options import (
     LightningOptions,
     RunOptions,
 )
+from lightning_shard.strategies.parts import SchemeHooks
 from lightning_shard.strategies.trainer.measured_stages import first_batch
 
 _USABLE = 0.9  # of the free memory: kernels' workspace, fragments and NCCL's buffers take the rest
@@ -43,8 +44,16 @@ _ADVICE = (
     "Name a strategy, such as 'zero2'; `lightning-shard plan` compares them, and `lightning-shard "
     "prove` says whether the module trains right under it."
 )
-DECIDED = ("_options", "dimensions", "given_options", "stage")
+DECIDED = ("dimensions", "given_options", "stage")
 """The attributes of a strategy that its class and options decide, beside those of its own."""
+
+
+class AutoHooks(SchemeHooks):
+    """Leaves the groups of a fit to the strategy that is chosen."""
+
+    @override
+    def chooses_groups(self) -> bool:
+        return bool(self.run.is_fitting())
 
 
 class AutoStrategy(DataParallelStrategy):
@@ -64,20 +73,16 @@ class AutoStrategy(DataParallelStrategy):
     def __init__(self, options: AutoOptions) -> None:
         self._auto = options
         super().__init__(**options.part(DataParallelOptions))
-
-    @override
-    def _make_groups(self) -> None:
-        if not self._is_fitting():  # else when it is chosen which
-            super()._make_groups()
+        self.run.hooks = AutoHooks(self.run)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        if not self._is_fitting():
+        if not self.run.is_fitting():
             super().setup(trainer)
             return
         self._choose(trainer)
-        self._duplicated = None  # the groups are those of a strategy that had chosen nothing
-        self._use_groups()
+        self.run.groups.forget()  # which are of a strategy that had chosen nothing
+        self.run.groups.use()
         self.setup(trainer)  # the chosen strategy's
 
     def _choose(self, trainer: "pl.Trainer") -> None:
@@ -132,7 +137,7 @@ class AutoStrategy(DataParallelStrategy):
             )
         if found.recommendation is None:
             return f"strategy='shard_auto' found nothing that fits. {found.reason}"
-        if self._announces:
+        if self.run.announces:
             rank_zero_info(f"shard_auto chooses:\n{found}")
         return found
 
@@ -188,6 +193,7 @@ def become(strategy: Any, chosen: Any) -> None:
         name: one for name, one in vars(chosen).items() if name in DECIDED or name not in kept
     }
     kept.update(decided)
+    strategy.run.become(chosen.run)
     strategy.__class__ = type(chosen)
 
 

@@ -32,7 +32,8 @@ from lightning_shard.checkpoint.files.places import is_on_the_web, local_path
 from lightning_shard.checkpoint.files.reading import ALL, Share, read_file, read_mapped
 from lightning_shard.checkpoint.files.torch_archive import ArchiveRecord, records_of, write_archive
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
-from lightning_shard.errors import CheckpointError
+from lightning_shard.checkpoint.streamed import StreamedFile
+from lightning_shard.errors import CheckpointError, ConfigError
 
 (_Wrapping,) = AsyncCheckpointIO.__bases__  # what wraps another `CheckpointIO`
 
@@ -58,6 +59,30 @@ class CheckpointFiles(CheckpointIO):
             )
         with new_file(path) as file:
             write_archive(file, records)
+
+    def save_streamed(
+        self,
+        checkpoint: dict[str, Any],
+        file: StreamedFile,
+        path: Any,
+        options: Any,
+        *,
+        writes: bool,
+    ) -> None:
+        """Save a checkpoint whose tensors come from all ranks, each of which must call.
+
+        Args:
+            checkpoint: The checkpoint, with placeholders.
+            file: Where the tensors come from.
+            path: As for `save_checkpoint`.
+            options: As for `save_checkpoint`.
+            writes: Whether this rank writes the file.
+        """
+        try:
+            if writes:
+                self.save_records(file.records(checkpoint), path, options)
+        finally:
+            file.finish()
 
     @override
     def load_checkpoint(
@@ -120,6 +145,26 @@ class CheckpointFiles(CheckpointIO):
             remove_remote(path)
         else:
             remove(place)
+
+
+def check_folder_writer(checkpoint_io: CheckpointIO, options: Any, keys: Collection[str]) -> None:
+    """Refuse what a folder would pass over.
+
+    Args:
+        checkpoint_io: What writes files.
+        options: What it is to be told.
+        keys: What a filter leaves something out of.
+
+    Raises:
+        ConfigError: A `CheckpointIO` of the user's, options for it, or a filter.
+    """
+    if options is not None or keys or not isinstance(checkpoint_io, CheckpointFiles):
+        raise ConfigError(
+            f"checkpoint_format='sharded' lets each rank write its part of a folder, without a "
+            f"CheckpointIO and without a filter, got {type(checkpoint_io).__name__}, "
+            f"storage_options={options!r} and a filter of {sorted(keys) or 'nothing'}. Leave "
+            f"them out, or use checkpoint_format='full'."
+        )
 
 
 def _dictionary(path: Any, loaded: Any) -> dict[str, Any]:

@@ -1,303 +1,318 @@
 """Replicated data parallel and ZeRO stages 1 to 3 as Lightning strategies: the engine's adapter.
 
-Its ranks choose the size of their buckets, under `bucket_mb="auto"`:
-
-a fit begins        they measure, and choose
-an evaluation       the size of the last fit, whose optimizers' states may lie in such shards;
-                    before any fit the default, which is not measured
-a reconfiguration   of elastic ranks: rank 0's, which has trained, since shards move as they are
+Lightning calls a strategy's hooks. Each says here which parts of the run answer, and in which
+order; what the parts do stands in their files, which `run.py` lists.
 """
 
-import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Self
-from weakref import WeakSet
+from typing import Any, ClassVar, Self, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.backends.traffic import Traffic
-from lightning_shard.core.mesh import NodePlacement
+from lightning_shard.core import settings
+from lightning_shard.core.mesh import Axis, NodePlacement, ParallelMesh
 from lightning_shard.core.options import takes
-from lightning_shard.data_parallel.agreement import (
-    check_same_optimizers,
-    check_trainable,
-    refuse_embeddings_of_batches,
-)
-from lightning_shard.data_parallel.bucket_choice import BucketChoice, Links, choose
+from lightning_shard.data_parallel.bucket_choice import BucketChoice
 from lightning_shard.data_parallel.compression import Compressor, Tally
-from lightning_shard.data_parallel.compression.compressor import StepBytes, total_bytes
-from lightning_shard.data_parallel.deferred_init.start import MetaStart, values_at_start
+from lightning_shard.data_parallel.data_groups import DataGroups
+from lightning_shard.data_parallel.deferred_init.recorder import noting_changes, recording
+from lightning_shard.data_parallel.deferred_init.start import move_to, staying_on_meta
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, held, replicated
-from lightning_shard.data_parallel.kept_activations import KeptActivations
-from lightning_shard.data_parallel.model_split import ModelSplit, has_parts
-from lightning_shard.data_parallel.options import (
-    ActivationCheckpointing,
-    DTypePolicy,
-    EngineOptions,
-    Offload,
-)
+from lightning_shard.data_parallel.options import Offload
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import checkpointed_blocks
+from lightning_shard.environments.launchers.in_process import InProcessLauncher
+from lightning_shard.environments.launchers.processes import ProcessLauncher
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.clipping import global_grad_norm
-from lightning_shard.optim.host_step import refuse_offload, warn_of_cpu_ranks
-from lightning_shard.optim.owned_parameters import parameters_to_own
-from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.pipeline_parallel.pipeline import Pipeline
+from lightning_shard.pipeline_parallel.schedules import Schedule
 from lightning_shard.planning.description import Description, Measure
 from lightning_shard.planning.dry_run import dry_run
-from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
-from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
-from lightning_shard.precision.scaler import device_scale
-from lightning_shard.strategies.dimensions.combined_split import combined
-from lightning_shard.strategies.dimensions.dimension import (
-    ModuleStep,
-    PlainRunner,
-    RunView,
-    StepKind,
-    StepRunner,
-)
+from lightning_shard.precision.plugins import sharded_plugin
+from lightning_shard.strategies.dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.fit_check import check_fit
-from lightning_shard.strategies.fit_ends import EndingStrategy
-from lightning_shard.strategies.memory_notes import MemoryNotes, memory_kinds
-from lightning_shard.strategies.names import strategy_name
-from lightning_shard.strategies.options import DataParallelOptions, RunOptions
-from lightning_shard.strategies.trainer._lightning import layer_sync
-from lightning_shard.strategies.trainer.announcement import announce, count_parameters
-from lightning_shard.strategies.trainer.batch_counts import agree_on_batches, lengths_on_ranks
-from lightning_shard.strategies.trainer.callbacks import (
-    check_callbacks,
-    counted_full,
-    draw_graphs,
-    prepare_callbacks,
-)
-from lightning_shard.strategies.trainer.hook_advice import (
-    hooks_inside,
-    may_change_groups,
-    may_edit_gradients,
-    usual_clipping,
-)
-from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
-from lightning_shard.strategies.trainer.predictions import PredictedBatches
-from lightning_shard.strategies.trainer.same_on_ranks import schedules
-from lightning_shard.strategies.trainer.weight_averaging import (
-    AverageOfShards,
-    Averaging,
-    averaging_callbacks,
-)
+from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks
+from lightning_shard.strategies.names import check_interactive
+from lightning_shard.strategies.options import DataParallelOptions, LightningOptions, OptionNames
+from lightning_shard.strategies.run import Run
+from lightning_shard.strategies.trainer._lightning import accept_compiled_modules
+from lightning_shard.strategies.trainer.predictions import merged
+from lightning_shard.strategies.trainer.step_collectives import agreed, gathered, reduced
+
+T = TypeVar("T")
 
 
-class Buckets:
-    """Remembers what a strategy's ranks have chosen.
+class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
+    """One model on every rank, or shared along dimensions, on parts of the batch.
 
-    Attributes:
-        choice: What they have chosen; None before, and where the size is given.
+    Raises:
+        ConfigError: An unknown backend, or options that contradict each other.
     """
 
-    choice: BucketChoice | None = None
-
-    def begin_fit(self) -> None:
-        """Choose anew next time."""
-        self.choice = None
-
-    def share(self, strategy: Any, options: EngineOptions) -> None:
-        """Go on with the choice of rank 0; each rank must call.
-
-        Args:
-            strategy: A `DataParallelStrategy` with its groups.
-            options: Options that the strategy was made with.
-        """
-        if options.bucket_mb == "auto":
-            self.choice = strategy.broadcast(self.choice)
-
-    def sized(
-        self, strategy: Any, options: EngineOptions, split: ModelSplit | None, *, is_fitting: bool
-    ) -> EngineOptions:
-        """Return options with a number for "auto"; each rank must call.
-
-        Args:
-            strategy: A `DataParallelStrategy` with its groups and its model.
-            options: Options of the engine that is to be made.
-            split: How the model is split over other ranks.
-            is_fitting: Whether the engine is to train.
-        """
-        if options.bucket_mb != "auto":
-            return options
-        if self.choice is None and is_fitting:
-            links = Links(
-                groups=strategy.gradient_groups,
-                reducing=strategy._reducing,
-                everybody=strategy.collectives,
-                device=strategy.root_device,
-                are_timed=not strategy.is_in_process,
-            )
-            self.choice = choose(options, strategy.model, links, split)
-        return replace(options, bucket_mb=None if self.choice is None else self.choice.mb)
-
-
-class DataParallelStrategy(EndingStrategy):
-    """One model on every rank, each with its own part of the batch."""
-
     stage: int
-    engine_type: ClassVar[type[DataParallelEngine]] = DataParallelEngine
+    dimensions: Sequence[ParallelDimension] = ()  # the first splits the model first
+    is_distributed = True  # tells the Trainer to shard the data over ranks
+    meets_at_steps: ClassVar[bool] = True  # whether all ranks begin each step together
+    assigns_samples = False  # whether it assigns those of training itself
+    may_share_memory = True  # whether CPU ranks of one host do, where no backend is named
+    saves_shards: ClassVar[bool] = True  # which stay as they are while a file is written
+    may_leave_shards: ClassVar[bool] = True
     keeps_optimizers: ClassVar[bool] = False  # from a fit's beginning to its end
     lays_out_anew: ClassVar[bool] = True  # layers that get another format before the first step
     owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
-    memory_kinds = memory_kinds
     dry_run = dry_run
     check_fit = check_fit
 
     @takes(DataParallelOptions)
     def __init__(self, options: DataParallelOptions) -> None:
-        super().__init__(**options.part(RunOptions))
-        self._decide_end(options.full_parameters_after_fit)
-        self._reduce_dtype = options.reduce_dtype
-        self._options = options.engine_options(self.stage)
-        self._offload_traffic = Traffic()
-        self._activations, self._buckets = KeptActivations(), Buckets()
-        self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
-        self._memory = MemoryNotes(self)  # for errors
-        self._runner: StepRunner | None = None
-        self._start: MetaStart | None = None  # until the engine has the parameters
-        self._in_hooks = ExitStack()  # around the user's
-        self._in_split_model = ExitStack()  # until its dimensions are restored
-        self._sharded: list[ShardedOptimizer] = []
-        self._replaced: Collection[ShardedOptimizer] = ()  # in the middle of the fit
-        self._averages: list[AverageOfShards] = []
-        self._failed = False
-        self._may_differ_in_batches = False  # of prediction
+        self.local_ranks = LocalRanks(options, "Trainer", may_share_memory=self.may_share_memory)
+        self.checkpoint_format = options.checkpoint_format
+        self.save_trainable_only, self.async_save = options.save_trainable_only, options.async_save
+        if not self.is_in_process:
+            # Lightning's environment converts these when the Trainer is made, and names none.
+            settings.check_numbers(settings.SLURM)
+        super().__init__(**options.part(LightningOptions))
+        self.run = Run(self, options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy for another rank or Trainer; inside of a run itself, which is there once.
+
+        A progress bar that user code copies in a hook holds its trainer, and that its strategy.
+        """
+        trainer = self.run.trainer
+        is_running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        if is_running and (current_world() is not None or not self.is_in_process):
+            return self  # before there is a world, ranks are copied
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(deepcopy(self.__getstate__(), memo))
+        return made
+
+    def __copy__(self) -> Self:
+        """Return a copy to ask; what is done to it stays apart from this one's run."""
+        made = type(self).__new__(type(self))
+        vars(made).update({**vars(self), "run": self.run.of(made)})
+        return made
+
+    def in_process(self, num_ranks: int, **changed: Any) -> Self:
+        """Return a new strategy of the same options whose ranks run inside this process.
+
+        Args:
+            num_ranks: Ranks of the new one.
+            **changed: Options that it is to have in the place of this one's.
+        """
+        return self.with_options(**{"backend": "in_process", "num_ranks": num_ranks, **changed})
+
+    def with_options(self, **changed: Any) -> Self:
+        """Return a new strategy of the same options but for those that are changed."""
+        args, given = self.given_options  # type: ignore[attr-defined]
+        return type(self)(*args, **{**given, **changed})
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    @property
+    def mesh_rank(self) -> int:
+        """Number of this rank among all, whichever samples they are given: its place in the mesh.
+
+        `global_rank` and `world_size` count as user code is to: ranks of other samples.
+        """
+        return super().global_rank
+
+    @property
+    def mesh_size(self) -> int:
+        """Number of all ranks."""
+        return super().world_size
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """Number of this rank among those that are given other samples."""
+        return self.run.groups.place_among_samples()[0] if self.dimensions else self.mesh_rank
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """Number of ranks that are given other samples."""
+        return self.run.groups.place_among_samples()[1] if self.dimensions else self.mesh_size
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return self.mesh_rank == 0
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The grid of this run's ranks."""
+        return self.run.groups.mesh
+
+    @property
+    def collectives(self) -> Collectives:
+        """Collectives over all ranks; there once the environment is set up."""
+        return self.run.groups.all_ranks
+
+    @property
+    def data_collectives(self) -> Collectives:
+        """Collectives over the ranks that are given different samples.
+
+        Loaders, random numbers, metrics and what is logged or gathered follow these.
+        """
+        return self.run.groups.samples
+
+    @property
+    def gradient_groups(self) -> DataGroups:
+        """The ranks whose gradients are averaged, and how they share out the state.
+
+        Those of other samples are among them, and those that compute other parts of one sample.
+        """
+        return self.run.groups.gradients
+
+    def along(self, axis: Axis) -> Collectives:
+        """Return collectives over the ranks that share this model along one axis."""
+        return self.run.groups.of_models.along[axis]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self.run.groups.everybody is None:
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        data = self.data_collectives
+        return {"num_replicas": data.size, "rank": data.rank}
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = sharded_plugin(plugin)
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self.backend.check(self.root_device)
+        if self.is_in_process:
+            self._launcher = InProcessLauncher(self.num_processes, merge=merged)
+        else:
+            self._launcher = ProcessLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+            check_interactive(self, self._launcher, self.num_processes)
+
+    @override
+    def forget_groups(self) -> None:
+        self.run.groups.forget()
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self.run.groups.present is None or not isinstance(tensor, Tensor):
+            return tensor
+        collectives = self.data_collectives if group is None else self.backend.collectives(group)
+        return reduced(tensor, reduce_op, collectives)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks (or any) say so; Lightning would count model replicas."""
+        ranks = self.run.groups.present
+        return (
+            decision
+            if ranks is None
+            else agreed(decision, ranks, self.root_device, "min" if all else "max")
+        )
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the ranks of other samples unless a group is given; each rank must call.
+
+        Returns:
+            Shape (ranks, ...); the tensor itself where nothing has been started.
+
+        Raises:
+            ConfigError: The ranks' shapes differ; or inside a step, where a dimension cannot gather
+                with `sync_grads`.
+        """
+        for one in self.dimensions:
+            one.check_gather(tensor, sync_grads=sync_grads)
+        if self.run.groups.present is None:
+            return tensor
+        # LightningModule.all_gather passes the default group where its caller names none
+        is_default = group is None or group == dist.group.WORLD
+        collectives = self.data_collectives if is_default else self.backend.collectives(group)
+        return gathered(tensor, collectives, sync_grads=sync_grads)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if (ranks := self.run.groups.present) is not None:
+            ranks.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        ranks = self.run.groups.present
+        return obj if ranks is None else ranks.broadcast_object(obj, src=src)
+
+    # --- from the beginning of a run to its end ---------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.run.setup.random_state = torch.get_rng_state()
+        self.set_world_ranks()
+        self.local_ranks.enter_groups(self)
+        self.run.groups.use()
+        if self.lightning_module is not None:
+            self.run.end.begin_run()  # what rests is woken while no loop has anything of this run
+            self.run.loops.begin(self.lightning_module.trainer)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.accelerator is not None
-        run = self._run_view()
-        self.check(run)
-        self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            self._apply_layer_sync()
-        self._prepare_model(run)
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if fitting:
-            self._has_begun = False
-            self._step_bytes = StepBytes(self._bytes_so_far, self._tally_of_codecs)
-            self._buckets.begin_fit()
-            is_local = not self._has_full_parameters
-            prepare_callbacks(callbacks, trainer, self.run_module, from_local=is_local)
-            if not self._has_full_parameters:
-                draw_graphs(trainer, self.run_module, self.root_device)
-            self.setup_optimizers(trainer)  # while parameters have their full shapes
-            if self._resuming is not None:
-                may_change = may_change_groups(self.run_module, callbacks)
-                ranks, made = self.collectives, self.optimizers
-                self._resuming.check(self._misfits, ranks, made, may_change=may_change)
-        num_parameters = count_parameters(self.run_model)
-        with self._memory.told("setup"):
-            self._start_engine()
-        self._take_over_lent()
-        self._check_states_in_shards()
-        self._folders.read_weights(self)
-        self._work_on_engine(trainer)
-        if fitting:
-            self._follow_data(trainer)
-        self.setup_precision_plugin()
-        if fitting:
-            warn_of_cpu_ranks(self._options, self.root_device)
-            if self._announces:
-                announce(self, strategy_name(self), num_parameters)
-
-    def check(self, run: RunView) -> None:
-        """Refuse what cannot be, before anything is changed; plans ask it, too.
-
-        Raises:
-            ConfigError: The module, a callback or an option does not go with this strategy.
-        """
-        for one in self.dimensions:
-            one.check(run)
-        if not run.is_fitting:
-            return
-        if (num_parts := self.data_collectives.size) > 1:
-            why = f"{num_parts} ranks have parts of it"
-            refuse_embeddings_of_batches(run.module, why)
-        callbacks = run.module.trainer.callbacks  # type: ignore[attr-defined]
-        check_callbacks(callbacks, averages_shards=self._holds_shards)
-
-    def _work_on_engine(self, trainer: "pl.Trainer") -> None:
-        """Let averages, optimizers and hooks of a run work on the engine; each rank must call."""
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        averaging = averaging_callbacks(callbacks, fitting=self._is_fitting())
-        self._averages = [self._average_of_shards(one) for one in averaging]
-        if self._is_fitting():
-            self._check_end()
-            besides = schedules(trainer)
-            check_same_optimizers(self.optimizers, self.run_model, self.collectives, besides)
-            self._sharded = [ShardedOptimizer(opt, self.engine) for opt in self.optimizers]
-        self._explain_shards(callbacks)
-        self._in_hooks.enter_context(shared_loggers())
-
-    def _follow_formats(self) -> None:
-        """Lay out anew layers that user code has given another format; each rank must call.
-
-        Raises:
-            ConfigError: The optimizers have a state of the layers already.
-        """
-        engine = self.engine
-        if not engine.adoption.may_reformat or any(one.is_stepping for one in self._sharded):
-            return
-        asked = engine.in_other_formats()
-        if not asked:
-            return
-        if self.reduce_boolean_decision(any(one.state for one in self.optimizers), all=False):
-            engine.adoption.refuse_formats(asked)
-        for average in self._averages:
-            average.restore(full=True)
-        self._complete_kept(engine)
-        engine.detach(restore=True)
-        self._restore_dimensions(full=True)
-        self._detach_optimizers()
-        for param, value in asked.items():
-            param.data = value if value.shape == param.shape else param.data.to(value.dtype)
-        self.model_to_device()
-        self._in_hooks.close()
-        self._start_engine()
-        self._work_on_engine(self.run_module.trainer)
-
-    def _prepare_model(self, run: RunView) -> None:
-        """Let the model be what the engine takes: its tensors have values, or those are known."""
-        is_brought = any(one.brings_model(run) for one in self.dimensions)
-        self._start = values_at_start(
-            self.run_model,
-            run.device,
-            self.mesh_rank,
-            self._random_state,
-            in_full_on=lambda start: (
-                (torch.device("cpu") if is_brought else run.device)
-                if self._needs_values(start)
-                else None
-            ),
-        )
-        plugin = self.precision_plugin
-        with self._asked_formats.kept(self.run_model, TRUE_DTYPES.get(str(plugin.precision))):
-            self.model = plugin.convert_module(self.run_model)
-        if not is_brought:
-            self.model_to_device()
+        self.run.setup.set_up(trainer)
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         super().setup_optimizers(trainer)
-        if self._start is not None:
-            self._start.check_optimizers(self.optimizers)
+        self.run.setup.check_optimizers()
+
+    @override
+    def model_to_device(self) -> None:
+        move_to(self.run.model, self.root_device)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make a module's tensors inside; what happens to those on meta is done when a run begins.
+
+        Args:
+            empty_init: Whether new tensors are made on meta, so that each rank makes its shards
+                when a run begins, with the values of a module that is built on the CPU.
+        """
+        plugin = self.precision_plugin
+        made = plugin.tensor_init_context() if empty_init else super().tensor_init_context()
+        with made, recording(to_meta=bool(empty_init), root=lambda: self.lightning_module):
+            yield
+
+    @property
+    def engine(self) -> DataParallelEngine:
+        """The engine; there from `setup` to `teardown`."""
+        if self.run.engine is None:
+            raise ConfigError("There is no engine before the strategy's setup or after teardown.")
+        return self.run.engine
 
     @property
     @override
@@ -312,213 +327,68 @@ class DataParallelStrategy(EndingStrategy):
         Raises:
             ConfigError: They are not the same on all ranks, or cannot be exchanged here.
         """
-        if self._sharded:
-            self._exchange_optimizers(optimizers)
+        self.run.setup.exchange_optimizers(optimizers)
         strategy: Any = Strategy
         strategy.optimizers.fset(self, optimizers)
 
-    def _exchange_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Let other optimizers than those of `configure_optimizers` update shards."""
-        raw = [one.optimizer if isinstance(one, LightningOptimizer) else one for one in optimizers]
-        if raw == [one.optimizer for one in self._sharded]:
-            return
-        if self.keeps_optimizers:
-            raise ConfigError(
-                f"Rank {self.mesh_rank}: the optimizers were replaced in the middle of a fit by "
-                f"{', '.join(type(one).__name__ for one in raw) or 'none'}, but "
-                f"{type(self).__name__} works with those that configure_optimizers has returned. "
-                f"Change their param_groups instead, or use strategy='zero2'."
-            )
-        check_same_optimizers(raw, self.run_model, self.collectives)
-        known = {one.optimizer: one for one in (*self._sharded, *self._replaced)}
-        given_up = [one for one in self._sharded if one.optimizer not in raw]
-        for one in given_up:
-            one.set_aside()
-        sharded = [known.get(one) or ShardedOptimizer(one, self.engine) for one in raw]
-        for one in sharded:
-            one.take_up()
-        self._replaced = WeakSet([*self._replaced, *given_up])  # they live as their optimizers do
-        self._sharded = sharded
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.run.end.failed = True
 
-    def _dtypes(self, precision: str) -> DTypePolicy:
-        return dtype_policy(precision, self._reduce_dtype)
+    @override
+    def teardown(self) -> None:
+        run, module = self.run, self.lightning_module
+        run.hooks.end_run()
+        run.setup.in_hooks.close()  # first: the user's hooks see no engine that is taken off
+        run.steps.activations.end()
+        run.end.end_run()  # while optimizers and averages still have their shards
+        run.setup.end()
+        run.end.failed = False
+        run.steps.end()
+        with run.end.around_teardown():
+            run.checkpoints.tear_down()
+            run.loops.end()
+            with nullcontext() if module is None else staying_on_meta(module):
+                run.termination.end(module)
+                super().teardown()
+        run.setup.end_hiding()
+        run.steps.end_comparing()
 
-    def _explain_shards(self, callbacks: Sequence[Callback]) -> None:
-        contexts = [one.hook_context() for one in self.dimensions]
-        if self._options.stage:
-            contexts.insert(0, self._around_hook)
-        for context in contexts:
-            if context is not None:
-                around = hooks_inside(context, self.run_module, callbacks)
-                self._in_hooks.enter_context(around)
-
-    def _around_hook(self) -> AbstractContextManager[None]:
-        # An elastic fit that cannot go on ends without an engine, and its callbacks hear of it.
-        return nullcontext() if self._engine is None else self._engine.hook()
-
-    def _average_of_shards(self, callback: Averaging) -> AverageOfShards:
-        return AverageOfShards(
-            callback,
-            self.engine,
-            self.collectives,
-            load=lambda state: self.load_model_state_dict({"state_dict": state}),
-            share_buffers=self.lightning_module_state_dict,
-        )
-
-    def _run_view(self) -> RunView:
-        """Return what dimensions may know of this run."""
-        return RunView(
-            module=self.run_module,
-            model=self.run_model,
-            mesh=self.mesh,
-            rank=self.mesh_rank,
-            device=self.root_device,
-            is_fitting=self._is_fitting(),
-            layer_sync=layer_sync(self),
-            matches_tags=self.backend.matches_tags,
-            loss_scale=self._loss_scale,
-            completed=self._completed,
-            forget_activations=self._forget_activations,
-            start=self._start,
-        )
-
-    def _loss_scale(self) -> Tensor | float:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = None if scaler is None else device_scale(scaler)
-        return 1.0 if scale is None else scale
-
-    def _completed(self, result: Any) -> Any:
-        """Return what a step has returned as code that runs on one rank only can take it."""
-        for one in self.dimensions:
-            result = one.completed(result)
-        return result
-
-    def _forget_activations(self) -> None:
-        for one in self.dimensions:
-            one.forget_activations()
-
-    def _start_engine(self) -> None:
-        plugin = self.precision_plugin
-        assert isinstance(plugin, ShardedPrecision)
-        run = self._run_view()
-        trainer: Any = run.module.trainer
-        if self._is_fitting():
-            self._activations.begin(self.run_model, self._options)
-        splits = [split for one in self.dimensions if (split := one.split(run)) is not None]
-        split = combined(splits)
-        if self._start is not None and split is not None:
-            self._start.split = split
-        shows_weights = split is not None and self._options.stage < 3
-        options = replace(
-            self._options,
-            dtypes=self._dtypes(str(plugin.precision)),
-            owned=self._parameters_to_own(split),
-            offload=self._options.offload_of(is_fitting=self._is_fitting()),
-            start=self._start,
-            # Else the engine, and a module that is left in shards, would keep the strategy.
-            seeing_shards=self._seeing_shards if shows_weights else nullcontext,
-            # The first dimension splits the full model, so what it shows lies around the others'.
-            around_backward=[make for one in self.dimensions if (make := one.backward_context())],
-            waits_in_backward=any(one.waits_in_backward for one in self.dimensions),
-            expects_edits=self._is_fitting() and may_edit_gradients(run.module, trainer.callbacks),
-            may_reformat=self.lays_out_anew,
-        )
-        options = self._buckets.sized(self, options, split, is_fitting=self._is_fitting())
-        self._engine = engine = self.engine_type(
-            self.run_model, self.gradient_groups, options, self._reducing, split
-        )
-        if engine.copier is not None:
-            self._offload_traffic = engine.copier.traffic
-        if self._start is not None:  # parameters have their values
-            self._start.end()
-            self._start = None
-        if self._is_fitting():
-            self._activations.attach(engine)
-            engine.clipping.expect(*usual_clipping(run.module), self.run_model.parameters())
-        plugin.attach(engine)
-        if isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None:
-            for exchange in engine.exchanges:
-                exchange.loss_scale = partial(device_scale, plugin.scaler)
-        for one in self.dimensions:
-            one.attach(engine)
-        shapes = {param: engine.full_shape(param) for param in self.run_model.parameters()}
-        self._in_split_model.enter_context(counted_full(shapes))
-        # Stage 3 gathers blocks together: which ones a step leaves out at random has to agree.
-        apart = run.drawn_for_own_data if self._options.stage < 3 else nullcontext
-        self._runner = PlainRunner(engine.step, apart)
-        for one in reversed(self.dimensions):
-            self._runner = one.wrapped(self._runner)
-
-    def _needs_values(self, start: MetaStart | None) -> bool:
-        """Whether parameters on meta need their values before ranks cut the model; each calls."""
-        del start
-        return False
-
-    @property
-    def _splits_model(self) -> bool:
-        """Whether a rank has a part of the model only."""
-        return False
-
-    def _parameters_to_own(self, split: ModelSplit | None) -> Collection[nn.Parameter]:
-        """Return the parameters that optimizers of full matrices need on one rank each."""
-        gathers = split is not None and split.parts is not None
-        is_cut = gathers if has_parts(split) else self._options.stage > 0
-        compresses = self._options.compression is not None
-        updates = self._is_fitting() or self._states_in_shards is not None  # those of the fit
-        is_apart = split is not None and bool(split.fewer_ranks)
-        if not updates or not is_cut or compresses or is_apart:
-            return frozenset()
-        if not self.owns_matrices:
-            return frozenset()
-        owned = parameters_to_own(self.optimizers, self.run_model)
-        if owned and self._options.offload is not None:
-            raise refuse_offload(self._options.offload, self.optimizers)
-        if owned:  # ranks that lay parameters out differently could not even compare models
-            check_same_optimizers(self.optimizers, self.run_model, self.collectives)
-        return owned
-
-    def _run_step(
-        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        self._follow_formats()
-        if kind == "training" or not self._is_fitting():  # each look is a message between stages
-            self.engine.adoption.may_reformat = False
-        assert self._runner is not None
-        with self._memory.running(kind, args[0]):
-            step = self._memory.noting(step)
-            if kind == "training":
-                step = self._activations.around(step)
-            return self._runner.run(kind, step, args, kwargs)
+    # --- steps ------------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._has_begun and self.run_module.automatic_optimization:
-            check_trainable(self.run_module)
-        self._has_begun = True
-        with self._step_bytes.counting():
-            return self._run_step("training", super().training_step, args, kwargs)
+        return self.run.steps.train(super().training_step, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.begin_step()
-        return self._run_step("validation", super().validation_step, args, kwargs)
+        return self.run.steps.evaluate("validation", super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.begin_step()
-        return self._run_step("test", super().test_step, args, kwargs)
+        return self.run.steps.evaluate("test", super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.begin_step()
-        self.predicted.note(*args)
-        return self._run_step("predict", super().predict_step, args, kwargs)
+        return self.run.steps.evaluate("predict", super().predict_step, args, kwargs)
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        if self._engine is not None:
-            self._follow_formats()  # those of on_fit_start
-        super().load_optimizer_state_dict(checkpoint)
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        for one in self.dimensions:
+            one.before_backward(closure_loss)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        steps = self.run.steps
+        with self.run.setup.ranks_in_step(), steps.bytes.counting(), steps.memory.told("backward"):
+            return super().backward(*args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        step = partial(super().optimizer_step, model=model, **kwargs)
+        return self.run.steps.update(optimizer, closure, step)
 
     @contextmanager
     @override
@@ -528,34 +398,111 @@ class DataParallelStrategy(EndingStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        module = self.lightning_module
-        sampler = getattr(dataloader, "sampler", None)
-        if self._seed is not None and isinstance(sampler, DistributedSampler):
-            sampler.seed = self._seed  # with another, ranks would draw from different orders
-        lengths = lengths_on_ranks(dataloader, self.collectives)
-        if self._is_predicting:  # Lightning gives each rank its own samples, none twice
-            self._may_differ_in_batches |= len(set(lengths)) > 1 or None in lengths
-            return dataloader
-        return agree_on_batches(
-            dataloader,
-            lengths,
-            self.collectives,
-            self.root_device,
-            is_training=module is None or bool(module.trainer.training),
-        )
+        return self.run.steps.prepared(dataloader)
 
-    @property
-    def _is_predicting(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module.trainer.predicting
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        self.run.steps.compare_batch(batch, dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def on_predict_start(self) -> None:
-        trainer = self.run_module.trainer
-        self.predicted = PredictedBatches(trainer, self.data_collectives.rank)
-        if self._may_differ_in_batches:
-            self.engine.hold_parameters()
-        super().on_predict_start()
+        self.predicted = self.run.steps.begin_predicting()
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        self.run.checkpoints.begin_training()
+        self.run.hooks.begin_training()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.meets_at_steps:
+            self.run.checkpoints.saves.advance()
+
+    @override
+    def on_train_end(self) -> None:
+        self.run.checkpoints.end_training()
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        self.run.checkpoints.save(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.run.checkpoints.remove(filepath)
+
+    def finish_save(self) -> None:
+        """Wait until the save in flight is complete, if there is one; each rank must call.
+
+        Raises:
+            CheckpointError: It has failed on some rank.
+        """
+        self.run.checkpoints.saves.finish()
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return self.run.checkpoints.load(checkpoint_path, weights_only)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.run.checkpoints.check_saves()  # first: other ranks may be elsewhere
+        for one in self.dimensions:
+            one.share_state()
+        with self.run.hooks.in_agreement(), self.run.setup.hidden():
+            return self.run.checkpoints.module_state()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with self.run.setup.hidden(), noting_changes(self.run.module):
+            self.run.checkpoints.load_module(checkpoint, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self.run.setup.hidden():
+            return self.run.checkpoints.optimizer_state(optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        with self.run.setup.hidden():
+            if self.run.engine is not None:
+                self.run.setup.follow_formats()  # those of on_fit_start
+            if not self.run.checkpoints.load_optimizers(checkpoint):
+                super().load_optimizer_state_dict(checkpoint)
+
+    # --- stages -----------------------------------------------------------------------------------
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline of ranks that have stages; there from `setup` to `teardown`."""
+        return self.run.stages.pipeline
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a batch that has as many samples."""
+        return self.run.stages.options.num_parts(self.mesh.pp)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks of the pipeline."""
+        return self.run.stages.options.num_stages(self.mesh.pp)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return what the ranks do with a batch of so many parts.
+
+        Raises:
+            ConfigError: The schedule does not allow it.
+        """
+        return self.run.stages.options.table(self.mesh.pp, num_microbatches)
+
+    # --- what a run has come to -------------------------------------------------------------------
 
     def gradient_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
         """The norm of the averaged gradient over full parameters; each rank must call.
@@ -575,12 +522,17 @@ class DataParallelStrategy(EndingStrategy):
     @property
     def offload(self) -> Offload | None:
         """What a fit has in host memory; None without offload."""
-        return self._options.offload
+        return self.run.options.offload
 
     @property
     def offload_traffic(self) -> Traffic:
         """What this rank has copied "down" to host memory and "up", in this run or the last."""
-        return self._offload_traffic
+        return self.run.setup.offload_traffic
+
+    @property
+    def activation_traffic(self) -> Traffic:
+        """What this rank has copied of activations, as `offload_traffic` counts parameters."""
+        return self.run.steps.activations.traffic
 
     def held_bytes(self) -> HeldBytes:
         """Return the bytes that this rank holds now, counted by storage."""
@@ -591,81 +543,34 @@ class DataParallelStrategy(EndingStrategy):
         return replicated(self.engine, self.optimizers)
 
     @property
-    def activation_traffic(self) -> Traffic:
-        """What this rank has copied of activations, as `offload_traffic` counts parameters."""
-        return self._activations.traffic
-
-    @property
     def bucket_choice(self) -> BucketChoice | None:
         """What `bucket_mb="auto"` has come to in the last fit; None where the size is given."""
-        return self._buckets.choice
+        return self.run.setup.bucket_choice
 
     @property
     def compression(self) -> Compressor | None:
         """The compressor of gradients; None without compression."""
-        return self._options.compression
+        return self.run.options.compression
 
     def compression_tally(self) -> Tally:
         """Bytes that this rank has sent in training steps, and what they would be dense.
 
         All that a step sends counts: see `step_bytes`. Of this run, or after it of the last fit.
         """
-        return self._step_bytes.tally
+        return self.run.steps.bytes.tally
 
-    def _tally_of_codecs(self) -> Tally:
-        exchanges = [] if self._engine is None else self._engine.exchanges
-        return sum((exchange.tally for exchange in exchanges), Tally())
-
-    def _bytes_so_far(self) -> int:
-        groups = [self._collectives, *([] if self._reducing is None else self._reducing.all)]
-        return total_bytes(group.traffic for group in groups if group is not None)
-
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._step_bytes.counting(), self._memory.told("backward"):
-            return super().backward(*args, **kwargs)
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._follow_formats()  # before the optimizer runs, which may call the step
-        with self._step_bytes.counting(), self._memory.told("optimizer_step"):
-            return super().optimizer_step(*args, **kwargs)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
-
-    @override
-    def teardown(self) -> None:
-        self._in_hooks.close()
-        self._activations.end()
-        self._end_run()
-        self._sharded, self._averages, self._failed = [], [], False
-        self._runner, self._replaced = None, ()
-        self._may_differ_in_batches, self._memory = False, MemoryNotes(self)
-        super().teardown()
-
-    @property
-    def shard_size(self) -> int:
-        """How many of the ranks that average gradients share out a copy of the state: here, all."""
-        return self.mesh.dp
+    # --- before it runs ---------------------------------------------------------------------------
 
     @property
     def held_besides(self) -> list[str]:
         """Names of what each rank of a fit holds besides the bytes that can be known before it."""
-        compressed = self._options.compression is not None
+        compressed = self.run.options.compression is not None
         found = [name for one in self.dimensions for name in one.held_besides]
         return [*["what compression keeps"] * compressed, *found]
 
     def placement(self, ranks_per_node: int) -> NodePlacement:
         """Say which groups reach over nodes of so many neighbouring ranks, and what is slow."""
-        return self.mesh.placement(ranks_per_node)
-
-    def with_checkpointing(self, choice: ActivationCheckpointing | None) -> Self:
-        """Return a copy for a dry run, with other activations computed again."""
-        made = copy.copy(self)
-        made._options = replace(made._options, activation_checkpointing=choice)
-        return made
+        return self.run.groups.placement(ranks_per_node)
 
     def described(
         self, module: "pl.LightningModule", precision: str, measure: Measure
@@ -677,12 +582,12 @@ class DataParallelStrategy(EndingStrategy):
             precision: Precision string, as for the Trainer.
             measure: Measures the blocks of the module.
         """
-        options = self._options
-        engine = replace(options, dtypes=self._dtypes(precision), compression=None, offload=None)
+        options, dtypes = self.run.options, self.run.setup.dtypes(precision)
+        engine = replace(options, dtypes=dtypes, compression=None, offload=None)
         found = Description(
             mesh=self.mesh,
             engine=engine,
-            shard_size=self.shard_size,
+            shard_size=self.run.groups.shard_size,
             dimensions=self.dimensions,
             offload=options.offload,
         )
@@ -693,6 +598,9 @@ class DataParallelStrategy(EndingStrategy):
             for one in reversed(self.dimensions):
                 found = one.described(found, module, measure)
         return found
+
+
+accept_compiled_modules(DataParallelStrategy)
 
 
 class DDPStrategy(DataParallelStrategy):

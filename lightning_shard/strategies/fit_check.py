@@ -53,18 +53,18 @@ def check_fit(
     asked = copy.copy(strategy)
     asked.cluster_environment = SimulatedEnvironment(world_size)
     asked.parallel_devices = [torch.device("cpu")] * world_size
-    asked._collectives = SimulatedCollectives(0, world_size)
+    run, groups = asked.run, asked.run.groups
+    groups.everybody = SimulatedCollectives(0, world_size)
     connect(asked, module, layer_sync)
     asked.model = module
-    asked._group = lambda ranks: SimulatedCollectives(0, len(ranks))
-    asked._make_groups()
-    asked.check(asked._run_view())
+    groups.make(lambda ranks: SimulatedCollectives(0, len(ranks)))
+    run.setup.check(run.setup.view())
     sizes = {one.axis: asked.mesh.size(one.axis) for one in asked.dimensions}
     parts = [_SplitOfNobody(sizes[one], of_layers=one == "pp") for one in sizes if sizes[one] > 1]
     asked.optimizers = list(optimizers)
-    check_same_optimizers(asked.optimizers, module, asked._collectives)
-    options = replace(asked._options, owned=asked._parameters_to_own(combined(parts)))
+    check_same_optimizers(asked.optimizers, module, groups.everybody)
+    options = replace(run.options, owned=run.setup.parameters_to_own(combined(parts)))
     held = SimpleNamespace(model=module, options=options, split=combined(parts) or Unsplit())
-    held.collectives = asked._collectives
+    held.collectives = groups.everybody
     for optimizer in asked.optimizers:
         check_optimizer(optimizer, held)

@@ -33,10 +33,10 @@ shows a parameter and is no copy of it, stays in shards: its use after the run i
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import FunctionType, ModuleType
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 from unittest.mock import patch
 from weakref import ref
 
@@ -46,7 +46,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
-from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.free_memory import free_bytes, free_host_bytes
@@ -63,12 +62,9 @@ from lightning_shard.data_parallel.views.parameter_shard import ShardView
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.environments.launchers.replicas import find_owners
 from lightning_shard.errors import ConfigError
-from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.pipeline_parallel.containers import with_values
-from lightning_shard.strategies.checkpoints import CheckpointingStrategy
-from lightning_shard.strategies.dimensions.dimension import ParallelDimension
 from lightning_shard.strategies.options import AfterFit
-from lightning_shard.strategies.trainer.weight_averaging import AverageOfShards
+from lightning_shard.strategies.parts import RunPart
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor
 
 _Exchange = Callable[[str, Tensor], Tensor]
@@ -271,42 +267,40 @@ def wake(module: nn.Module) -> None:
         )
 
 
-class EndingStrategy(CheckpointingStrategy):
-    """Ends a run with full parameters or with shards."""
+class FitEnd(RunPart):
+    """Ends a run with full parameters or with shards.
 
-    may_leave_shards: ClassVar[bool] = True
-    dimensions: Sequence[ParallelDimension]
-    _after_fit: AfterFit = True
-    _failed: bool
-    _sharded: list[ShardedOptimizer]
-    _replaced: Collection[ShardedOptimizer]
-    _averages: list[AverageOfShards]
-    _in_split_model: ExitStack
-    _at_rest: ShardsAtRest | None = None
+    Attributes:
+        after_fit: What the option says.
+        failed: Whether the run has raised.
+        at_rest: Stands over the module that is left in shards; None over any other.
+        cut_states: Says how optimizers' states are cut that stay beside full parameters.
+    """
+
+    failed = False
+    at_rest: ShardsAtRest | None = None
+    cut_states: DataParallelEngine | None = None
     _around_rest: ExitStack | None = None
     _states_in_shards: list[FlatLayout] | None = None  # the optimizers', of a fit that is over
 
-    def _decide_end(self, after_fit: AfterFit) -> None:
-        if after_fit is False and self.is_in_process:
+    def __init__(self, run: Any, after_fit: AfterFit) -> None:
+        super().__init__(run)
+        if after_fit is False and self.strategy.is_in_process:
             raise ConfigError(
                 "full_parameters_after_fit=False leaves each rank its shards after the fit, but "
                 "the ranks of the backend 'in_process' end with it; expected True or 'auto'. "
                 "Leave it out, or use ranks that are processes: backend='gloo', devices=2."
             )
-        self._after_fit = after_fit if self.may_leave_shards else True
+        self.after_fit = after_fit if self.strategy.may_leave_shards else True
 
-    @property
-    def _has_full_parameters(self) -> bool:
-        """Whether each rank has full parameters between the steps."""
-        return self._options.stage < 3
-
-    def _check_end(self) -> None:
+    def check(self) -> None:
         """Refuse what a fit could not leave in shards, at its beginning.
 
         Raises:
             ConfigError: A callback averages weights, and shards are to stay.
         """
-        if self._averages and self._after_fit is False and not self._has_full_parameters:
+        averages = self.run.setup.averages
+        if averages and self.after_fit is False and not self.run.has_full_parameters:
             raise ConfigError(
                 "full_parameters_after_fit=False leaves the parameters in shards, but a callback "
                 "averages weights and has the full average after the fit; expected one of the two. "
@@ -315,10 +309,10 @@ class EndingStrategy(CheckpointingStrategy):
 
     # --- the end of a run -------------------------------------------------------------------------
 
-    def _end_run(self) -> None:
+    def end_run(self) -> None:
         """Leave the module as the option says; each rank must call unless the run has failed."""
-        engine = self._engine
-        if self._at_rest is not None:  # no run has begun since
+        engine = self.run.engine
+        if self.at_rest is not None:  # no run has begun since
             return
         if engine is not None and self._leaves_shards(engine):
             self._leave_shards(engine)
@@ -327,44 +321,50 @@ class EndingStrategy(CheckpointingStrategy):
             self._leave_states(engine)
             return
         if engine is not None:
-            if self._states_in_shards is not None and not self._failed:
+            if self._states_in_shards is not None and not self.failed:
                 self._gather_states(engine)
-            self._detach(engine, keep=self._keeps_full(engine))
-            self._left_sharded = self._failed and self._holds_shards
+            self.detach(engine, keep=self._keeps_full(engine))
+            self.run.checkpoints.left_sharded = self.failed and self.run.holds_shards
         elif self._states_in_shards is not None:  # its set-up has failed
-            self._left_sharded = True
-        self._engine, self._states_in_shards = None, None
-        self._revert_layer_sync()
+            self.run.checkpoints.left_sharded = True
+        self.run.engine, self._states_in_shards = None, None
+        self.run.setup.revert_layer_sync()
 
     def _leaves_shards(self, engine: DataParallelEngine) -> bool:
         """Whether shards stay after this run, the same on all ranks; each rank must call."""
-        if self._has_full_parameters or self._averages:
+        if self.run.has_full_parameters or self.run.setup.averages:
             return False
         return self._leaves(engine, "the parameters in shards")
 
     def _leaves_states(self, engine: DataParallelEngine) -> bool:
         """Whether optimizers' states stay in shards after this run, and parameters are full."""
-        if not (self._has_full_parameters and self._holds_shards):
+        if not (self.run.has_full_parameters and self.run.holds_shards):
             return False
         return self._leaves(engine, "the optimizers' states in shards")
 
     def _leaves(self, engine: DataParallelEngine, otherwise: str) -> bool:
-        if self._failed or self.is_in_process:
+        if self.failed or self.strategy.is_in_process:
             return False
-        if not self._is_fitting():
-            return self._states_in_shards is not None
-        return not (self._fits(engine, otherwise) if self._after_fit == "auto" else self._after_fit)
+        if not self.run.is_fitting():
+            return self.has_states
+        return not (self._fits(engine, otherwise) if self.after_fit == "auto" else self.after_fit)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a fit that is over has left its optimizers' states in shards."""
+        return self._states_in_shards is not None
 
     def _keeps_full(self, engine: DataParallelEngine) -> bool:
         """Whether this rank's module is full after this run; each rank must call.
 
         Ranks of one process other than 0 end with it, on copies that nobody has afterwards.
         """
-        chooses = self._after_fit == "auto" and self.is_in_process and self._is_fitting()
-        holds_full = self._has_full_parameters or self.dimensions or self._averages
-        if self._failed or not chooses or holds_full:
+        run, strategy = self.run, self.strategy
+        chooses = self.after_fit == "auto" and strategy.is_in_process and run.is_fitting()
+        holds_full = run.has_full_parameters or strategy.dimensions or run.setup.averages
+        if self.failed or not chooses or holds_full:
             return True
-        return self._fits(engine, "full parameters to rank 0 alone") or self.mesh_rank == 0
+        return self._fits(engine, "full parameters to rank 0 alone") or strategy.mesh_rank == 0
 
     def _fits(self, engine: DataParallelEngine, otherwise: str) -> bool:
         """Whether the full state would fit into the memory of every rank; each rank must call."""
@@ -372,154 +372,141 @@ class EndingStrategy(CheckpointingStrategy):
         for where, needed, free in self._needs(engine):
             if free is not None and needed > _USED_AT_MOST * free:
                 fits, why = False, f"{format_bytes(needed)} of the {format_bytes(free)} {where}"
-        if self.reduce_boolean_decision(fits):
+        if self.strategy.reduce_boolean_decision(fits):
             return True
         rank_zero_warn(
             f"The fit leaves {otherwise}: full ones would take "
             f"{why or 'more than there is on another rank'}. trainer.save_checkpoint, fit, "
             f"validate, test and predict go on from there; full_parameters_after_fit="
-            f"{'True' if self.is_in_process else 'True or False'} says so beforehand."
+            f"{'True' if self.strategy.is_in_process else 'True or False'} says so beforehand."
         )
         return False
 
     def _needs(self, engine: DataParallelEngine) -> Iterator[tuple[str, int, int | None]]:
         """Yield for each memory what the full state takes there of all ranks, and what is free."""
+        strategy = self.strategy
         each = sum(
             torch.Size(engine.full_shape(param)).numel() * param.element_size()
-            for param in (() if self._has_full_parameters else engine.model.parameters())
+            for param in (() if self.run.has_full_parameters else engine.model.parameters())
         )
-        state = replicated(engine, self.optimizers).optimizer_state
-        on_host = self.num_processes * each + (state if self.node_rank == 0 else 0)
+        state = replicated(engine, strategy.optimizers).optimizer_state
+        on_host = strategy.num_processes * each + (state if strategy.node_rank == 0 else 0)
         yield "free on the host", on_host, free_host_bytes()
-        if self.root_device.type != "cpu":
-            devices = len(set(self.parallel_devices or [self.root_device]))
-            sharing = -(-self.num_processes // devices)
-            yield "free on the device", sharing * each, free_bytes(self.root_device)
+        if strategy.root_device.type != "cpu":
+            devices = len(set(strategy.parallel_devices or [strategy.root_device]))
+            sharing = -(-strategy.num_processes // devices)
+            yield "free on the device", sharing * each, free_bytes(strategy.root_device)
 
-    def _detach(
+    def detach(
         self, engine: DataParallelEngine, *, keep: bool = True, states_stay: bool = False
     ) -> None:
         """Make the module full on every rank that keeps it, the optimizers' state on rank 0."""
-        states = []
-        if self._is_fitting():
-            self._kept.keep(self, failed=self._failed)
-        if not self._failed and self._holds_shards and not states_stay:
-            states = [full_state_dict(sharded.optimizer, engine) for sharded in self._sharded]
-        for average in self._averages:
-            average.restore(full=not self._failed)
-        if not self._failed:
-            self._complete_kept(engine)
-        engine.detach(restore=not self._failed, keep=keep)
-        self._restore_dimensions(full=not self._failed)
-        self._detach_optimizers()
-        for sharded, state in zip(self._sharded, states, strict=False):
+        states, setup = [], self.run.setup
+        if self.run.is_fitting():
+            self.run.checkpoints.kept.keep(self.run.checkpointed, failed=self.failed)
+        if not self.failed and self.run.holds_shards and not states_stay:
+            states = [full_state_dict(sharded.optimizer, engine) for sharded in setup.sharded]
+        for average in setup.averages:
+            average.restore(full=not self.failed)
+        if not self.failed:
+            self.complete_kept(engine)
+        engine.detach(restore=not self.failed, keep=keep)
+        self.restore_dimensions(full=not self.failed)
+        setup.detach_optimizers()
+        for sharded, state in zip(setup.sharded, states, strict=False):
             sharded.optimizer.state.clear()
             if state:
                 sharded.optimizer.load_state_dict(state)
 
-    def _complete_kept(self, engine: DataParallelEngine) -> None:
+    def complete_kept(self, engine: DataParallelEngine) -> None:
         """Put full tensors where user code keeps some in shards; each rank must call."""
-        if self._holds_shards or self.dimensions:
+        if self.run.holds_shards or self.strategy.dimensions:
             of_params = {
                 storage_key(one)
                 for flat in engine.flats
                 for one in (flat.full, flat.shard, flat.master)
             }
-            complete_kept(self.run_module.trainer, self.collectives, of_params)
+            complete_kept(self.run.module.trainer, self.strategy.collectives, of_params)
 
-    def _detach_optimizers(self) -> None:
-        for sharded in self._sharded:
-            sharded.detach()
-        for sharded in self._replaced:  # an exchanged optimizer begins anew after the fit
-            sharded.detach()
-            sharded.optimizer.state.clear()
-
-    def _restore_dimensions(self, *, full: bool) -> None:
+    def restore_dimensions(self, *, full: bool) -> None:
         """Undo what has split the model; with `full` each rank must call."""
-        self._in_split_model.close()
-        for one in reversed(self.dimensions):
+        self.run.setup.in_split_model.close()
+        for one in reversed(self.strategy.dimensions):
             one.restore(full=full)
 
     # --- at rest ----------------------------------------------------------------------------------
 
     def _leave_states(self, engine: DataParallelEngine) -> None:
         """Leave the module full, and the optimizers' states in shards; each rank must call."""
-        self._detach(engine, states_stay=True)
+        self.detach(engine, states_stay=True)
         for gradients in engine.gradients:
             gradients.buffer.drop()
         self._states_in_shards = [flat.layout for flat in engine.flats]
-        self._engine, self._cut_states = None, engine
-        self._revert_layer_sync()
+        self.run.engine, self.cut_states = None, engine
+        self.run.setup.revert_layer_sync()
 
     def _leave_shards(self, engine: DataParallelEngine) -> None:
         """Gather nothing, and let engine and groups rest; each rank must call."""
-        if self._is_fitting():
-            self._kept.keep(self, failed=False)
+        if self.run.is_fitting():
+            self.run.checkpoints.kept.keep(self.run.checkpointed, failed=False)
         engine.rest()
-        self._detach_optimizers()
+        self.run.setup.detach_optimizers()
         for param in engine.model.parameters():
             param.grad = None
         self._states_in_shards = [flat.layout for flat in engine.flats]
-        strategy = ref(self)  # who gives the strategy up frees what it holds
+        end = ref(self)  # who gives the strategy up frees what it holds
 
         def wake_if_alive() -> bool:
-            alive = strategy()
+            alive = end()
             if alive is not None:
                 alive._wake("gather")
             return alive is not None
 
-        self._at_rest = ShardsAtRest(self.run_module, self.mesh_rank, wake_if_alive)
-
-    @override
-    def teardown(self) -> None:
-        module = self.lightning_module
-        if module is None or (self._at_rest is None and self._cut_states is None):
-            super().teardown()
-            return
-        stays = self._at_rest is not None
-        with patch.object(module, "cpu", lambda: module) if stays else nullcontext():
-            super().teardown()  # Lightning moves full parameters there
-        if self._around_rest is None:
-            self._around_rest = ExitStack()
-            self._around_rest.enter_context(self._saving_at_rest(module.trainer))
-            if stays:
-                self._around_rest.enter_context(self.engine.user_code.running())
+        self.at_rest = ShardsAtRest(self.run.module, self.strategy.mesh_rank, wake_if_alive)
 
     @contextmanager
-    def _saving_at_rest(self, trainer: "pl.Trainer") -> Iterator[None]:
-        """Let the trainer save inside, from shards; each rank must call."""
-        save = trainer.save_checkpoint
+    def around_teardown(self) -> Iterator[None]:
+        """Inside, Lightning tears down: it moves full parameters, and shards stay where they are.
 
-        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            with ExitStack() as opened:
-                if self._at_rest is not None:
-                    opened.enter_context(self._at_rest.opened())
-                    opened.enter_context(self.engine.user_code.running(False))
-                opened.enter_context(self._streaming(trainer))
-                save(*args, **kwargs)
+        From then on the trainer saves from shards.
+        """
+        module = self.strategy.lightning_module
+        if module is None or (self.at_rest is None and self.cut_states is None):
+            yield
+            return
+        stays = self.at_rest is not None
+        with patch.object(module, "cpu", lambda: module) if stays else nullcontext():
+            yield
+        if self._around_rest is None:
+            self._around_rest = ExitStack()
+            saving = self.run.checkpoints.saving_in_run(module.trainer, self._opened)
+            self._around_rest.enter_context(saving)
+            if stays:
+                self._around_rest.enter_context(self.strategy.engine.user_code.running())
 
-        with patch.object(trainer, "save_checkpoint", save_checkpoint):
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Inside, the shards at rest can be saved; each rank must enter."""
+        with ExitStack() as opened:
+            if self.at_rest is not None:
+                opened.enter_context(self.at_rest.opened())
+                opened.enter_context(self.strategy.engine.user_code.running(False))
             yield
 
-    @override
-    def _is_fitting(self) -> bool:
-        return super()._is_fitting() and self._at_rest is None  # the trainer names its last run
-
-    @override
-    def _begin_run(self, trainer: "pl.Trainer") -> None:
-        module = self.lightning_module
+    def begin_run(self) -> None:
+        """Make a module full that a run has left in shards, its own or another strategy's."""
+        run, module = self.run, self.strategy.lightning_module
         assert module is not None
-        if self._engine is not None and self._at_rest is not None:
-            self._wake(self._next_states(same_model=self._engine.model is self.model))
-        elif self._cut_states is not None:
-            self._settle_states(self._next_states(same_model=self._cut_states.model is self.model))
+        if run.engine is not None and self.at_rest is not None:
+            self._wake(self._next_states(run.engine))
+        elif self.cut_states is not None:
+            self._settle_states(self._next_states(self.cut_states))
         wake(module)  # another strategy's
-        super()._begin_run(trainer)
 
-    def _next_states(self, *, same_model: bool) -> StatesAtRest:
-        if super()._is_fitting():
+    def _next_states(self, engine: DataParallelEngine) -> StatesAtRest:
+        if self.run.is_in_fit:
             return "drop"  # it has optimizers of its own
-        return "keep" if same_model else "gather"
+        return "keep" if engine.model is self.strategy.model else "gather"
 
     def _wake(self, states: StatesAtRest) -> None:
         """Make the module that rests full; each rank must call.
@@ -528,7 +515,7 @@ class EndingStrategy(CheckpointingStrategy):
             states: What becomes of the optimizers' states: they stay in shards, rank 0 gathers
                 them, or they are dropped.
         """
-        engine, rest = self._engine, self._at_rest
+        strategy, engine, rest = self.strategy, self.run.engine, self.at_rest
         assert engine is not None
         assert rest is not None
         assert self._around_rest is not None
@@ -536,46 +523,46 @@ class EndingStrategy(CheckpointingStrategy):
         rest.end()
         if states == "gather":
             self._gather_states(engine)
-        self._complete_kept(engine)
+        self.complete_kept(engine)
         engine.detach(restore=True)
-        self._restore_dimensions(full=True)
-        self._engine = self._at_rest = self._around_rest = None
+        self.restore_dimensions(full=True)
+        self.run.engine = self.at_rest = self._around_rest = None
         if states != "keep":
             self._states_in_shards = None
-        coming, self.model = self.model, engine.model
-        self._revert_layer_sync()
-        self.model = self.model if coming is engine.model else coming
+        coming, strategy.model = strategy.model, engine.model
+        self.run.setup.revert_layer_sync()
+        strategy.model = strategy.model if coming is engine.model else coming
 
     def _settle_states(self, states: StatesAtRest) -> None:
         """Do with states in shards, beside full parameters, what a run asks for; each must call."""
-        assert self._cut_states is not None
+        assert self.cut_states is not None
         assert self._around_rest is not None
         self._around_rest.close()
         if states == "gather":
-            self._gather_states(self._cut_states)
-        self._cut_states = self._around_rest = None
+            self._gather_states(self.cut_states)
+        self.cut_states = self._around_rest = None
         if states != "keep":
             self._states_in_shards = None
 
     def _gather_states(self, engine: DataParallelEngine) -> None:
         """Bring the optimizers' states together on rank 0; each rank must call."""
-        for optimizer in self.optimizers:
+        for optimizer in self.strategy.optimizers:
             state = full_state_dict(optimizer, engine)
             optimizer.state.clear()
             if state:
                 optimizer.load_state_dict(state)
 
-    def _check_states_in_shards(self) -> None:
+    def check_states_in_shards(self) -> None:
         """Raise unless the optimizers' states of a fit are cut as an evaluation's parameters are.
 
         Raises:
             ConfigError: The model is cut in another way than in the fit.
         """
-        known, found = self._states_in_shards, [flat.layout for flat in self.engine.flats]
+        known, found = self._states_in_shards, [flat.layout for flat in self.run.engine.flats]
         if known is not None and known != found:
             raise ConfigError(
-                f"Rank {self.mesh_rank}: the fit has left its optimizers' states in shards, but "
-                f"this run cuts the model in another way; expected the same. Save and load a "
-                f"checkpoint in between, freeze and unfreeze parameters after this run, or set "
-                f"full_parameters_after_fit=True."
+                f"Rank {self.strategy.mesh_rank}: the fit has left its optimizers' states in "
+                f"shards, but this run cuts the model in another way; expected the same. Save and "
+                f"load a checkpoint in between, freeze and unfreeze parameters after this run, or "
+                f"set full_parameters_after_fit=True."
             )

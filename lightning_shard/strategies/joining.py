@@ -6,9 +6,8 @@ process group         the backend's, made once for each launch; later runs of th
 """
 
 import atexit
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -18,7 +17,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_shard.backends import liveness
 from lightning_shard.backends.base import Backend
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
 from lightning_shard.core import settings
 from lightning_shard.core.states import Checks
@@ -35,10 +33,9 @@ from lightning_shard.strategies.options import RanksOptions
 class OnLocalRanks:
     """What a strategy says of its ranks on this host, of a Trainer or of Fabric."""
 
-    _local_ranks: "LocalRanks"
+    local_ranks: "LocalRanks"
     _checkpoint_io: CheckpointIO | None
     _num_nodes = 1  # a Trainer, or Fabric, sets it
-    _collectives: Collectives | None = None
     parallel_devices: Any
     cluster_environment: ClusterEnvironment | None
     local_rank: int
@@ -46,12 +43,12 @@ class OnLocalRanks:
     @property
     def is_in_process(self) -> bool:
         """Whether all ranks run inside this process."""
-        return self._local_ranks.are_in_process
+        return self.local_ranks.are_in_process
 
     @property
     def backend(self) -> Backend:
         """The communication backend in use; where none is named, what there is decides."""
-        ranks = self._local_ranks
+        ranks = self.local_ranks
         backend = ranks.named_backend
         if backend is None:
             may_share = ranks.may_share_memory and self.num_processes > 1 and self.num_nodes == 1
@@ -66,7 +63,7 @@ class OnLocalRanks:
         Raises:
             ConfigError: There are no devices yet.
         """
-        devices, runner = self.parallel_devices, self._local_ranks.runner
+        devices, runner = self.parallel_devices, self.local_ranks.runner
         if not devices:
             raise ConfigError(f"The strategy has no devices yet; pass it to a {runner} first.")
         device: torch.device = devices[self.local_rank % len(devices)]
@@ -86,20 +83,7 @@ class OnLocalRanks:
     @property
     def num_processes(self) -> int:
         """Ranks on this host."""
-        return self._count(self.cluster_environment)
-
-    def _count(self, started: ClusterEnvironment | None) -> int:
-        """Return the number of ranks on this host, which some environments know."""
-        devices = self.parallel_devices or ()
-        if self._local_ranks.num_ranks is not None:
-            return self._local_ranks.num_ranks
-        if isinstance(started, RayEnvironment):
-            if devices and devices[0].type == "cpu":
-                check_num_devices(started, len(devices))
-            return started.local_size
-        if isinstance(started, MPIEnvironment) and [one.type for one in devices] == ["cpu"]:
-            return started.local_size  # devices="auto" means 1 on CPUs, however many mpirun started
-        return len(devices)
+        return self.local_ranks.count(self.parallel_devices or (), self.cluster_environment)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -118,64 +102,26 @@ class OnLocalRanks:
             ConfigError: The strategy's option contradicts what was passed to the runner, or the
                 launcher's variables do.
         """
-        found, ranks = self.cluster_environment, self._local_ranks
+        found, ranks, devices = self.cluster_environment, self.local_ranks, self.parallel_devices
         assert found is not None
-        num_devices = len(self.parallel_devices or ())
-        if ranks.num_ranks is not None and num_devices not in (1, ranks.num_ranks):
-            raise ConfigError(
-                f"num_ranks={ranks.num_ranks} and {ranks.runner}(devices={num_devices}) contradict "
-                f"each other; pass one of them, or devices=1 to put all ranks on it."
-            )
-        if not ranks.are_in_process:
-            uses_mpi = ranks.named_backend is not None and ranks.named_backend.name == "mpi"
-            found = fitting_environment(found, uses_mpi=uses_mpi)
-        elif not isinstance(found, InProcessEnvironment):
-            found = InProcessEnvironment(self._count(found))
-        take_place(found, self._count(found), self.num_nodes)
-        self.cluster_environment = found
-
-    def _enter_groups(self) -> None:
-        """Join the other ranks, or take over the groups of an earlier run of this process."""
-        if dist.is_initialized():
-            self._adopt()
-        else:
-            self._join()
-            if not self.is_in_process:
-                leave_at_exit(self)
-        if not self.is_in_process:
-            note_user(self)
-
-    def _adopt(self) -> None:
-        assert self.cluster_environment is not None
-        rank, size = self.cluster_environment.global_rank(), self.cluster_environment.world_size()
-        check_adopted(rank, size, self._local_ranks.runner)
-
-    def _join(self) -> None:
-        assert self.cluster_environment is not None
-        environment, timeout = self.cluster_environment, self._local_ranks.timeout
-        join(lambda: self.backend, environment, self.root_device, timeout)
+        self.cluster_environment = found = ranks.fitting(found, devices or ())
+        on_host = ranks.count(devices or (), found)
+        check_environment(found, on_host, self.num_nodes)
+        found.set_global_rank(found.node_rank() * on_host + found.local_rank())
+        found.set_world_size(self.num_nodes * on_host)
+        setattr(rank_zero_only, "rank", found.global_rank())  # noqa: B010  (a function attribute)
 
     def forget_groups(self) -> None:
         """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""
-        self._collectives = None
+        raise NotImplementedError
 
     def leave(self) -> None:
         """End the groups at exit."""
-        self._collectives = None
+        self.forget_groups()
         destroy_groups()
 
 
-class GroupUser(Protocol):
-    """A strategy that refers to the process groups of this process."""
-
-    def leave(self) -> None:
-        """End the groups at exit."""
-
-    def forget_groups(self) -> None:
-        """Refer to no group any more; each rank must call, while the groups still stand."""
-
-
-_users: "list[ref[GroupUser]]" = []  # in an order that all ranks have
+_users: "list[ref[OnLocalRanks]]" = []  # in an order that all ranks have
 
 
 class LocalRanks:
@@ -211,6 +157,67 @@ class LocalRanks:
         """Whether all ranks run inside this process."""
         return self.named_backend is not None and self.named_backend.name == "in_process"
 
+    def count(self, devices: Sequence[torch.device], started: ClusterEnvironment | None) -> int:
+        """Return the number of ranks on this host, which some environments know."""
+        if self.num_ranks is not None:
+            return self.num_ranks
+        if isinstance(started, RayEnvironment):
+            if devices and devices[0].type == "cpu":
+                check_num_devices(started, len(devices))
+            return started.local_size
+        if isinstance(started, MPIEnvironment) and [one.type for one in devices] == ["cpu"]:
+            return started.local_size  # devices="auto" means 1 on CPUs, however many mpirun started
+        return len(devices)
+
+    def fitting(
+        self, found: ClusterEnvironment, devices: Sequence[torch.device]
+    ) -> ClusterEnvironment:
+        """Return the cluster environment that goes with the backend.
+
+        Raises:
+            ConfigError: The option `num_ranks` contradicts the devices.
+        """
+        if self.num_ranks is not None and len(devices) not in (1, self.num_ranks):
+            raise ConfigError(
+                f"num_ranks={self.num_ranks} and {self.runner}(devices={len(devices)}) contradict "
+                f"each other; pass one of them, or devices=1 to put all ranks on it."
+            )
+        if not self.are_in_process:
+            uses_mpi = self.named_backend is not None and self.named_backend.name == "mpi"
+            return fitting_environment(found, uses_mpi=uses_mpi)
+        if isinstance(found, InProcessEnvironment):
+            return found
+        return InProcessEnvironment(self.count(devices, found))
+
+    def enter_groups(self, strategy: Any) -> None:
+        """Join the other ranks, or take over the groups of an earlier run of this process."""
+        if dist.is_initialized():
+            self.adopt(strategy)
+        else:
+            self.join(strategy)
+            if not self.are_in_process:  # one that is given up frees what it holds
+                atexit.register(_leave, ref(strategy))
+        if not self.are_in_process:
+            known = [one for one in _users if one() not in (None, strategy)]
+            _users[:] = [*known, ref(strategy)]
+
+    def adopt(self, strategy: Any) -> None:
+        """Go on in groups that are there."""
+        environment = strategy.cluster_environment
+        check_adopted(environment.global_rank(), environment.world_size(), self.runner)
+
+    def join(self, strategy: Any) -> None:
+        """Make the default group; each rank must call."""
+        environment = strategy.cluster_environment
+        if not isinstance(environment, InProcessEnvironment):
+            settings.set_rendezvous(environment.main_address, environment.main_port)
+        strategy.backend.init_process_group(  # which is known once it is where the ranks meet
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            device=strategy.root_device,
+            timeout=self.timeout,
+        )
+
     def use(self, backend: Backend) -> None:
         """Take another backend in place of the one that options have named."""
         self.named_backend = backend
@@ -224,62 +231,12 @@ def check_num_nodes(num_nodes: int) -> None:
         )
 
 
-def take_place(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
-    """Tell the cluster environment and Lightning's logging which rank this is.
-
-    Args:
-        environment: The environment, which knows the node and the rank in it.
-        num_processes: Ranks on this host.
-        num_nodes: Number of hosts.
-    """
-    check_environment(environment, num_processes, num_nodes)
-    first = environment.node_rank() * num_processes
-    environment.set_global_rank(first + environment.local_rank())
-    environment.set_world_size(num_nodes * num_processes)
-    setattr(rank_zero_only, "rank", environment.global_rank())  # noqa: B010  (a function attribute)
-
-
-def join(
-    backend: Callable[[], Backend],
-    environment: ClusterEnvironment,
-    device: torch.device,
-    timeout: timedelta,
-) -> None:
-    """Make the default process group; each rank must call.
-
-    Args:
-        backend: Returns the backend of the group, once it is known where the ranks meet.
-        environment: Knows this rank's number, and where the ranks meet.
-        device: This rank's device.
-        timeout: Longest wait for a peer.
-    """
-    if not isinstance(environment, InProcessEnvironment):
-        settings.set_rendezvous(environment.main_address, environment.main_port)
-    backend().init_process_group(
-        rank=environment.global_rank(),
-        world_size=environment.world_size(),
-        device=device,
-        timeout=timeout,
-    )
-
-
-def leave_at_exit(user: GroupUser) -> None:
-    """End the groups when this process ends; a strategy that is given up frees what it holds."""
-    atexit.register(_leave, ref(user))
-
-
-def _leave(user: "ref[GroupUser]") -> None:
+def _leave(user: "ref[OnLocalRanks]") -> None:
     alive = user()
     if alive is None:
         destroy_groups()
     else:
         alive.leave()
-
-
-def note_user(user: GroupUser) -> None:
-    """Note that a strategy refers to the groups of this process from now on."""
-    known = [one for one in _users if one() not in (None, user)]
-    _users[:] = [*known, ref(user)]
 
 
 def leave_groups() -> None:

@@ -12,70 +12,72 @@ validation would otherwise swap what ranks have not agreed on yet, and training 
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from typing_extensions import override
 
-from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.parts import SchemeHooks
 from lightning_shard.strategies.trainer._lightning import (
     after_optimizer_steps,
     after_training_epochs,
     around_validation,
+    layer_sync,
     without_sigterm_broadcast,
 )
 
 
-class LocalUpdates(DataParallelStrategy):
+class LocalUpdates(SchemeHooks):
     """Says in a fit's loops when ranks meet.
 
     SIGTERM stops ranks over the lifeline, see `termination`. Within one process there is none:
     rank 0 gets the signal, raises after its step, and its failure ends the others.
     """
 
-    keeps_optimizers = True
-    lays_out_anew = False
-    meets_at_steps = False
-    _in_loops: ExitStack | None = None  # what is put into the loops of a fit
+    may_have_all = False  # ranks have weights of their own
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        self._in_loops = ExitStack()  # what is put into the loops of a fit
 
     @override
-    def setup(self, trainer: "pl.Trainer") -> None:
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._in_loops = ExitStack()
-            self._in_loops.enter_context(without_sigterm_broadcast(trainer))
-            self._in_loops.enter_context(after_optimizer_steps(trainer, self._end_step))
-            self._in_loops.enter_context(around_validation(trainer, self._consensus))
-            self._in_loops.enter_context(after_training_epochs(trainer, self._end_epoch))
-            self._in_loops.enter_context(after_training_epochs(trainer, self._saves.advance))
+    def begin_fit(self, trainer: "pl.Trainer") -> None:
+        enter = self._in_loops.enter_context
+        enter(without_sigterm_broadcast(trainer))
+        enter(after_optimizer_steps(trainer, self.end_step))
+        enter(around_validation(trainer, self.in_agreement))
+        enter(after_training_epochs(trainer, self.end_epoch))
+        enter(after_training_epochs(trainer, self.run.checkpoints.saves.advance))
+
+    def refuse(self, trainer: "pl.Trainer", syncs: str, averages: str) -> None:
+        """Refuse what has ranks compute together, saying what that means here and what to do.
+
+        Raises:
+            ConfigError: Synchronised batch norms, or a callback that averages weights.
+        """
+        if layer_sync(self.strategy) is not None:
+            raise ConfigError(
+                f"sync_batchnorm=True makes ranks wait for each other in every forward, but under "
+                f"{syncs}"
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                raise ConfigError(f"{type(callback).__name__} would average {averages}")
 
     @override
-    def _end_steps(self) -> None:
-        super()._end_steps()
-        self._end_training()
-
     @abstractmethod
-    def _consensus(self) -> AbstractContextManager[None]:
+    def in_agreement(self) -> AbstractContextManager[None]:
         """Let ranks hold the same inside; each must enter after the same number of steps."""
 
     @abstractmethod
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         """Exchange what it is time for; automatic optimization has counted one more step."""
 
-    def _end_epoch(self) -> None:
+    def end_epoch(self) -> None:
         """Meet after the last batch of an epoch, or after the one that cut it short."""
 
-    def _end_training(self) -> None:
-        """Meet for good: nothing is trained any more."""
-
-    @property
     @override
-    def _has_all(self) -> bool:
-        return self._engine is None and super()._has_all  # else ranks have weights of their own
-
-    @override
-    def teardown(self) -> None:
-        if self._in_loops is not None:
-            self._in_loops.close()
-            self._in_loops = None
-        super().teardown()
+    def end_run(self) -> None:
+        self._in_loops.close()

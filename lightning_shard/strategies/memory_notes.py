@@ -15,16 +15,15 @@ What a rank holds is counted by storage, and nothing is allocated for it.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_shard.core._lightning import runners_of
 from lightning_shard.core.reporting.output import format_bytes
@@ -103,22 +102,10 @@ class MemoryKinds:
         )
 
 
-def kinds_of(
-    engine: DataParallelEngine,
-    optimizers: Iterable[Optimizer],
-    *,
-    activations_on_host: int = 0,
-    gathered_matrices: int = 0,
-) -> MemoryKinds:
-    """Return what this rank holds now.
-
-    Args:
-        engine: The engine whose model it is.
-        optimizers: All optimizers of the model.
-        activations_on_host: Bytes of the host memory that activations lie in.
-        gathered_matrices: Bytes that this rank gathers for an update.
-    """
-    counted = held(engine, optimizers)
+def memory_kinds(strategy: Any) -> MemoryKinds:
+    """Return the bytes that a rank of a strategy holds now, by kind."""
+    engine: DataParallelEngine = strategy.engine
+    counted = held(engine, strategy.optimizers)
     gathered = storage_bytes(
         flat.full for flat in engine.flats if flat.reshards and flat.common is None
     )
@@ -134,32 +121,17 @@ def kinds_of(
         communication=on_their_way,
         optimizer_state=counted.optimizer_state,
         offloaded=counted.offloaded,
-        activations_on_host=activations_on_host,
-        gathered_matrices=gathered_matrices,
+        activations_on_host=strategy.run.steps.activations.host_bytes,
+        gathered_matrices=sum(one.gathered_bytes for one in strategy.run.setup.sharded),
     )
-    return _with_others(found, engine.device)
-
-
-def _with_others(found: MemoryKinds, device: torch.device) -> MemoryKinds:
-    own = vars(found)
-    if device.type == "cuda":
-        others = max(torch.cuda.memory_allocated(device) - found.known, 0)
-        return MemoryKinds(**(own | {"others": others}))
+    if engine.device.type == "cuda":
+        others = torch.cuda.memory_allocated(engine.device) - found.known
+        return replace(found, others=max(others, 0))
     try:
         pages = int(_STATM.read_text().split()[1])
     except (OSError, IndexError, ValueError):
         return found
-    return MemoryKinds(**(own | {"process": pages * _PAGE_BYTES}))
-
-
-def memory_kinds(strategy: Any) -> MemoryKinds:
-    """Return the bytes that this rank holds now, by kind: a method of strategies."""
-    return kinds_of(
-        strategy.engine,
-        strategy.optimizers,
-        activations_on_host=strategy._activations.host_bytes,
-        gathered_matrices=sum(one.gathered_bytes for one in strategy._sharded),
-    )
+    return replace(found, process=pages * _PAGE_BYTES)
 
 
 class MemoryNotes:
@@ -190,7 +162,7 @@ class MemoryNotes:
                 return step(*args, **kwargs)
             except RuntimeError as error:
                 if is_out_of_memory(error):
-                    self._seen = self._strategy.memory_kinds()
+                    self._seen = memory_kinds(self._strategy)
                 raise
 
         return noted
@@ -198,11 +170,11 @@ class MemoryNotes:
     def _description(self) -> str:
         strategy = self._strategy
         rank = f"Rank {strategy.mesh_rank} of {strategy.mesh_size}"
-        engine: DataParallelEngine | None = strategy.present_engine
+        engine: DataParallelEngine | None = strategy.run.engine
         if engine is None:
             return f"{rank} had not laid its model out yet: it held the module in full."
         seen, self._seen = self._seen, None
-        held = seen or strategy.memory_kinds()
+        held = seen or memory_kinds(strategy)
         advice = savings(self._situation(engine))
         less = f" What would take less here: {'; '.join(advice)}." if advice else ""
         return f"{rank} held {format_bytes(held.known)} of its model: {held}.{less}"
@@ -214,7 +186,7 @@ class MemoryNotes:
             held=whole,
             stage=engine.options.stage,
             max_stage=3 if engine.options.compression is None else 2,
-            num_shards=strategy.shard_size,
+            num_shards=strategy.run.groups.shard_size,
             largest_units=largest_units(engine),
             options=option_names(type(strategy)),
             is_named_by_stage=strategy_name(strategy) in BY_STAGE,
@@ -271,8 +243,10 @@ def estimated_activations(strategy: Any, batch: Any) -> tuple[int, int]:
 
 
 def _kept(strategy: Any, module: Any, batch: Any, choice: Any) -> int:
+    asked = copy.copy(strategy)  # with other activations computed again
+    asked.run.options = replace(asked.run.options, activation_checkpointing=choice)
     dry = dry_run(
-        strategy.with_checkpointing(choice),
+        asked,
         module,
         batch,
         world_size=strategy.mesh_size,

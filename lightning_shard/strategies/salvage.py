@@ -23,9 +23,8 @@ complete: Lightning counts everything that has `hpc_ckpt_` in its name, leftover
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn
-from unittest.mock import patch
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -33,112 +32,81 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_shard.checkpoint.files.places import local_path
-from lightning_shard.data_parallel.data_groups import DataGroups
-from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.environments.launchers.failures import noted
-from lightning_shard.errors import CheckpointError
 from lightning_shard.strategies.trainer._lightning import requeue, requeue_path
 
 
 def salvaging(
-    strategy: Any, error: BaseException, *, is_common: bool, gone: Sequence[int], has_all: bool
+    run: Any, error: BaseException, *, is_common: bool, gone: Sequence[int]
 ) -> AbstractContextManager[None]:
-    """Make the context in which callbacks hear of an exception and may save checkpoints."""
-    if is_common and strategy.present_collectives is not None:
-        if strategy.has_shut_down_together:
-            return _saving_after_signal(strategy, error)
-        return _saving_together(strategy)
-    if has_all:
-        left = (rank for rank in range(strategy.mesh_size) if rank not in gone)
-        writes = strategy.mesh_rank == next(left, 0)
-        return saving_alone(strategy, strategy.present_engine, writes=writes)
+    """Make the context in which callbacks hear of an exception and may save checkpoints.
+
+    Args:
+        run: The `Run` of this rank.
+        error: Exception that this rank has raised.
+        is_common: Whether all ranks have raised at the same place, and enter this, too.
+        gone: Ranks that have died.
+    """
+    if is_common and run.groups.present is not None:
+        if run.has_shut_down_together:
+            return _saving_after_signal(run, error)
+        return _saving_together(run)
+    if run.checkpoints.has_all:
+        left = (rank for rank in range(run.strategy.mesh_size) if rank not in gone)
+        return saving_alone(run, writes=run.strategy.mesh_rank == next(left, 0))
     return saving_nothing(
-        strategy,
+        run,
         f"the ranks have stopped at different places, this one with {type(error).__name__}, and "
         f"each has a part of the state only",
     )
 
 
 @contextmanager
-def _saving_after_signal(strategy: Any, error: BaseException) -> Iterator[None]:
-    with _saving_together(strategy), saving_once(strategy, error):
+def _saving_after_signal(run: Any, error: BaseException) -> Iterator[None]:
+    with _saving_together(run), saving_once(run, error):
         yield
 
 
-def _saving_together(strategy: Any) -> AbstractContextManager[None]:
-    steps = strategy.collectives.all_gather_object(strategy.lightning_module.trainer.global_step)
+def _saving_together(run: Any) -> AbstractContextManager[None]:
+    steps = run.groups.all_ranks.all_gather_object(run.module.trainer.global_step)
     if len(set(steps)) == 1:
         return nullcontext()
-    return saving_nothing(
-        strategy, f"the ranks have raised after different numbers of steps, {steps}"
-    )
-
-
-class Sole:
-    """Stands for the collectives of a rank that asks nobody, while it saves what it has."""
-
-    rank = 0
-    size = 1
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return this rank's own."""
-        return [obj]
+    return saving_nothing(run, f"the ranks have raised after different numbers of steps, {steps}")
 
 
 @contextmanager
-def saving_alone(
-    strategy: Any, engine: DataParallelEngine | None, *, writes: bool
-) -> Iterator[None]:
+def saving_alone(run: Any, *, writes: bool) -> Iterator[None]:
     """Let a rank that has the full state save it by itself, if it is the one that writes."""
-
-    def save_checkpoint(checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if writes:
-            strategy.write_alone(checkpoint, filepath, storage_options)
-
-    sole: Any = Sole()
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(strategy, "_collectives", None))
-        stack.enter_context(patch.object(strategy, "save_checkpoint", save_checkpoint))
-        if engine is not None:
-            stack.enter_context(patch.object(engine, "collectives", sole))
-            stack.enter_context(patch.object(engine, "groups", DataGroups.of(sole)))
-        yield
+    apart = nullcontext() if run.engine is None else run.engine.asking_nobody()
+    run.checkpoints.writes_alone = writes
+    try:
+        with run.groups.asking_nobody(), apart:
+            yield
+    finally:
+        run.checkpoints.writes_alone = None
 
 
 @contextmanager
-def saving_nothing(strategy: Any, reason: str) -> Iterator[None]:
+def saving_nothing(run: Any, reason: str) -> Iterator[None]:
     """Raise an error inside when code asks for a state to save, which says why there is none."""
-
-    def refuse(*_: Any) -> NoReturn:
-        raise CheckpointError(
-            f"Rank {strategy.mesh_rank}: nothing is saved on this exception, since {reason}. Go "
-            f"on from the last checkpoint; one that is saved every few hundred steps "
-            f"(ModelCheckpoint(every_n_train_steps=...)) costs little."
-        )
-
-    with patch.object(strategy, "lightning_module_state_dict", refuse):
+    run.checkpoints.refusal = reason
+    try:
         yield
+    finally:
+        run.checkpoints.refusal = ""
 
 
 @contextmanager
-def saving_once(strategy: Any, error: BaseException) -> Iterator[None]:
+def saving_once(run: Any, error: BaseException) -> Iterator[None]:
     """Save a fit that a signal has ended, unless callbacks do so inside; each rank must call."""
-    trainer = strategy.lightning_module.trainer
-    saved: list[Any] = []
-    save_checkpoint = strategy.save_checkpoint
-
-    def noting(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        save_checkpoint(checkpoint, filepath, storage_options)
-        if "optimizer_states" in checkpoint:
-            saved.append(filepath)
-
-    with patch.object(strategy, "save_checkpoint", noting):
-        if strategy.requeues:
-            with noted(error, "having SLURM requeue the job"):
-                _have_requeued(strategy, trainer)
-        yield
-    place = _place(trainer)
-    if strategy.saves_on_sigterm and place and strategy.reduce_boolean_decision(not saved):
+    trainer, before = run.module.trainer, run.checkpoints.num_fits
+    if run.termination.requeues:
+        with noted(error, "having SLURM requeue the job"):
+            _have_requeued(run.strategy, trainer)
+    yield
+    place, is_saved = _place(trainer), run.checkpoints.num_fits > before
+    saves = run.termination.saves_on_sigterm and place
+    if saves and run.strategy.reduce_boolean_decision(not is_saved):
         trainer.save_checkpoint(place)
         rank_zero_info(
             f"The run was sent SIGTERM after step {trainer.global_step}, and its state is saved in "

@@ -171,9 +171,9 @@ class Diary(L.Callback):
         if told.strip() == "":
             trainer.should_stop = True
         elif isinstance(trainer.strategy, Timed):
-            assert trainer.strategy._run is not None
-            fit: Any = trainer.strategy._run._fit
-            trainer.strategy._run._fit = replace(fit, snapshot_every=int(told))
+            assert trainer.strategy.elastic_run is not None
+            fit: Any = trainer.strategy.elastic_run._fit
+            trainer.strategy.elastic_run._fit = replace(fit, snapshot_every=int(told))
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:

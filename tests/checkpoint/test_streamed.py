@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_shard.checkpoint.streamed import StreamedFile
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.strategies import checkpoint_files
-from lightning_shard.strategies.checkpoints import CheckpointingStrategy
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.trainer.hook_advice import explaining_weights_elsewhere
 from tests.checkpoint.files.archives import same
 from tests.strategies.parity import ignoring
@@ -125,7 +125,7 @@ def test_a_streamed_file_is_the_one_that_was_written_whole(
     ours = saved(strategy, tmp_path / "streamed", Model(), precision=precision)
     assert len(streams) == 1
     assert streams[0] > len(list(Model().parameters()))
-    monkeypatch.setattr(CheckpointingStrategy, "saves_shards", False)
+    monkeypatch.setattr(DataParallelStrategy, "saves_shards", False)
     whole = saved(strategy, tmp_path / "whole", Model(), precision=precision)
     assert len(streams) == 1
     assert same(ours, whole)

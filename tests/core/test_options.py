@@ -178,7 +178,7 @@ def test_sizes_of_a_world_are_whole_numbers() -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     strategy = AsyncSGDStrategy(staleness_bound=np.int64(2), bucket_mb=np.float32(0.5))
-    assert type(strategy._bound) is int
+    assert type(strategy.updates.bound) is int
     assert TopK(ratio=Fraction(1, 4)).ratio == 0.25  # type: ignore[arg-type]
     assert type(Int8(block=np.int32(8)).block) is int
     assert type(ParallelMesh(pp=np.int64(2)).pp) is int

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_shard.errors
-from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.testing import run_ranks
 from tests.docs.pages import NAMES, Block, blocks
 from tests.strategies.parity import UPSTREAM_WARNINGS
@@ -41,7 +41,7 @@ def trainers_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = L.Trainer
 
     def here(*, strategy: Any, **options: Any) -> L.Trainer:
-        if isinstance(strategy, ShardStrategy):
+        if isinstance(strategy, DataParallelStrategy):
             args, given = strategy.given_options
             strategy = type(strategy)(*args, **{**given, "backend": "in_process"})
         elif not strategy.endswith("_in_process"):

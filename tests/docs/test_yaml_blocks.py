@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lightning_shard.cli.shard_cli import ShardCLI
-from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from tests.docs.pages import NAMES, ROOT, blocks
 from tests.examples.commands import set_arguments
 
@@ -41,7 +41,7 @@ def test_the_parser_takes_it(source: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(ROOT))
     set_arguments(monkeypatch, "lightning-shard", "fit", f"--config={path}")
     strategy = ParsingCLI().config.fit.trainer.strategy
-    assert isinstance(made(strategy.class_path, strategy.init_args.as_dict()), ShardStrategy)
+    assert isinstance(made(strategy.class_path, strategy.init_args.as_dict()), DataParallelStrategy)
 
 
 def made(class_path: str, options: dict[str, Any]) -> Any:

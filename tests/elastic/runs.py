@@ -94,7 +94,7 @@ class Classifier(L.LightningModule):
                 epoch=self.current_epoch,
                 step=self.global_step,
                 rank=self.global_rank,
-                weight=strategy._run.data_assignment.weight(batch_idx),
+                weight=strategy.elastic_run.data_assignment.weight(batch_idx),
                 samples=tuple(numbers.tolist()),
                 losses=tuple(losses.tolist()),
             )

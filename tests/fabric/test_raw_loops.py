@@ -418,4 +418,4 @@ def test_every_module_ever_set_up_stayed_alive() -> None:
     fabric = Fabric(accelerator="cpu", devices=2, strategy="zero3_in_process")
     assert fabric.launch(train) == 2  # the last one, and what somebody keeps
     assert kept[0].weight.shape == (4, 4)
-    assert len(fabric.strategy._held) == 0
+    assert len(fabric.strategy.held) == 0

@@ -14,8 +14,7 @@ from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.optim import clipping
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.strategies.base import ShardStrategy
-from lightning_shard.strategies.checkpoints import CheckpointingStrategy
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 
 MISTAKES: dict[str, Callable[[], None]] = {}
 
@@ -100,12 +99,14 @@ def buffers_are_overwritten() -> None:
 @mistake
 def samples_of_rank_0() -> None:
     """Every rank is given the samples of rank 0."""
-    kept = ShardStrategy.distributed_sampler_kwargs.fget
+    kept = DataParallelStrategy.distributed_sampler_kwargs.fget
     assert kept is not None
-    ShardStrategy.distributed_sampler_kwargs = property(lambda self: kept(self) | {"rank": 0})
+    DataParallelStrategy.distributed_sampler_kwargs = property(
+        lambda self: kept(self) | {"rank": 0}
+    )
 
 
 @mistake
 def states_are_not_resumed() -> None:
     """Optimizers begin anew where a run is resumed."""
-    CheckpointingStrategy.load_optimizer_state_dict = lambda *_: None
+    DataParallelStrategy.load_optimizer_state_dict = lambda *_: None

@@ -52,7 +52,7 @@ class Measured(ExampleGPT):
         self.alive: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        activations = self.trainer.strategy._activations
+        activations = self.trainer.strategy.run.steps.activations
         self.on_host = activations.host_bytes
         with LiveBytes() as self.live:
             loss = super().training_step(batch, batch_idx)

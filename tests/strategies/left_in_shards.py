@@ -184,7 +184,7 @@ class BytesSent(L.Callback):
     at_end = 0
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.at_end = trainer.strategy._bytes_so_far()
+        self.at_end = trainer.strategy.run.groups.sent_bytes()
 
 
 def sent_at_the_end(after_fit: bool) -> int:
@@ -193,7 +193,7 @@ def sent_at_the_end(after_fit: bool) -> int:
     trainer = trainer_of("zero3", left=not after_fit)
     trainer.callbacks.append(noted := BytesSent())
     trainer.fit(made())
-    return trainer.strategy._bytes_so_far() - noted.at_end
+    return trainer.strategy.run.groups.sent_bytes() - noted.at_end
 
 
 def decided(free: Sequence[int | None], scheme: str = "zero3") -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Sends(L.Callback):
 
 def _wait_until_it_is_handled(strategy: Any) -> None:
     """Python handles signals on the main thread, which this rank's may leave no time on a host."""
-    lifeline, end = strategy._lifeline, monotonic() + 60
+    lifeline, end = strategy.run.termination.lifeline, monotonic() + 60
     if not hasattr(lifeline, "was_terminated"):
         return
     while not (lifeline.was_terminated or lifeline.requeues) and monotonic() < end:

@@ -21,7 +21,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.fabric import ZeRO3Strategy as FabricZeRO3
 from lightning_shard.fabric import strategy as fabric_strategy
 from lightning_shard.replay import RecordSteps, replay
-from lightning_shard.strategies import data_parallel
+from lightning_shard.strategies import engine_setup
 from lightning_shard.testing import Fault
 from tests.elastic.runs import fit as elastic_fit
 from tests.examples.commands import set_arguments
@@ -86,7 +86,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Give:
         def choose(*_: Any) -> BucketChoice:
             return BucketChoice(mb=sizes[min(next(times), len(sizes) - 1)], reason=MEASURED)
 
-        monkeypatch.setattr(data_parallel, "choose", choose)
+        monkeypatch.setattr(engine_setup, "choose", choose)
         monkeypatch.setattr(fabric_strategy, "choose", choose)
 
     return give
@@ -334,7 +334,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch, size: str, folder: Path) -> An
     )
     set_arguments(monkeypatch, "program", f"--config={config}", "--seed_everything=0")
     made = LightningCLI(Model, run=False, save_config_callback=None)
-    return made.trainer.strategy._options.bucket_mb
+    return made.trainer.strategy.run.options.bucket_mb
 
 
 @pytest.mark.parametrize(("text", "size"), [("auto", "auto"), ("2", 2.0), ("null", None)])

@@ -11,7 +11,7 @@ import pytest
 from examples.train_gpt import GPT, Text
 from lightning_shard import PipelineParallelStrategy, TensorParallelStrategy
 from lightning_shard.core.mesh import ParallelMesh
-from lightning_shard.strategies.model_parallel import (
+from lightning_shard.strategies.groups import (
     are_neighbours,
     tell_placement,
     warning_of_scattered_ranks,

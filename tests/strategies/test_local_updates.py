@@ -240,8 +240,8 @@ class KnownToAll(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        if strategy._local is not None:
-            self.names.append(set(strategy._local.rule.common))
+        if strategy.rounds.local is not None:
+            self.names.append(set(strategy.rounds.local.rule.common))
 
 
 @pytest.mark.parametrize("warmup_steps", [1, 2])

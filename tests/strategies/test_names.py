@@ -12,7 +12,7 @@ import lightning_shard
 from lightning_shard import DDPStrategy, ElasticStrategy, ZeRO2Strategy
 from lightning_shard.core.schemes import SCHEMES
 from lightning_shard.errors import ConfigError
-from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.names import strategy_name
 
 
@@ -78,7 +78,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_ranks_of_one_host_share_memory(
-    make: type[ShardStrategy],
+    make: type[DataParallelStrategy],
     options: dict[str, Any],
     num_devices: int,
     num_nodes: int,

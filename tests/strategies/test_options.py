@@ -81,7 +81,7 @@ class OfUser(ZeRO3Strategy):
 
 def test_a_class_that_passes_options_on_has_its_parents_too() -> None:
     made = OfUser(extra=2, bucket_mb=3.0)
-    assert (made.extra, made._options.bucket_mb) == (2, 3.0)
+    assert (made.extra, made.run.options.bucket_mb) == (2, 3.0)
     with pytest.raises(ConfigError, match=r"has no option 'bucket_mbs'.* mean 'bucket_mb'"):
         OfUser(bucket_mbs=1)
     with pytest.raises(ConfigError, match="OfUser: bucket_mb must be a finite number of MB abo"):
@@ -99,7 +99,7 @@ def test_a_command_line_has_types_defaults_and_explanations(
     assert (parsed.data_parallel_size, parsed.bucket_mb) == ((1, 2), 2)
     assert (parsed.zero_stage, parsed.schedule, parsed.units) == (1, "1f1b", None)
     strategy = HybridParallelStrategy(**parsed.as_dict())
-    assert strategy._axis_order == ("dp", "pp", "tp")
+    assert strategy.run.groups.axis_order == ("dp", "pp", "tp")
     parser.print_help()
     said = " ".join(capsys.readouterr().out.split())
     assert "Ranks of one pipeline. (type: int, default: 1)" in said

@@ -185,9 +185,9 @@ def test_what_a_killed_save_has_left_is_no_checkpoint_of_slurms(
     written: list[str] = []
     save = DDPStrategy.save_checkpoint
 
-    def noting(self: Any, checkpoint: Any, filepath: Any, options: Any = None) -> None:
+    def noting(self: Any, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         written.append(Path(filepath).name)
-        save(self, checkpoint, filepath, options)
+        save(self, checkpoint, filepath, storage_options)
 
     monkeypatch.setattr(DDPStrategy, "save_checkpoint", noting)
     sends = Sends("on_train_batch_start", 2, signal.SIGUSR1)

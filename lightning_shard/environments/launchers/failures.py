@@ -41,9 +41,8 @@ class Circumstances:
     gone: Sequence[int] = ()
 
 
-@runtime_checkable
 class Salvages(Protocol):
-    """A strategy that knows what can be saved of a run that has failed."""
+    """The run of a strategy, which knows what can be saved of it when it has failed."""
 
     def salvaging(
         self, error: BaseException, *, is_common: bool, gone: Sequence[int]
@@ -58,6 +57,13 @@ class Salvages(Protocol):
         """Whether all ranks have stopped at the same place of the run, by agreement."""
 
 
+@runtime_checkable
+class Salvaged(Protocol):
+    """A strategy of this package's."""
+
+    run: Salvages
+
+
 def tell(trainer: "pl.Trainer", found: Circumstances) -> None:
     """Tell callbacks of an error, so that they can save; if it is common, each rank must call."""
     error = found.heard
@@ -67,13 +73,13 @@ def tell(trainer: "pl.Trainer", found: Circumstances) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning, which puts it back
     strategy = trainer.strategy
     with noted(error, "saving what there is"):
-        if not isinstance(strategy, Salvages):  # Lightning's own
+        if not isinstance(strategy, Salvaged):  # Lightning's own
             _tell_each(trainer, error)
             return
-        with strategy.salvaging(error, is_common=found.is_common, gone=found.gone):
+        with strategy.run.salvaging(error, is_common=found.is_common, gone=found.gone):
             _tell_each(trainer, error)
         if found.is_common:
-            strategy.end_in_common()
+            strategy.run.end_in_common()
 
 
 def _tell_each(trainer: "pl.Trainer", error: BaseException) -> None:

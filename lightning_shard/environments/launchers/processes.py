@@ -16,7 +16,7 @@ from lightning_shard.environments.launchers._lightning import (
     TunerExit,
     skip_hooks_of_exception,
 )
-from lightning_shard.environments.launchers.failures import Circumstances, Salvages, all_raise, tell
+from lightning_shard.environments.launchers.failures import Circumstances, Salvaged, all_raise, tell
 from lightning_shard.environments.launchers.replicas import told_once
 from lightning_shard.errors import ConfigError, RankFailedError
 
@@ -105,7 +105,7 @@ def _have_all_raised(error: BaseException, trainer: "pl.Trainer | None") -> bool
     """Tell the other ranks of an error; return whether all have raised at the same place."""
     strategy = None if trainer is None else trainer.strategy
     lifeline = liveness.current()
-    if isinstance(strategy, Salvages) and strategy.has_shut_down_together:
+    if isinstance(strategy, Salvaged) and strategy.run.has_shut_down_together:
         return True
     if isinstance(error, RankFailedError):
         if lifeline is not None:

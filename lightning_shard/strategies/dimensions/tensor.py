@@ -182,8 +182,7 @@ class TensorDimension(ParallelDimension):
     ) -> Description:
         num_ranks = found.mesh.size(self.axis)
         return replace(
-            found,
-            layers=() if num_ranks == 1 else self._described_layers(module, num_ranks),
+            found, layers=() if num_ranks == 1 else self._described_layers(module, num_ranks)
         )
 
     @override

@@ -30,10 +30,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, ModelSummary
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.model_summary.model_summary import (
-    LayerSummary,
-    _tensor_has_shape,
-)
+from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary, _tensor_has_shape
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as ShownSummary
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn

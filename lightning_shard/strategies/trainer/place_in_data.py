@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -303,35 +303,6 @@ def _around(owner: Any, name: str, instead: Callable[..., None]) -> Iterator[Non
         yield
 
 
-class Dimension(Protocol):
-    """A way in which ranks share a model, which may draw random numbers of its own."""
-
-    random_state: Any  # None where it draws none
-
-    @property
-    def axis(self) -> str:
-        """Its axis of the mesh."""
-
-
-class KeepingRun(CheckpointedRun, Protocol):
-    """A run whose ranks keep something for themselves."""
-
-    @property
-    def checkpoint_format(self) -> str:
-        """Whether a checkpoint is a file, "full", or a folder, "sharded"."""
-
-    @property
-    def is_in_process(self) -> bool:
-        """Whether all ranks run inside this process."""
-
-    @property
-    def dimensions(self) -> Sequence[Dimension]:
-        """The ways in which ranks share the model."""
-
-    def kept_besides(self) -> Mapping[str, Any]:
-        """Return what this rank keeps that no other run does; no communication, and no copies."""
-
-
 class KeptState:
     """What one rank keeps for checkpoints, in a fit and after it.
 
@@ -343,24 +314,26 @@ class KeptState:
         self._shared: Mapping[str, Any] = {}  # of the last fit; on rank 0
         self._own: Mapping[str, Any] = {}  # of the last fit
 
-    def following(self, run: KeepingRun, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+    def following(
+        self, run: CheckpointedRun, trainer: "pl.Trainer"
+    ) -> AbstractContextManager[None]:
         """Inside, note the place in the data, and go on from one that is loaded."""
-        self._place = PlaceInData(trainer, run.root_device, partial(_random_dimensions, run))
+        self._place = PlaceInData(trainer, run.device, partial(_random_dimensions, run.dimensions))
         return self._place.inside()
 
     def tear_down(self) -> None:
         """Forget the fit's place in the data."""
         self._place = None
 
-    def _own_state(self, run: KeepingRun, engine: DataParallelEngine) -> dict[str, Any]:
+    def _own_state(self, run: CheckpointedRun, engine: DataParallelEngine) -> dict[str, Any]:
         """Return what this rank goes on from; no communication, and no copies."""
-        own = _random_dimensions(run) if self._place is None else self._place.state()
+        own = _random_dimensions(run.dimensions) if self._place is None else self._place.state()
         if compression := own_state(engine.exchanges):
             own["compression"] = compression
         return {**own, **run.kept_besides()}
 
     def entries(
-        self, run: KeepingRun, file: StreamedFile | None, *, is_fitting: bool
+        self, run: CheckpointedRun, file: StreamedFile | None, *, is_fitting: bool
     ) -> dict[str, Any]:
         """Return the section's entries; each rank must call.
 
@@ -370,36 +343,36 @@ class KeptState:
                 saved.
             is_fitting: Whether a fit runs; if not, they are those of the last one.
         """
-        shared, own, engine = self._shared, self._own, run.present_engine
+        shared, own, engine = self._shared, self._own, run.engine
         if is_fitting and engine is not None:
             shared, own = shared_state(engine), self._own_state(run, engine)
-        if run.checkpoint_format != "sharded":
+        if not run.is_folder:
             return {**shared, **_gathered(run, own, file)}
-        return {**shared, **(entry_alone(own, run.mesh, run.mesh_rank) if own else {})}
+        return {**shared, **(entry_alone(own, run.mesh, run.rank) if own else {})}
 
-    def keep(self, run: KeepingRun, *, failed: bool) -> None:
+    def keep(self, run: CheckpointedRun, *, failed: bool) -> None:
         """At the end of a fit, keep its state for checkpoints that are saved later; collective."""
         self._shared, self._own = {}, {}
         if failed:
             return
-        assert run.present_engine is not None
-        shared = shared_state(run.present_engine)
-        own = self._own_state(run, run.present_engine)
+        assert run.engine is not None
+        shared = shared_state(run.engine)
+        own = self._own_state(run, run.engine)
         if run.is_in_process:
             self._shared = {**shared, **_gathered(run, own)}
         else:
             self._shared, self._own = shared, tree_map_only(torch.Tensor, host_copy, own)
 
-    def load(self, run: KeepingRun, checkpoint: Mapping[str, Any]) -> None:
+    def load(self, run: CheckpointedRun, checkpoint: Mapping[str, Any]) -> None:
         """Go on from what the ranks have kept; no communication."""
         section = section_of(checkpoint)
-        own = own_entry(section, run.mesh, run.mesh_rank)
-        assert run.present_engine is not None
-        compressor = run.present_engine.options.compression
+        own = own_entry(section, run.mesh, run.rank)
+        assert run.engine is not None
+        compressor = run.engine.options.compression
         if compressor is not None:
             kept = [entry.get("compression", {}) for _, entry in entries_of_ranks(section)]
             shared = with_means(section.get("compression", {}), kept)
-            exchanges = run.present_engine.exchanges
+            exchanges = run.engine.exchanges
             load_state(compressor, exchanges, shared, own.get("compression"))
         for one in run.dimensions:
             if one.axis in own:
@@ -420,16 +393,16 @@ def shared_state(engine: DataParallelEngine) -> dict[str, Any]:
     return {"compression": shared_by_all(engine.options.compression, engine.exchanges)}
 
 
-def _random_dimensions(run: KeepingRun) -> dict[str, Any]:
+def _random_dimensions(dimensions: Sequence[Any]) -> dict[str, Any]:
     """Return what dimensions draw their own random numbers from, by axis."""
-    states = {one.axis: one.random_state for one in run.dimensions}
+    states = {one.axis: one.random_state for one in dimensions}
     return {axis: {"random": state} for axis, state in states.items() if state is not None}
 
 
 def _gathered(
-    run: KeepingRun, own: Mapping[str, Any], file: StreamedFile | None = None
+    run: CheckpointedRun, own: Mapping[str, Any], file: StreamedFile | None = None
 ) -> dict[str, Any]:
-    group = run.present_collectives
+    group = run.ranks
     if not own or group is None:
         return {}
-    return gather_entries(own, run.mesh, group, run.root_device, file)
+    return gather_entries(own, run.mesh, group, run.device, file)

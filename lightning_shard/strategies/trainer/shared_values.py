@@ -283,7 +283,7 @@ def common_values(trainer: "pl.Trainer", strategy: Any) -> Iterator[None]:
         _check_steps(of_all, strategy.global_rank)
         for key, found in _by_name(of_all):
             take_epoch_value(trainer, key, found[0].names, _combined(found))
-        strategy.check_settings(trainer)
+        strategy.run.loops.check_settings(trainer)
 
     def mean(values: Mapping[str, Any]) -> Mapping[str, Any]:
         if trainer.state.status != TrainerStatus.RUNNING:  # others may be elsewhere

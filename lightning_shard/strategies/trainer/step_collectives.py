@@ -137,10 +137,7 @@ def _plain_gather() -> Gather:
 
 
 _MAX_DIMS = 15  # whose sizes are compared
-_NAMES: dict[str, ReduceOpName] = {
-    "mean": "avg",
-    **{name: name for name in get_args(ReduceOpName)},
-}
+_NAMES: dict[str, ReduceOpName] = {"mean": "avg", **{name: name for name in get_args(ReduceOpName)}}
 _BY_OP: list[tuple[Any, ReduceOpName]] = [
     (ReduceOp.SUM, "sum"),
     (ReduceOp.AVG, "avg"),
@@ -209,8 +206,18 @@ def reduce_op_name(op: ReduceOp | str | None) -> ReduceOpName:
     raise ConfigError(f"Cannot reduce by {op!r}; expected one of {', '.join(_NAMES)}.")
 
 
-def reduced(tensor: Tensor, op: ReduceOpName, collectives: Collectives) -> Tensor:
+def agreed(
+    decision: bool, collectives: Collectives, device: torch.device, op: ReduceOpName
+) -> bool:
+    """Return whether all ranks say so ("min"), or any of them ("max"); each rank must call."""
+    flag = torch.tensor(int(decision), device=device)
+    collectives.all_reduce(flag, op).wait()
+    return bool(flag)
+
+
+def reduced(tensor: Tensor, reduce_op: Any, collectives: Collectives) -> Tensor:
     """Return a reduced copy; averages of integers are floats. Each rank must call."""
+    op = reduce_op_name(reduce_op)
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if op == "avg" and not (result.is_floating_point() or result.is_complex()):
         result = result.float()

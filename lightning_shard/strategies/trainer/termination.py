@@ -18,6 +18,7 @@ it ends, where no batch follows.
 import os
 import signal
 from types import FrameType
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
@@ -43,7 +44,11 @@ from lightning_shard.strategies.trainer._lightning import (
 
 
 class TerminationHandler:
-    """Handles SIGTERM: tells the other ranks, and ends the process when the signal comes again."""
+    """Handles SIGTERM: tells the other ranks, and ends the process when the signal comes again.
+
+    Args:
+        lifeline: Tells the other ranks of the signal.
+    """
 
     def __init__(self, lifeline: Terminable) -> None:
         self._lifeline = lifeline
@@ -59,7 +64,11 @@ class TerminationHandler:
 
 
 class RequeueHandler:
-    """Handles SLURM's signal before it requeues the job: tells the other ranks."""
+    """Handles SLURM's signal before it requeues the job: tells the other ranks.
+
+    Args:
+        lifeline: Tells the other ranks of the signal.
+    """
 
     def __init__(self, lifeline: Requeueable) -> None:
         self._lifeline = lifeline
@@ -71,52 +80,91 @@ class RequeueHandler:
             self._lifeline.announce_requeue()
 
 
-def watch(trainer: "pl.Trainer") -> Lifeline | RanksTermination | None:
-    """Handle signals for a run; call before Lightning registers its handlers.
+class RunTermination:
+    """How a signal to any rank ends the runs of one strategy.
 
-    Earlier handlers stay as Lightning composes them.
+    Args:
+        saves: Whether a fit that SIGTERM ends is to be saved though no callback does so.
 
-    Returns:
-        What says whether ranks stop before a step; None where they have nothing to agree over.
+    Attributes:
+        lifeline: Says whether ranks stop before a step, at no cost for it; None where they have
+            nothing to agree over, and between the runs.
     """
-    world = current_world()
-    if world is not None:
-        handle_sigterm(trainer, TerminationHandler(world.termination))
-        handle_requeue(trainer, RequeueHandler(world.termination))
-        return world.ranks_termination()
-    lifeline = liveness.current()
-    if lifeline is not None:
-        lifeline.requeue_signal = requeue_signal(trainer)
-        handle_sigterm(trainer, TerminationHandler(lifeline))
-        handle_requeue(trainer, RequeueHandler(lifeline))
-        liveness.watch_signals()
-    return lifeline
 
+    lifeline: Lifeline | RanksTermination | None = None
 
-def begin_step(
-    lifeline: Lifeline | RanksTermination | None,
-    trainer: "pl.Trainer | None",
-    environment: ClusterEnvironment | None,
-) -> None:
-    """Begin a step; every rank must call before each of its steps."""
-    if lifeline is None or not lifeline.step():
-        return
-    if lifeline.was_terminated or lifeline.requeues:
-        if trainer is not None:
-            mark_terminated(trainer)
-        raise SIGTERMException(TERMINATED_STATUS)
-    assert environment is not None
-    rank, size = environment.global_rank(), environment.world_size()
-    raise RankFailedError(
-        f"Rank {rank} of {size} stopped because rank {lifeline.terminated_rank} received "
-        f"SIGTERM: somebody ended the job, its scheduler for example. All ranks stopped before "
-        f"the same step. Go on from what is saved there (ckpt_path='last'), or from the last "
-        f"checkpoint."
-    )
+    def __init__(self, *, saves: bool) -> None:
+        self._saves = saves
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out who watches over this process."""
+        return {**vars(self), "lifeline": None}
 
-def end_watching(module: "pl.LightningModule | None") -> None:
-    """Handle no signals any more; Lightning puts back the handlers that were there before."""
-    liveness.unwatch_signals()
-    if module is not None:
-        forget_signal_handlers(module)
+    @property
+    def has_stopped_all(self) -> bool:
+        """Whether all ranks have stopped at the same place of the run, by agreement."""
+        return self.lifeline is not None and self.lifeline.stops
+
+    @property
+    def requeues(self) -> bool:
+        """Whether they have stopped because SLURM will start the job again."""
+        return self.lifeline is not None and self.lifeline.requeues
+
+    @property
+    def saves_on_sigterm(self) -> bool:
+        """Whether a fit that SIGTERM ends is saved though no callback does so."""
+        return self._saves and not self.requeues
+
+    def settle(self, strategy: Any) -> None:
+        """Find out why all ranks have stopped, where not each knows it; each must call."""
+
+    def watch(self, trainer: "pl.Trainer") -> None:
+        """Handle signals for a run; call before Lightning registers its handlers.
+
+        Earlier handlers stay as Lightning composes them.
+        """
+        world = current_world()
+        if world is not None:
+            handle_sigterm(trainer, TerminationHandler(world.termination))
+            handle_requeue(trainer, RequeueHandler(world.termination))
+            self.lifeline = world.ranks_termination()
+            return
+        self.lifeline = lifeline = liveness.current()
+        if lifeline is not None:
+            lifeline.requeue_signal = requeue_signal(trainer)
+            handle_sigterm(trainer, TerminationHandler(lifeline))
+            handle_requeue(trainer, RequeueHandler(lifeline))
+            liveness.watch_signals()
+
+    def begin_step(
+        self, trainer: "pl.Trainer | None", environment: ClusterEnvironment | None
+    ) -> None:
+        """Begin a step; every rank must call before each of its steps.
+
+        Raises:
+            SIGTERMException: This rank was sent SIGTERM, or SLURM requeues the job; all ranks stop
+                here.
+            RankFailedError: Another rank was sent SIGTERM, or has failed.
+        """
+        lifeline = self.lifeline
+        if lifeline is None or not lifeline.step():
+            return
+        if lifeline.was_terminated or lifeline.requeues:
+            if trainer is not None:
+                mark_terminated(trainer)
+            raise SIGTERMException(TERMINATED_STATUS)
+        assert environment is not None
+        rank, size = environment.global_rank(), environment.world_size()
+        raise RankFailedError(
+            f"Rank {rank} of {size} stopped because rank {lifeline.terminated_rank} received "
+            f"SIGTERM: somebody ended the job, its scheduler for example. All ranks stopped before "
+            f"the same step. Go on from what is saved there (ckpt_path='last'), or from the last "
+            f"checkpoint."
+        )
+
+    def end(self, module: "pl.LightningModule | None") -> None:
+        """Handle no signals any more; Lightning puts back the handlers that were there before."""
+        liveness.unwatch_signals()
+        if module is not None:
+            forget_signal_handlers(module)
+        self.lifeline = None

@@ -34,7 +34,7 @@ from lightning_shard.tools.proving.records import (
     RATE,
     Place,
     Record,
-    Run,
+    Records,
     Sink,
     bare_name,
     option_of,
@@ -422,7 +422,7 @@ def _matrices(lab: Laboratory) -> Cause | None:
 
 
 def accumulated_multiple(
-    alone: Run, whole: Run, tolerance: float
+    alone: Records, whole: Records, tolerance: float
 ) -> tuple[Place, Tensor, Tensor, float] | None:
     """Return where accumulated gradients are a multiple of one large batch's, and of what."""
     ratio = math.nan

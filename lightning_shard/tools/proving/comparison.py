@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.errors import ShardError
-from lightning_shard.tools.proving.records import Kind, Phase, Place, Record, Run, option_of
+from lightning_shard.tools.proving.records import Kind, Phase, Place, Record, Records, option_of
 from lightning_shard.tools.proving.runs import EXACT, RunFailedError, Subject, reordered
 
 _PHASES = get_args(Phase)
@@ -105,7 +105,7 @@ class Comparison:
         return (leading or counting)[0]
 
 
-def compare(ranks: Run, alone: Run, tolerance: float) -> Comparison:
+def compare(ranks: Records, alone: Records, tolerance: float) -> Comparison:
     """Compare a run on ranks with one on one device."""
     found = Comparison()
     expected = alone.records[0].values
@@ -173,7 +173,7 @@ def _size(tensor: Tensor) -> float:
     return float(finite.double().abs().max()) if finite.numel() else 0.0
 
 
-def norm_of_deviation(ranks: Run, alone: Run, kind: Kind) -> float:
+def norm_of_deviation(ranks: Records, alone: Records, kind: Kind) -> float:
     """Return how far all values of a kind together are off, as norms: of the rest over the value.
 
     Single elements that are next to nothing, which an optimizer may step by the rate whatever their
@@ -189,7 +189,7 @@ def norm_of_deviation(ranks: Run, alone: Run, kind: Kind) -> float:
 
 
 def pairs(
-    ranks: Run, place: Place, expected: Sequence[Tensor]
+    ranks: Records, place: Place, expected: Sequence[Tensor]
 ) -> Iterator[tuple[int | None, Tensor, Tensor]]:
     """Yield what can be compared: a rank, or None for all, what it got, and what is expected."""
     if place.kind == "output":
@@ -206,7 +206,7 @@ def pairs(
 
 
 def _numbers(
-    ranks: Run, place: Place, expected: Tensor
+    ranks: Records, place: Place, expected: Tensor
 ) -> Iterator[tuple[int | None, Tensor, Tensor]]:
     """Losses are averaged over the ranks; a metric and an optimizer's option is each rank's own."""
     found = [records[0] for records in ranks.by_data_rank if place in records[0].values]
@@ -220,7 +220,7 @@ def _numbers(
 
 
 def _outputs(
-    ranks: Run, place: Place, expected: Sequence[Tensor]
+    ranks: Records, place: Place, expected: Sequence[Tensor]
 ) -> Iterator[tuple[int | None, Tensor, Tensor]]:
     of_ranks = [_called(records, place, len(expected)) for records in ranks.by_data_rank]
     for number, want in enumerate(expected):
@@ -273,7 +273,7 @@ def _dim_of_samples(parts: Sequence[Tensor], want: Tensor) -> int | None:
     return None
 
 
-def _unexpected(ranks: Run, expected: dict[Place, list[Tensor]]) -> list[Difference]:
+def _unexpected(ranks: Records, expected: dict[Place, list[Tensor]]) -> list[Difference]:
     """Gradients and metrics that only the ranks have."""
     return [
         Difference(
@@ -300,7 +300,7 @@ _ORDERS: tuple[Callable[[int], list[int]], ...] = (
 )
 
 
-def in_parts(subject: Subject, ranks: Run) -> Run:
+def in_parts(subject: Subject, ranks: Records) -> Records:
     """Return one device that accumulates the gradients of the ranks' batches.
 
     What ranks compute in half precision of their own samples is rounded before it is averaged.
@@ -310,7 +310,7 @@ def in_parts(subject: Subject, ranks: Run) -> Run:
     options = {**subject.options, "accumulate_grad_batches": count}
     given = [batch for of_ranks in zip(*parts, strict=True) for batch in of_ranks]
     record = replace(subject, options=options).on_one_device(given).records[0]
-    return Run(records=[_with_whole_losses(record, len(parts))])
+    return Records(records=[_with_whole_losses(record, len(parts))])
 
 
 def _with_whole_losses(record: Record, num_parts: int) -> Record:
@@ -325,7 +325,7 @@ def _with_whole_losses(record: Record, num_parts: int) -> Record:
     return replace(record, values=values | sums)
 
 
-def deviations_in_low_precision(got: Run, alone: Run) -> dict[Kind, float]:
+def deviations_in_low_precision(got: Records, alone: Records) -> dict[Kind, float]:
     """Return by kind the largest deviation; of what optimizers make, that of all together.
 
     An optimizer like Adam steps by its rate in a direction of noise where a gradient is nothing but
@@ -345,7 +345,7 @@ def beyond_rounding(got: Mapping[Kind, float], noise: Mapping[Kind, float]) -> l
     ]
 
 
-def compared(subject: Subject, ranks: Run, alone: Run) -> tuple[Comparison, float]:
+def compared(subject: Subject, ranks: Records, alone: Records) -> tuple[Comparison, float]:
     """Compare a run with one device; return the deviation that rounding explains, too."""
     tolerance = tolerance_of(subject.precision)
     found = compare(ranks, alone, tolerance)
@@ -355,14 +355,14 @@ def compared(subject: Subject, ranks: Run, alone: Run) -> tuple[Comparison, floa
     return found, tolerance
 
 
-def _exact_tolerance(subject: Subject, alone: Run, tolerance: float) -> float:
+def _exact_tolerance(subject: Subject, alone: Records, tolerance: float) -> float:
     """Return the deviation that rounding explains in float64, where parts may be of float32."""
     noise = max(_deviation(subject, alone, order) for order in _ORDERS)
     least = _FLOAT32 if _has_float32(alone) else tolerance
     return min(max(_MARGIN * noise, least), _MOST)
 
 
-def _deviation(subject: Subject, alone: Run, order: Callable[[int], list[int]]) -> float:
+def _deviation(subject: Subject, alone: Records, order: Callable[[int], list[int]]) -> float:
     """Return how far one device is from itself with the samples in another order."""
     given: list[Any] = [reordered(batch, order) for batch in alone.records[0].batches]
     try:
@@ -373,6 +373,6 @@ def _deviation(subject: Subject, alone: Run, order: Callable[[int], list[int]]) 
     return max((value for kind, value in found.items() if kind != "metric"), default=0.0)
 
 
-def _has_float32(alone: Run) -> bool:
+def _has_float32(alone: Records) -> bool:
     values = (one for tensors in alone.records[0].values.values() for one in tensors)
     return any(one.is_floating_point() and one.dtype != torch.float64 for one in values)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_shard.errors import ShardError
 from lightning_shard.tools.proving.changes import Change, without_updates
 from lightning_shard.tools.proving.comparison import Comparison, Difference, compare, deviation
-from lightning_shard.tools.proving.records import Kind, Phase, Place, Run
+from lightning_shard.tools.proving.records import Kind, Phase, Place, Records
 from lightning_shard.tools.proving.runs import RunFailedError, Subject, halves
 
 _LOSS: tuple[Phase, Kind, str] = ("loss", "loss", "loss")
@@ -29,7 +29,7 @@ class Laboratory:
     """What experiments on one difference work with."""
 
     def __init__(
-        self, subject: Subject, ranks: Run, alone: Run, first: Difference, tolerance: float
+        self, subject: Subject, ranks: Records, alone: Records, first: Difference, tolerance: float
     ) -> None:
         steps = first.place.step + 1
         self.subject = replace(subject, num_steps=min(steps, subject.num_steps))
@@ -57,7 +57,7 @@ class Laboratory:
         return deviation(got, expected, scale) <= self.tolerance
 
     @cached_property
-    def alone_again(self) -> Run:
+    def alone_again(self) -> Records:
         """One device, to the step of the difference."""
         return self.subject.on_one_device(self.joined)
 
@@ -98,13 +98,13 @@ class Laboratory:
         return [*batches[:first], *others[first:]]
 
     @cached_property
-    def ranks_as_rank_0(self) -> Run:
+    def ranks_as_rank_0(self) -> Records:
         """The ranks, all with rank 0's batches in the step of the difference."""
         alike = [self.in_the_step(one, self.batches[0]) for one in self.batches]
         return self.subject.on_ranks(alike)
 
     @cached_property
-    def alone_as_rank_0(self) -> Run:
+    def alone_as_rank_0(self) -> Records:
         """One device, with rank 0's batches in the step of the difference."""
         return self.subject.on_one_device(self.in_the_step(self.joined, self.batches[0]))
 
@@ -146,14 +146,14 @@ class Laboratory:
         runs = [self.subject.on_one_device(batches).records[0] for batches in given]
         return [one.values[place][-1] if place in one.values else None for one in runs]
 
-    def losses(self, run: Run) -> list[Tensor]:
+    def losses(self, run: Records) -> list[Tensor]:
         """Return the loss in the batch of the difference of each rank of other samples."""
         place = Place(self.first.place.step, self.first.place.micro, *_LOSS)
         found = [self.loss_at(run, place, rank) for rank in range(len(run.by_data_rank))]
         return [one for one in found if one is not None]
 
     @staticmethod
-    def loss_at(run: Run, place: Place, rank: int = 0) -> Tensor | None:
+    def loss_at(run: Records, place: Place, rank: int = 0) -> Tensor | None:
         """Return the loss in a place of a run, of one of the ranks of other samples."""
         values = run.by_data_rank[rank][0].values.get(place)
         return None if values is None else values[-1].double()

@@ -39,7 +39,7 @@ from lightning_shard.tools.proving.comparison import (
     is_low_precision,
 )
 from lightning_shard.tools.proving.laboratory import Laboratory
-from lightning_shard.tools.proving.records import Kind, Place, Record, Run, bare_name
+from lightning_shard.tools.proving.records import Kind, Place, Record, Records, bare_name
 from lightning_shard.tools.proving.runs import (
     EXACT,
     Join,
@@ -51,11 +51,7 @@ from lightning_shard.tools.proving.runs import (
     repeated,
     samples_of,
 )
-from lightning_shard.tools.proving.strategies import (
-    StrategyLike,
-    comparable,
-    strategy_in_process,
-)
+from lightning_shard.tools.proving.strategies import StrategyLike, comparable, strategy_in_process
 from lightning_shard.tools.proving.verdict import Cause, Verdict, phase_of
 
 
@@ -157,8 +153,8 @@ def _judge(subject: Subject, verdict: Verdict) -> Verdict:
 @dataclass(frozen=True, kw_only=True)
 class _ComparedRuns:
     subject: Subject
-    ranks: Run
-    alone: Run
+    ranks: Records
+    alone: Records
     found: Comparison
     tolerance: float
 
@@ -287,7 +283,7 @@ def _logged(verdict: Verdict, pair: _ComparedRuns, remarks: list[str]) -> Verdic
     return replace(verdict, outcome="different", first=wrong[0], cause=cause)
 
 
-def _own_step_values(run: Run) -> list[str]:
+def _own_step_values(run: Records) -> list[str]:
     """Return the names of what each rank has logged in a step of its own samples."""
     first, *others = (one.step_values for one in run.records)
     return [
@@ -376,7 +372,7 @@ def compared_alone(subject: Subject, verdict: Verdict) -> Verdict:
     return replace(verdict, outcome="different", first=first, cause=_cause(decided, rank))
 
 
-def _ranks(subject: Subject, run: Run) -> list[_Rank]:
+def _ranks(subject: Subject, run: Records) -> list[_Rank]:
     made = list[_Rank]()
     for record, batches in zip(run.records, run.batches, strict=True):
         own = _before_the_end(replace(record, data_rank=0, num_data_ranks=1))
@@ -386,7 +382,7 @@ def _ranks(subject: Subject, run: Run) -> list[_Rank]:
     return made
 
 
-def _before_the_end(record: Record) -> Run:
+def _before_the_end(record: Record) -> Records:
     """Return a run without what it leaves when it ends: there the ranks meet after all."""
     last = max(place.step for place in record.values)
     values = {
@@ -394,7 +390,7 @@ def _before_the_end(record: Record) -> Run:
         for place, one in record.values.items()
         if place.phase != "log" and (place.step, place.phase) != (last, "hooks after the update")
     }
-    return Run(records=[replace(record, values=values)])
+    return Records(records=[replace(record, values=values)])
 
 
 def _first_of(ranks: Sequence[_Rank]) -> Difference | None:
@@ -434,7 +430,7 @@ def _cause(subject: Subject, rank: _Rank) -> Cause:
 # Whether each sample comes to one rank, as one device's loader gives it once.
 
 
-def wrong_data(subject: Subject, ranks: Run) -> tuple[Difference, Cause] | None:
+def wrong_data(subject: Subject, ranks: Records) -> tuple[Difference, Cause] | None:
     """Return samples that come to several ranks, where one device's loader gives them once."""
     batches = ranks.batches
     if len(batches) < 2:
@@ -465,7 +461,7 @@ def wrong_data(subject: Subject, ranks: Run) -> tuple[Difference, Cause] | None:
     )
 
 
-def _is_a_loaders(subject: Subject, ranks: Run) -> bool:
+def _is_a_loaders(subject: Subject, ranks: Records) -> bool:
     """Whether a loader repeats so: one device's own, or a sampler that gives ranks as many each."""
     number = subject.num_steps * len(ranks.batches)
     alone = replace(subject, num_steps=number).on_one_device(None).records[0].batches

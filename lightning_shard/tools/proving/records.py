@@ -90,7 +90,7 @@ class Sink:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Records:
     """The records of a run, one for each rank, in their order."""
 
     records: list[Record]

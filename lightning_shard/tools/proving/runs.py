@@ -34,7 +34,7 @@ from lightning_shard.tools.proving.records import (
     Phase,
     Place,
     Record,
-    Run,
+    Records,
     Sink,
     group_option_name,
     is_number,
@@ -435,7 +435,7 @@ class Subject:
         change: Change | None = None,
         strategy: StrategyLike | None = None,
         num_ranks: int | None = None,
-    ) -> Run:
+    ) -> Records:
         """Run under the strategy."""
         number = num_ranks or self.num_ranks
         made = strategy_in_process(strategy or self.strategy, number)
@@ -449,7 +449,7 @@ class Subject:
         *,
         change: Change | None = None,
         seed: int | None = None,
-    ) -> Run:
+    ) -> Records:
         """Run on one device on these batches, or on the user's own data."""
         given = None if batches is None else [batches]
         return self._fit(self.fresh_module(change), "auto", 1, given, seed)
@@ -465,7 +465,7 @@ class Subject:
         num_ranks: int,
         batches: Sequence[Sequence[Any]] | None,
         seed: int | None = None,
-    ) -> Run:
+    ) -> Records:
         sink = Sink()
         options = {**QUIET_OPTIONS, "max_epochs": 1, **self.options}
         callbacks = copy.deepcopy(list(self.options.get("callbacks") or ()))
@@ -487,7 +487,7 @@ class Subject:
                 f"{type(self.module).__name__} was given no batch to train on, so there is nothing "
                 f"to compare. Pass data that has at least one batch for each rank."
             )
-        return Run(records=[sink.records[rank] for rank in sorted(sink.records)])
+        return Records(records=[sink.records[rank] for rank in sorted(sink.records)])
 
     def _data(
         self, module: pl.LightningModule, batches: Sequence[Sequence[Any]] | None

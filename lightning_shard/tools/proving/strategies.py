@@ -19,7 +19,7 @@ from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradie
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
-from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.elastic import ElasticStrategy
 from lightning_shard.strategies.local_sgd import LocalSGDStrategy
 from lightning_shard.strategies.names import strategy_name
@@ -40,7 +40,7 @@ _NO_EXCHANGE = {
 
 def strategy_in_process(
     given: StrategyLike, num_ranks: int, *, asked_by: str = "prove", **changed: Any
-) -> ShardStrategy:
+) -> DataParallelStrategy:
     """Return a new strategy of the same options whose ranks run inside this process.
 
     `changed` are options that it is to have in the place of its own.
@@ -49,7 +49,7 @@ def strategy_in_process(
         ConfigError: The strategy is not one of this package; the message names `asked_by`.
     """
     made = _made(given)
-    if not isinstance(made, ShardStrategy):
+    if not isinstance(made, DataParallelStrategy):
         raise ConfigError(
             f"{asked_by} got the strategy {given!r}, expected one of this package, whose ranks can "
             f"run inside this process: {', '.join(SCHEMES)}. In the place of Lightning's 'ddp' "
@@ -70,12 +70,12 @@ def _made(given: StrategyLike) -> Any:
 
 def trains_by_itself(strategy: Strategy) -> bool:
     """Whether each rank has weights of its own now, and what is asked of all is their mean."""
-    return isinstance(strategy, LocalSGDStrategy) and strategy.local_engine.is_alone
+    return isinstance(strategy, LocalSGDStrategy) and strategy.engine.is_alone
 
 
 def places(strategy: Strategy) -> tuple[int, int, int]:
     """Return a rank's number among all and among those of other samples, and how many these are."""
-    if not isinstance(strategy, ShardStrategy):
+    if not isinstance(strategy, DataParallelStrategy):
         return 0, 0, 1
     return strategy.mesh_rank, strategy.data_collectives.rank, strategy.data_collectives.size
 
@@ -118,7 +118,7 @@ def comparable(given: StrategyLike, num_ranks: int) -> tuple[StrategyLike, str, 
     return partial(strategy_in_process, made, num_ranks, **changed), remark, is_local
 
 
-def for_replay(strategy: ShardStrategy, num_ranks: int) -> ShardStrategy:
+def for_replay(strategy: DataParallelStrategy, num_ranks: int) -> DataParallelStrategy:
     """Return a strategy that takes recorded batches: an elastic one assigns samples itself."""
     if isinstance(strategy, ElasticStrategy):
         return strategy_in_process(BY_STAGE[strategy.stage], num_ranks)

@@ -20,7 +20,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.run_folders import RunFolders
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
 from lightning_shard.errors import CheckpointError, ConfigError
-from lightning_shard.strategies.checkpoints import CheckpointingStrategy
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from tests.checkpoint.sharded.runs import LAYOUTS, SAVED_AFTER, Model, fit, quiet_trainer, saving
 from tests.examples.commands import ignoring_advice
 
@@ -85,7 +85,7 @@ def test_nothing_is_gathered_while_saving_and_loading(
     inside, gathered, entered = list[str](), list[str](), set[str]()
 
     def counting(name: str) -> None:
-        owner = RunFolders if name == "read_weights" else CheckpointingStrategy
+        owner = RunFolders if name == "read_weights" else DataParallelStrategy
         real = getattr(owner, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:

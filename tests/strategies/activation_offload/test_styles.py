@@ -268,7 +268,7 @@ def test_it_says_once_that_it_saves_nothing_on_cpu_ranks() -> None:
 
 def test_nothing_is_left_after_a_fit() -> None:
     fitted = fit(Stack, zero3(), devices=2, max_epochs=1)
-    assert fitted.model.trainer.strategy._activations.host_bytes == 0
+    assert fitted.model.trainer.strategy.run.steps.activations.host_bytes == 0
     loss: Tensor = nn.functional.cross_entropy(
         fitted.model(torch.randn(2, 4)), torch.tensor([0, 1])
     )

@@ -74,7 +74,7 @@ def test_equals_a_single_device(model: str, layout: str) -> None:
     strategy = HybridParallelStrategy(
         **({"zero_stage": 0, "context_parallel_size": 2} | options), backend="in_process"
     )
-    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     run = train(build(model), strategy=strategy, devices=num_ranks)
     assert_parity(run, single_device(Case(model=model, strategy="", num_ranks=1)))
 

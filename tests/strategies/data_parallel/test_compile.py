@@ -91,7 +91,7 @@ def forget_compiled_code() -> Iterator[None]:
 def in_process(name: str) -> tuple[Any, int]:
     cls, num_ranks, options = IN_PROCESS[name]
     strategy = cls(backend="in_process", **options)
-    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     return strategy, num_ranks
 
 
@@ -359,7 +359,7 @@ def breaks_of_stage_3(net: type[LoopedNet], way: str) -> tuple[int, int]:
     backend = CountGraphs()
     model = built(way, backend, net)
     strategy = ZeRO3Strategy(backend="in_process", num_ranks=1)
-    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     trainer = quiet_trainer(strategy=strategy, max_steps=1, accumulate_grad_batches=1)
     trainer.fit(model, torch.utils.data.DataLoader(model.data(12), batch_size=12))
     return backend.calls, sum(counters["graph_break"].values())

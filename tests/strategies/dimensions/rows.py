@@ -18,6 +18,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import ZeroStage
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.description import Description, Simulated
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.dimensions.dimension import (
     DimensionOptions,
     ModuleStep,
@@ -28,7 +29,6 @@ from lightning_shard.strategies.dimensions.dimension import (
 )
 from lightning_shard.strategies.dimensions.pipeline import PipelineAxis
 from lightning_shard.strategies.dimensions.tensor import TensorAxis
-from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from lightning_shard.strategies.options import SplitOptions
 
 
@@ -101,13 +101,13 @@ class RowsParallelOptions(RowsAxis, TensorAxis, PipelineAxis, SplitOptions):
     zero_stage: ZeroStage = 0
 
 
-class RowsParallelStrategy(ModelParallelStrategy):
+class RowsParallelStrategy(DataParallelStrategy):
     """Rows of a batch, wide layers and stages on their ranks."""
 
     @takes(RowsParallelOptions)
     def __init__(self, options: RowsParallelOptions) -> None:
-        stage = options.zero_stage
-        super().__init__(options.dimensions(), zero_stage=stage, **options.part(SplitOptions))
+        self.stage, self.dimensions = options.zero_stage, options.dimensions()
+        super().__init__(**options.part(SplitOptions))
 
 
 ROWS_PARALLEL = Scheme(

@@ -20,8 +20,8 @@ from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.errors import ConfigError
 from lightning_shard.fabric import registry as of_fabric
 from lightning_shard.profiling import TrafficMonitor
+from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.dimensions.dimension import PlainRunner, StepKind, WrappedRunner
-from lightning_shard.strategies.model_parallel import ModelParallelStrategy
 from tests.profiling.monitored import written
 from tests.strategies.dimensions import rows
 from tests.strategies.dimensions.rows import RowsParallelStrategy
@@ -43,7 +43,7 @@ class Groups(Callback):
         self.seen = {
             "samples": strategy.distributed_sampler_kwargs["num_replicas"],
             "gradients": strategy.gradient_groups.dp.size,
-            "model": strategy.model_ranks,
+            "model": strategy.run.groups.model_ranks,
             "gathered": strategy.all_gather(rank).tolist(),
             "mean": float(strategy.reduce(rank.clone())),
             "batches": len(strategy.engine.collectives.all_gather_object(None)),
@@ -163,13 +163,13 @@ def test_a_scheme_of_ones_own_is_known_by_name_and_refused_under_fabric() -> Non
 
 def test_no_scheme_derives_from_another() -> None:
     for kind in (TensorParallelStrategy, PipelineParallelStrategy, HybridParallelStrategy):
-        assert kind.__bases__ == (ModelParallelStrategy,)
+        assert kind.__bases__ == (DataParallelStrategy,)
         own = [one for one in kind.__mro__ if one.__module__.startswith("lightning_shard.")]
-        assert len(own) <= 7, own
+        assert len(own) <= 3, own
 
 
 def test_schemes_choose_their_dimensions() -> None:
-    def sizes(strategy: ModelParallelStrategy) -> dict[str, int | None]:
+    def sizes(strategy: DataParallelStrategy) -> dict[str, int | None]:
         return {one.axis: one.size for one in strategy.dimensions}
 
     assert sizes(TensorParallelStrategy(backend="in_process")) == {"tp": None}

@@ -80,7 +80,7 @@ def test_equals_a_single_device(model: str, layout: str) -> None:
     strategy = HybridParallelStrategy(
         **({"expert_parallel_size": 2} | options), backend="in_process"
     )
-    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     own = Gradients()
     run = train(build(model), strategy=strategy, devices=num_ranks, num_steps=LONG_STEPS, curve=own)
     expected, gradients = with_gradients(model)

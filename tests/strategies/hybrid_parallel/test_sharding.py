@@ -341,4 +341,4 @@ def test_a_pair_comes_from_yaml() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             strategy = parser.instantiate_classes(config).strategy
-        assert strategy._data_parallel_size == expected
+        assert strategy.run.groups.data_parallel_size == expected

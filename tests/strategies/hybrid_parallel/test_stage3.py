@@ -54,7 +54,7 @@ def fit_stack(style: type[Stack], schedule: str | None, **options: Any) -> Fitte
         schedule=schedule,
         num_microbatches=4,
     )
-    strategy._options.__dict__["bucket_mb"] = BLOCK_MB
+    strategy.run.options.__dict__["bucket_mb"] = BLOCK_MB
     return fit(style, strategy, devices=4, **options)
 
 
@@ -209,7 +209,7 @@ def train_layout(layout: Layout, backend: str = "in_process") -> Run:
         schedule=layout.schedule,
         num_microbatches=4,
     )
-    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     return train(
         build(layout.model), strategy=strategy, devices=layout.num_ranks, precision=layout.precision
     )

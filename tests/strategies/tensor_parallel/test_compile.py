@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and the strategy's 
 def train_split(model: Trained, layout: str, plan: Any = "auto") -> Run:
     num_ranks, options = LAYOUTS[layout]
     strategy = TensorParallelStrategy(backend="in_process", plan=plan, **options)
-    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     return train(model, strategy=strategy, devices=num_ranks)
 
 

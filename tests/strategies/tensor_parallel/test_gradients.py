@@ -251,7 +251,7 @@ def sent(stage: int, accumulate: int) -> list[bool]:
     strategy = TensorParallelStrategy(
         backend="in_process", tensor_parallel_size=2, plan=PLANS["gpt"], zero_stage=stage
     )
-    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     quiet_trainer(
         strategy=strategy,
         devices=4,

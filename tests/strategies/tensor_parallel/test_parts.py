@@ -31,7 +31,7 @@ def split(model: str, size: int, **options: Any) -> TensorParallelStrategy:
     strategy = TensorParallelStrategy(
         backend="in_process", tensor_parallel_size=size, plan=plan, **options
     )
-    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     return strategy
 
 

@@ -36,7 +36,7 @@ def strategy_of(num_ranks: int, size: int, stage: int, plan: Any) -> TensorParal
         plan=plan,
         zero_stage=stage,
     )
-    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     return strategy
 
 

@@ -51,7 +51,7 @@ def ranks(style: type[Automatic], num_ranks: int, stage: int) -> TensorParallelS
         plan=plan_of(style),
         zero_stage=stage,
     )
-    strategy._options.__dict__["bucket_mb"] = 1e-4
+    strategy.run.options.__dict__["bucket_mb"] = 1e-4
     return strategy
 
 

@@ -103,7 +103,7 @@ def train_split(
     """Return what the ranks make of it, and what a single device does."""
     num_ranks, options = LAYOUTS[layout]
     strategy = TensorParallelStrategy(backend="in_process", plan=plan, **options)
-    strategy._options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
+    strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     run = train(build(model), strategy=strategy, devices=num_ranks, precision=precision)
     alone = Case(model=model, strategy="", num_ranks=1, precision=precision)
     return run, single_device(alone)

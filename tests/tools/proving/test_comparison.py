@@ -6,19 +6,21 @@ import torch
 from torch import Tensor
 
 from lightning_shard.tools.proving.comparison import compare, deviation
-from lightning_shard.tools.proving.records import Kind, Phase, Place, Record, Run
+from lightning_shard.tools.proving.records import Kind, Phase, Place, Record, Records
 
 
 def place(name: str, kind: Kind, phase: Phase, step: int = 0) -> Place:
     return Place(step, 0, phase, kind, name)
 
 
-def alone(**outputs: Tensor) -> Run:
+def alone(**outputs: Tensor) -> Records:
     values = {place(name, "output", "forward"): [one] for name, one in outputs.items()}
-    return Run(records=[Record(values={**values, place("loss", "loss", "loss"): [torch.ones(())]})])
+    return Records(
+        records=[Record(values={**values, place("loss", "loss", "loss"): [torch.ones(())]})]
+    )
 
 
-def on_ranks(of_ranks: list[dict[str, list[Tensor]]], loss: float = 2.0) -> Run:
+def on_ranks(of_ranks: list[dict[str, list[Tensor]]], loss: float = 2.0) -> Records:
     records = []
     for rank, outputs in enumerate(of_ranks):
         values = {place(name, "output", "forward"): one for name, one in outputs.items()}
@@ -26,7 +28,7 @@ def on_ranks(of_ranks: list[dict[str, list[Tensor]]], loss: float = 2.0) -> Run:
         records.append(
             Record(rank=rank, data_rank=rank, num_data_ranks=len(of_ranks), values=values)
         )
-    return Run(records=records)
+    return Records(records=records)
 
 
 def test_deviation() -> None:

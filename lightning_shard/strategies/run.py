@@ -1,0 +1,195 @@
+"""The run of a strategy: what its parts share, and the parts, each of one idea.
+
+    groups         this rank's place in the mesh, and its groups      groups.py
+    termination    what a signal to any rank ends                     trainer/termination.py
+    loops          what the Trainer's loops do besides                run_steps.py
+    setup          the engine, and what works on it                   engine_setup.py
+    steps          the module's steps, their memory and bytes         run_steps.py
+    checkpoints    saving and loading                                 checkpoints.py
+    end            what a fit leaves on its ranks                     fit_ends.py
+    hooks          what the scheme does besides                       parts.py
+
+Lightning calls the strategy (`data_parallel.py`), which says in one place in which order the parts
+do what a hook of Lightning's asks for.
+"""
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Self
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.run_folders import CheckpointedRun
+from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.checkpoints import Checkpoints
+from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
+from lightning_shard.strategies.engine_setup import EngineSetup
+from lightning_shard.strategies.fit_ends import FitEnd
+from lightning_shard.strategies.groups import MeshGroups
+from lightning_shard.strategies.options import DataParallelOptions
+from lightning_shard.strategies.parts import RunPart, SchemeHooks
+from lightning_shard.strategies.run_steps import RunLoops, RunSteps
+from lightning_shard.strategies.salvage import salvaging
+from lightning_shard.strategies.trainer.termination import RunTermination
+
+
+class Run:
+    """The runs of one strategy on one rank.
+
+    Args:
+        strategy: The strategy.
+        options: Its options.
+
+    Attributes:
+        options: What the engine is made with.
+        announces: Whether to say at the beginning of a fit what is held.
+        engine: The engine, from `setup` to `teardown`.
+    """
+
+    def __init__(self, strategy: Any, options: DataParallelOptions) -> None:
+        self.strategy = strategy
+        self.options: EngineOptions = options.engine_options(strategy.stage)
+        self.announces = options.announce
+        self.engine: DataParallelEngine | None = None
+        self.hooks = SchemeHooks(self)
+        self.groups = MeshGroups(self)
+        self.termination = RunTermination(saves=options.save_on_sigterm)
+        self.loops = RunLoops(self)
+        self.setup = EngineSetup(self, options.reduce_dtype)
+        self.steps = RunSteps(self)
+        self.checkpoints = Checkpoints(self)
+        self.end = FitEnd(self, options.full_parameters_after_fit)
+        self._last_meeting: Collectives | None = None  # where all ranks end in common
+
+    def of(self, strategy: Any) -> Self:
+        """Return a copy for a copy of the strategy, which is asked and does not run."""
+        made = copy.copy(self)
+        made.strategy = strategy
+        for name, part in vars(self).items():
+            if isinstance(part, RunPart):
+                copied = copy.copy(part)
+                copied.run = made
+                setattr(made, name, copied)
+        return made
+
+    def become(self, chosen: "Run") -> None:
+        """Take over what another strategy's options decide, before there are groups."""
+        self.options, self.hooks = chosen.options, SchemeHooks(self)
+        self.groups.data_parallel_size = chosen.groups.data_parallel_size
+        self.groups.axis_order = chosen.groups.axis_order
+
+    @property
+    def module(self) -> "pl.LightningModule":
+        """The user's module; there from the beginning of a run."""
+        module: pl.LightningModule | None = self.strategy.lightning_module
+        assert module is not None
+        return module
+
+    @property
+    def model(self) -> nn.Module:
+        """What the strategy trains of it; there from the set-up of a run."""
+        model: nn.Module | None = self.strategy.model
+        assert model is not None
+        return model
+
+    @property
+    def trainer(self) -> "pl.Trainer | None":
+        """The module's trainer; None before it has one."""
+        module = self.strategy.lightning_module
+        with suppress(RuntimeError, AttributeError):  # Lightning's, and that of a deleted one
+            return None if module is None else module.trainer
+        return None
+
+    @property
+    def is_in_fit(self) -> bool:
+        """Whether the trainer fits, or has done so last."""
+        return self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+
+    def is_fitting(self) -> bool:
+        """Whether a fit runs."""
+        return self.is_in_fit and self.end.at_rest is None  # the trainer names its last run
+
+    @property
+    def checkpointed(self) -> CheckpointedRun:
+        """What is saved and loaded of this run, as it is now."""
+        strategy = self.strategy
+        return CheckpointedRun(
+            module=strategy.lightning_module,
+            optimizers=strategy.optimizers,
+            mesh=strategy.mesh,
+            rank=strategy.mesh_rank,
+            device=strategy.root_device,
+            ranks=self.groups.present,
+            engine=self.engine,
+            is_in_process=strategy.is_in_process,
+            is_folder=strategy.checkpoint_format == "sharded",
+            dimensions=strategy.dimensions,
+            kept_besides=self.hooks.kept_besides,
+        )
+
+    @property
+    def holds_shards(self) -> bool:
+        """Whether this rank's state is less than a single device's."""
+        return self.options.stage > 0 or self.groups.splits_model
+
+    @property
+    def has_full_parameters(self) -> bool:
+        """Whether each rank has full parameters between the steps."""
+        return self.options.stage < 3 and not self.groups.splits_model
+
+    @property
+    def stages(self) -> PipelineDimension:
+        """The dimension whose ranks have stages of the model."""
+        for one in self.strategy.dimensions:
+            if isinstance(one, PipelineDimension):
+                return one
+        raise ConfigError(
+            f"{type(self.strategy).__name__} has no pipeline, expected a strategy whose ranks have "
+            f"stages. Use strategy='pipeline_parallel' or 'hybrid_parallel'."
+        )
+
+    # --- a run that has failed, see `Salvages` ----------------------------------------------------
+
+    @property
+    def has_shut_down_together(self) -> bool:
+        """Whether all ranks have stopped at the same place of the run, by agreement."""
+        return self.termination.has_stopped_all
+
+    def salvaging(
+        self, error: BaseException, *, is_common: bool, gone: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        """Make the context in which callbacks hear of an exception and may save checkpoints.
+
+        Args:
+            error: Exception that this rank has raised.
+            is_common: Whether all ranks have raised at the same place, and enter this, too.
+            gone: Ranks that have died.
+        """
+        if is_common and self.has_shut_down_together:
+            self.termination.settle(self.strategy)
+        self.checkpoints.saves.end(error, is_common=is_common)
+        return salvaging(self, error, is_common=is_common, gone=gone)
+
+    def end_in_common(self) -> None:
+        """Tear the run down after an exception that all ranks have raised at the same place.
+
+        The model is then full where it can be made so; each rank must call.
+        """
+        self._last_meeting = self.groups.everybody
+        try:
+            self.strategy.teardown()
+            self.meet_last()
+        finally:
+            self._last_meeting = None
+
+    def meet_last(self) -> None:
+        """Where all end in common, wait for the others: a rank that raises ends their waits."""
+        meeting, self._last_meeting = self._last_meeting, None
+        if meeting is not None:
+            meeting.barrier()
