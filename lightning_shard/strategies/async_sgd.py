@@ -42,7 +42,7 @@ class AsyncUpdates(LocalUpdates):
 
     Args:
         run: The strategy's run.
-        options: Its options.
+        options: The options that the strategy was made with.
 
     Attributes:
         counters: Counters of this rank in this fit, or in the last one.

@@ -166,7 +166,7 @@ class ElasticHooks(SchemeHooks):
 
     Args:
         run: The strategy's run.
-        rules: Its options.
+        rules: The options that the strategy was made with.
     """
 
     def __init__(self, run: Any, rules: ElasticOptions) -> None:

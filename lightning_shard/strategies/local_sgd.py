@@ -60,7 +60,7 @@ class LocalSGDRounds(LocalUpdates):
 
     Args:
         run: The strategy's run.
-        options: Its options.
+        options: The options that the strategy was made with.
 
     Attributes:
         schedule: When ranks meet.

@@ -43,8 +43,8 @@ class Run:
     """The runs of one strategy on one rank.
 
     Args:
-        strategy: The strategy.
-        options: Its options.
+        strategy: The strategy, which Lightning calls.
+        options: The options that the strategy was made with.
 
     Attributes:
         options: What the engine is made with.
