@@ -51,6 +51,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return main()
 
 
+@pytest.mark.slow
 def test_describe_tells_who_wrote_what(
     saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -471,6 +471,7 @@ def test_an_own_function_that_calls_a_block_again_later_is_refused(stage: int) -
         check(Case(model=OwnFunctionLater), stage, num_ranks=2)
 
 
+@pytest.mark.few_cases(6)
 @pytest.mark.parametrize("name", TWO_ARRIVALS)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_that_come_twice_in_one_backward(name: str, stage: int) -> None:
@@ -478,6 +479,7 @@ def test_gradients_that_come_twice_in_one_backward(name: str, stage: int) -> Non
     check(TWO_ARRIVALS[name], stage, num_ranks=2)
 
 
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("name", [name for name in TWO_ARRIVALS if name != "on_one_rank"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stages_that_add_up_in_shards_take_gradients_that_come_twice(name: str, stage: int) -> None:

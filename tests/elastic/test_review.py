@@ -52,7 +52,7 @@ def test_survivors_still_wanted_to_stop_at_a_step_that_was_taken_back(faults: li
     assert sorted(journal.losses()) == list(range(5))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults", [[Fault(2, 2, "drop", at_step=5)], A_LOSS_AND_A_NEWCOMER], ids=["lost", "and joined"]
 )
@@ -205,7 +205,7 @@ class DecaysByLosses(DecaysByEpochs):
     by_metric = True
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DecaysByEpochs, DecaysByLosses])
 @pytest.mark.parametrize(
     "fault",
@@ -273,7 +273,7 @@ ENDS: dict[str, tuple[list[Fault], Any, str, str]] = {
 }
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Thread . of the in-process ranks failed")
 @pytest.mark.parametrize("end", ENDS)
 def test_callbacks_heard_of_an_engine_that_is_gone_instead_of_the_error(

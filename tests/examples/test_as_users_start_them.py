@@ -37,6 +37,7 @@ def test_every_cell_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[" not in printed.split("Bytes held")[1].split("loss")[0]
 
 
+@pytest.mark.slow
 def test_it_prints_a_row_for_each_stage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # seed_everything sets it; have it restored
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("seed")
 def test_a_few_losses_are_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fabric_gpt, "validate", lambda *_: 0.0)

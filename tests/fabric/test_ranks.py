@@ -347,6 +347,7 @@ def under_trainer(strategy: str, num_steps: int) -> Run:
     return train_ranks(case, "gloo")
 
 
+@pytest.mark.slow
 def test_a_few_steps_equal_the_trainers() -> None:
     for [(run, expected)] in run_processes(both, 2, strategies=["zero3"], num_steps=3):
         assert_same(run, expected)

@@ -401,7 +401,7 @@ def train(
     return run_ranks(fn, 2)[0]  # type: ignore[return-value]
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_norms_from_a_later_step_on_passed_the_trial(stage: int) -> None:
     make = lambda params: NormsAfterWarmUp(params, lr=0.1)  # noqa: E731

@@ -124,6 +124,7 @@ def test_a_candidate_that_keeps_less_is_estimated_to_keep_less() -> None:
     assert peak(checkpointing="full", microbatch=8) < peak(microbatch=8)
 
 
+@pytest.mark.slow
 def test_a_slow_network_makes_a_step_longer_only_across_nodes() -> None:
     anatomy, profile = anatomy_of("gpt", "32-true"), machine_profile("h100")
     made = PlanCandidate(**{**PLAIN, "zero_stage": 1})

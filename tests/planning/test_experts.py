@@ -49,7 +49,7 @@ class Sent(L.Callback):
             self.in_step, self.total = now - self.total, now
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tokens_travel_as_the_dry_run_says(stage: int) -> None:
     torch.manual_seed(7)

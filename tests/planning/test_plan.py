@@ -52,6 +52,7 @@ def test_the_recommendation_fits_and_nothing_that_fits_is_clearly_faster(plan: P
     assert chosen.seconds <= 1.02 * min(one.seconds for one in fitting)
 
 
+@pytest.mark.slow
 def test_the_yaml_makes_the_recommended_strategy(plan: Plan) -> None:
     chosen = plan.recommendation
     assert chosen is not None

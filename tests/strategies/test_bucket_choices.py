@@ -433,7 +433,7 @@ def test_units_are_named_by_the_classes_of_the_model_that_was_split(scheme: str)
     assert layers.losses == pytest.approx(small.losses, rel=1e-5)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_gradients_travel_in_the_format_that_is_asked_for(scheme: str) -> None:
     usual, narrow = seen(scheme), seen(scheme, reduce_dtype="bfloat16")

@@ -134,7 +134,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda way: fit(way, [], tmp_path_factory.mktemp("alone")))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_equals_one_device(way: str, ranks: str, alone: Any, tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_edits_do_what_they_do_where_each_rank_has_a_copy(
     on_shm: list[dict[str, Any]], on_gloo: list[dict[str, Any]]
 ) -> None:

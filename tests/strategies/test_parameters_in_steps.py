@@ -97,6 +97,7 @@ def test_a_penalty_is_of_full_parameters(penalty: str, strategy: str) -> None:
     torch.testing.assert_close(run.weights, expected.weights, rtol=1e-5, atol=5e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch mutes it, but not by thread
 def test_kept_parameters_beside_compiled_blocks_were_parts() -> None:
     """A number of them was this rank's, without a word, and a loss of them was refused."""

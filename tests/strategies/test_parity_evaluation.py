@@ -241,6 +241,7 @@ class Measured(Stack):
         return self.train_dataloader()
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline", "hybrid"])
 def test_a_validation_without_the_network_sees_full_weights(scheme: str) -> None:

@@ -183,6 +183,7 @@ def test_a_run_whose_hooks_add_groups_resumes_as_on_a_single_device(
     torch.testing.assert_close(got, resumed(style, "alone"), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_run_whose_hooks_add_groups_resumes_from_a_folder() -> None:
     """The names in the groups were compared before `on_fit_start`, too."""
     got = resumed(TunedInStages, "zero2", "sharded")

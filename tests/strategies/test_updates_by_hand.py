@@ -146,7 +146,7 @@ class ByHand(Decoder):
         return loss
 
 
-@pytest.mark.few_cases(10)
+@pytest.mark.few_cases(5)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_step_updates_weights_by_their_gradients(name: str, scheme: str) -> None:
@@ -155,7 +155,7 @@ def test_a_step_updates_weights_by_their_gradients(name: str, scheme: str) -> No
     assert_as_alone(type("Hand", (ByHand,), own), scheme)
 
 
-@pytest.mark.few_cases(6)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_a_step_changes_gradients_by_the_weights(name: str, scheme: str) -> None:
@@ -187,6 +187,7 @@ class Sharpness(ByHand):
         return loss
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
 def test_a_step_finds_what_it_keeps_by_parameter_after_a_backward(scheme: str) -> None:
     """A backward by hand made other tensors of tensor parallel's weights, as did `no_grad`."""
@@ -205,7 +206,7 @@ class InHook(Decoder):
                 type(self).update(param)
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("scheme", [*SCHEMES, "pipeline"])
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_hook_updates_weights_by_their_gradients(name: str, scheme: str) -> None:
@@ -214,7 +215,7 @@ def test_a_hook_updates_weights_by_their_gradients(name: str, scheme: str) -> No
     assert_as_alone(type("Hook", (InHook,), own), scheme)
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("scheme", [*SCHEMES, "pipeline"])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_a_hook_changes_gradients_by_the_weights_in_a_graph(name: str, scheme: str) -> None:
@@ -252,7 +253,7 @@ class Kept(Decoder):
         return loss + sum(one.strength * (one - one.anchor).square().sum() for one in params)
 
 
-@pytest.mark.few_cases(8)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("scheme", [*SCHEMES, *OF_STAGES])
 @pytest.mark.parametrize("where", ["__init__", "setup", "configure_optimizers", "on_train_start"])
 def test_a_step_finds_what_hooks_keep_on_weights(where: str, scheme: str) -> None:
@@ -293,7 +294,7 @@ class KeptInStep(Decoder):
         self.listed[0].seen = 0.5 * self.embed.weight
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_hooks_and_steps_find_what_a_step_keeps_on_weights(scheme: str) -> None:
     """Under tensor parallel it was on what one step had made, and `param.data = kept` crashed."""
@@ -320,12 +321,14 @@ class KeptInMicrobatches(Decoder):
                 param.grad.mul_(param.scale)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", OF_STAGES)
 def test_hooks_find_what_each_microbatch_keeps_alike_on_weights(scheme: str) -> None:
     """Only the weights of a rank's own stages had it, and none of split layers."""
     assert_as_alone(KeptInMicrobatches, scheme)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", OF_STAGES)
 def test_what_each_microbatch_keeps_on_weights_anew_is_refused_by_name(scheme: str) -> None:
     """A count of batches counted microbatches."""
@@ -353,6 +356,7 @@ class PutBack(ByHand):
         return loss
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
 def test_a_step_assigns_what_it_kept_on_weights(scheme: str) -> None:
     """Stage 3 of ZeRO raised torch's own error for weights of layers that are not split."""
@@ -399,6 +403,7 @@ class Copied(Decoder):
         return loss + 0.1 * sum((one - first.detach()).square().sum() for one, first in pairs)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
 def test_a_step_copies_weights(scheme: str) -> None:
     """Torch's own error said that a weight of tensor parallel was no leaf."""

@@ -234,6 +234,7 @@ def test_a_group_of_the_same_name_starts_afresh(ranks: list[dict[str, Any]]) -> 
     assert [r["group_made_again_after_a_mismatch"] for r in ranks] == [[2.0, 2.0]] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_early_called_the_addresses_of_the_last_group(
     ranks: list[dict[str, Any]],
 ) -> None:

@@ -34,6 +34,7 @@ def test_model_parallel_strategy_both_ways(tmp_path: Path) -> None:
     torch.testing.assert_close(again, expected[SAVED_AFTER:], rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_one_process_reads_a_folder_without_this_package(tmp_path: Path) -> None:
     path = sharded("zero3-4", tmp_path)
     model = peer()

@@ -239,6 +239,7 @@ def test_what_cannot_work_on_shards_is_torchs_error(
         train(partial(Wrong, act), strategy=zero3(), devices=2)
 
 
+@pytest.mark.slow
 def test_full_tensors_are_not_loaded_into_shards() -> None:
     values = {"weight": torch.full((WIDTH, WIDTH), 0.5), "bias": torch.full((WIDTH,), 0.25)}
 

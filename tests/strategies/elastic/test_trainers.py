@@ -257,7 +257,7 @@ def test_validations_came_at_other_steps_after_a_loss(
     assert len(got) > 1
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [[], LOSS], ids=["", "loss"])
 def test_a_time_between_validations_is_no_number_of_batches(faults: list[Fault]) -> None:
     """A time between validations was taken for batches."""

@@ -67,7 +67,7 @@ def test_equals_a_single_device(model: str, layout: str) -> None:
             assert sum(load.tokens) == NUM_TOKENS
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mixtral", "attending"])
 def test_sequences_in_parts_without_shared_experts_equal_a_single_device(model: str) -> None:
     strategy = ContextParallelStrategy(backend="in_process", zero_stage=2)

@@ -364,7 +364,7 @@ for _name in HOOKS:
     setattr(Noting, _name, _noting(_name))
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("style", [Noting, NotingByHand])
 def test_weights_that_a_step_leaves_unsharded_are_full_in_hooks(

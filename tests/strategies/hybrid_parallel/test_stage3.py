@@ -165,7 +165,7 @@ class Reductions(L.Callback):
         self.calls = trainer.strategy.collectives.all_gather_object(mine)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_every_buffer_is_reduced_once(schedule: str) -> None:
     """Every buffer was reduced once more before it had gradients."""
@@ -345,7 +345,7 @@ class Shaped(Stack):
             self.load_state_dict(self.earlier)
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 def test_weights_of_other_stages_look_full_to_hooks() -> None:
     """They were empty, so that what a hook decided by their shapes was decided otherwise."""
     got, alone = fit_stack(Shaped, "1f1b"), fit_stack(Shaped, None)

@@ -124,6 +124,7 @@ def test_a_validation_sees_what_was_set_before_it(way: str) -> None:
     torch.testing.assert_close(validated.seen, torch.ones_like(validated.seen))
 
 
+@pytest.mark.slow
 def test_looking_at_weights_or_swapping_them_sets_nothing() -> None:
     """Nothing is compared by what was written, but by what is there."""
     plain = fit(DILOCO, [])

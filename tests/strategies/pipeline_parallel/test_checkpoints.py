@@ -170,6 +170,7 @@ def test_one_curve_through_many_schemes(name: str, tmp_path: Path) -> None:
     assert_same(dict(model.state_dict()), dict(full.state_dict()))
 
 
+@pytest.mark.slow
 def test_plain_torch_and_lightning_load_the_weights(saved: Save, tmp_path: Path) -> None:
     run = saved("norms", Scheme("zbv", 2, 1))
     model = build_double("norms")

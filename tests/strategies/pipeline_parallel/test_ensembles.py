@@ -56,7 +56,7 @@ class OfBlocks(OfRanks):
         return F.cross_entropy(self.head(x), batch[1])
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["pipeline", "hybrid", "zero3"])
 def test_an_ensemble_in_a_block(scheme: str) -> None:
     """What stands for a weight was no parameter to `Module.to`: "param must be a Parameter"."""

@@ -109,7 +109,7 @@ SCHEMES: dict[str, tuple[int, Callable[[], Any]]] = {
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_hooks_on_blocks_logged_the_last_stages_only(scheme: str) -> None:
     """What other stages' blocks logged was dropped, without a word."""

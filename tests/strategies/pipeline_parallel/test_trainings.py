@@ -234,6 +234,7 @@ class NormsLogged(Stack):
                 self.log(f"norm/{name}", param.grad.norm())
 
 
+@pytest.mark.slow
 def test_hooks_saw_the_gradients_of_a_ranks_own_stages_only() -> None:
     alone, staged = fit(NormsLogged), fit(NormsLogged, pipeline(2, "1f1b"))
     expected = alone.trainer.callback_metrics

@@ -64,6 +64,7 @@ def fit(make: Any, strategy: Any = "auto", **options: Any) -> tuple[Blocks, L.Tr
 STAGES = [0, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", STAGES)
 def test_adapters_beside_frozen_layers(zero_stage: int, tmp_path: Path) -> None:
     strategy = TensorParallelStrategy(
@@ -76,6 +77,7 @@ def test_adapters_beside_frozen_layers(zero_stage: int, tmp_path: Path) -> None:
     torch.testing.assert_close(saved, alone.state_dict(), rtol=1e-5, atol=2e-7)
 
 
+@pytest.mark.slow
 def test_layers_in_parts_kept_activations_of_a_block_that_is_skipped() -> None:
     """The pipeline took what an entrance keeps for an auxiliary loss of the block."""
     strategy = HybridParallelStrategy(

@@ -86,7 +86,7 @@ def built(cls: type[ExampleGPT]) -> ExampleGPT:
     return cls()
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

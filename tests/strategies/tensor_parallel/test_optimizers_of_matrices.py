@@ -282,13 +282,14 @@ def _state_after_a_step(optimizer: Optimizer) -> list[int]:
     return found
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor-2", "tensor-4"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 def test_other_formats_train(precision: str, layout: str) -> None:
     assert_trains(precision, layout)
 
 
+@pytest.mark.slow
 def test_clipping_and_accumulation() -> None:
     options: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
     expected = fit("adafactor", **options)

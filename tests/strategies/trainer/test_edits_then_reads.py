@@ -69,7 +69,7 @@ class EditsThenReads(Decoder):
         self.seen += type(self).read(self, batch)
 
 
-@pytest.mark.few_cases(4)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize(
     ("scheme", "read"),

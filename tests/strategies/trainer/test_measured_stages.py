@@ -41,7 +41,7 @@ def bounds_of(split: str) -> tuple[int, ...]:
     return found.bounds
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["flops", "memory"])
 def test_the_stage_with_the_head_has_fewer_blocks(split: str) -> None:
     first, cut, last = bounds_of(split)
