@@ -9,9 +9,11 @@ The strategy holds an `ElasticRun`, which says what happens at a boundary and af
 `ElasticRanks`, which know who takes part.
 """
 
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -61,11 +63,7 @@ from lightning_shard.strategies.parts import SchemeHooks
 from lightning_shard.strategies.trainer._lightning import handle_requeue, handle_sigterm
 from lightning_shard.strategies.trainer.predictions import merged
 from lightning_shard.strategies.trainer.same_on_ranks import started_with
-from lightning_shard.strategies.trainer.termination import (
-    RequeueHandler,
-    RunTermination,
-    TerminationHandler,
-)
+from lightning_shard.strategies.trainer.termination import RunTermination, TerminationHandler
 from lightning_shard.strategies.trainer.weight_averaging import averaging_callbacks
 
 
@@ -151,14 +149,16 @@ class ElasticTermination(RunTermination):
             super().watch(trainer)
 
     def _handle(self, trainer: "pl.Trainer", handler: SignalHandler) -> None:
-        self._handler, self._asks_requeue, self._requeues = handler, False, False
-        handle_sigterm(trainer, handler)
-        handle_requeue(trainer, RequeueHandler(self))
+        process = os.getpid()
+        self._asks_requeue = self._requeues = False
 
-    def announce_requeue(self) -> None:
-        """Leave, as at SIGTERM, and note that SLURM is to start a job anew."""
-        self._asks_requeue = True
-        self._handler(signal.SIGTERM, None)
+        def ask_requeue(signum: int, frame: FrameType | None) -> None:
+            if os.getpid() == process:  # no forked child, which is no rank
+                self._asks_requeue = True
+                handler(signal.SIGTERM, frame)
+
+        handle_sigterm(trainer, handler)
+        handle_requeue(trainer, ask_requeue)
 
 
 class ElasticHooks(SchemeHooks):
