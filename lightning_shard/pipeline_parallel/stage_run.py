@@ -114,6 +114,7 @@ class StageRun:
         position: Where the step is: 2 * i before block i, one more in it.
         stands_in: Whether it is in a block of another stage.
         is_over: Whether the step has ended: what is called then is computed again.
+        block_context: Makes the context of each block in the step, from the block's name.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class StageRun:
         self.position = 0
         self._received: list[_Received] = []
         self._stance = Stance()
+        self.block_context: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def forward(self, step: Callable[[], Any]) -> None:
         """Run the user's step, of which this stage's part is computed.
@@ -239,7 +241,8 @@ class StageRun:
     def _inside(self, index: int, *, stands_in: bool = False) -> Iterator[None]:
         token, self.position, self.stands_in = _running.set(self), 2 * index + 1, stands_in
         try:
-            yield
+            with nullcontext() if self.is_over else self.block_context(self._names[index]):
+                yield
         finally:
             _running.reset(token)
             self.position, self.stands_in = 2 * index + 2, False

@@ -9,8 +9,11 @@ The step of a microbatch is run on each stage, and only on the last one to its e
 stage's changes count; all ranks then apply them to their module, once per batch. Every microbatch
 begins with the values of before the batch.
 Lists and the new keys of mappings get what one step of the whole batch would have added, numbers
-and small tensors become what it would have made of them (see below). The module's own small
-buffers and the options of optimizers, as the learning rate, are followed as attributes are.
+and small tensors become what it would have made of them (see below). So do those of all modules in
+the module, the module's own small buffers, and the options of optimizers, as the learning rate.
+What a block's forward changes in the block is left to it, as its buffers are: once per microbatch,
+on the block's stage. So are the attributes of any module whose buffers a step changes: the place in
+a queue goes with the queue.
 
 What one step of the whole batch would have made of a number, from what its microbatches make:
 
@@ -25,7 +28,7 @@ is which; an average that is kept by hand (0.9 * old + 0.1 * new) is a mean as w
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,18 +38,22 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import held_values, map_tensors, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import merge_outputs
+from lightning_shard.pipeline_parallel.stage_run import running_stage
 from lightning_shard.pipeline_parallel.staged_model import MAX_FOLLOWED_NUMEL
 
-Path = tuple[Any, ...]  # the name of an attribute, then keys of mappings in it
+Path = tuple[Any, ...]  # the names of a module and an attribute, then keys of mappings in it
 Optimizers = Callable[[], Sequence[Optimizer]]
 
-_LIGHTNINGS = frozenset(vars(pl.LightningModule()))
-_BUFFERS, _OPTIMIZERS = "_buffers", "optimizers"  # followed by name, though Lightning's
+_LIGHTNINGS = frozenset(vars(pl.LightningModule())) - {"training"}
+_BUFFERS = "_buffers"  # followed by name, though Lightning's
+_OPTIMIZERS = None  # in place of a module's name
+_PLAIN = frozenset({type(None), bool, int, float, str})
 _MAX_DEPTH = 4  # of mappings in mappings
 
 
@@ -97,7 +104,9 @@ class StepAttributes:
         Yields:
             The note that the caller writes the step's loss to.
         """
-        before, note = _Before(self._followed), StepNote()
+        before, note, run = _Before(self._followed), StepNote(), running_stage()
+        if run is not None:
+            run.block_context = before.block
         try:
             yield note
             if counts:
@@ -105,6 +114,10 @@ class StepAttributes:
                 self._notes.append(note)
         finally:
             before.put_back()
+
+    def find(self) -> None:
+        """Find the modules that there are, before a batch's first step."""
+        self._followed.find()
 
     def _note(self, before: "_Before", size: int, completed: Callable[[Any], Any]) -> None:
         added = before.take_added()
@@ -137,7 +150,7 @@ class StepAttributes:
     ) -> BatchChanges:
         paths = list(dict.fromkeys(path for one in changed for path in one))
         losses = [_number(one.loss) for one in notes] if paths else []
-        start = dict(_walk(self._followed)) if paths else {}
+        start = dict(_Before(self._followed).values) if paths else {}
         values, assumed = {}, {}
         for path in paths:
             all_values = [one.get(path, start.get(path)) for one in changed]
@@ -156,9 +169,11 @@ class StepAttributes:
 
         Each rank must call, the last stage's, too.
         """
-        for path, value in changes.values.items():
-            self._followed.set(path, value)
-        for path, (items, is_on_cpu) in changes.filled.items():
+        follows = self._followed.follows
+        for path in filter(follows, changes.values):
+            self._followed.set(path, changes.values[path])
+        for path in filter(follows, changes.filled):
+            items, is_on_cpu = changes.filled[path]
             container = self._followed.container(path)
             if not isinstance(container.get(path[-1]), list):
                 container[path[-1]] = []
@@ -173,20 +188,76 @@ class StepAttributes:
 
 
 class _Followed:
-    """The attributes of a module that are followed, its own buffers, and options of optimizers."""
+    """The attributes of modules that are followed, own buffers, and options of optimizers.
+
+    Modules are open that have a list, a mapping or a tensor, or that have changed in the batch:
+    only these are looked at closely. The others have plain values, which are compared as they are.
+    """
 
     def __init__(self, module: pl.LightningModule, optimizers: Optimizers) -> None:
-        self._home, self._optimizers = vars(module), optimizers
+        self._module, self._optimizers = module, optimizers
+        self.left: set[Path] = set()  # to forwards; or all of a module, by its name
+        self.find()
 
-    def containers(self) -> Iterator[tuple[Path, dict[Any, Any]]]:
+    def find(self) -> None:
+        """Find the modules, but metrics, of which each rank has its own."""
+        self._homes = {
+            name: vars(one)
+            for name, one in self._module.named_modules()
+            if not isinstance(one, Metric | MetricCollection)
+        }
+        self._plain = {name: _plain(home) for name, home in self._homes.items()}
+        kinds = (list, dict, Tensor)  # which can change in place
+        self._open = {
+            name
+            for name, home in self._homes.items()
+            if not name or any(isinstance(home[key], kinds) for key in self._plain[name])
+        }
+        self._blocks: dict[str, list[str]] = {"": list(self._homes)}
+
+    def opened(self, block: str = "") -> list[str]:
+        """Return the names of open modules in a block, those that have changed among them."""
+        if block not in self._blocks:
+            self._blocks[block] = [one for one in self._homes if f"{one}.".startswith(f"{block}.")]
+        names = self._blocks[block]
+        for name in names:
+            if name not in self._open and _plain(self._homes[name]) != self._plain[name]:
+                self._open.add(name)
+        return [name for name in names if name in self._open]
+
+    def follows(self, path: Path) -> bool:
+        """Whether a path is followed, and not left to a forward."""
+        return self.left.isdisjoint((path, path[:1]))
+
+    def versions(self) -> dict[str, list[int | None]]:
+        """Return how often the buffers of modules in the module were written to."""
+        return {
+            name: [_version(one) for one in home[_BUFFERS].values() if one is not None]
+            for name, home in self._homes.items()
+            if name and home[_BUFFERS]
+        }
+
+    def plain(self, name: str) -> dict[Path, Any]:
+        """Return the plain values of a module from before the batch."""
+        values = self._plain[name].items()
+        return {(name, key): value for key, value in values if not isinstance(value, type)}
+
+    def containers(self, names: Sequence[str]) -> Iterator[tuple[Path, dict[Any, Any]]]:
         """Yield the path of each list and plain value, with the container that holds it."""
-        for name in self._home:
-            if name not in _LIGHTNINGS:
-                yield from _containers_of((name,), self._home)
-        buffers = self._home[_BUFFERS]
+        for name in names:
+            home = self._homes[name]
+            for key in home:
+                if key not in _LIGHTNINGS:
+                    found = _containers_of((name, key), home)
+                    yield from (one for one in found if self.follows(one[0]))
+        if "" in names:
+            yield from self._others()
+
+    def _others(self) -> Iterator[tuple[Path, dict[Any, Any]]]:
+        buffers = self._homes[""][_BUFFERS]
         for name, buffer in buffers.items():
             if isinstance(buffer, Tensor) and _is_followed(buffer):
-                yield (_BUFFERS, name), buffers
+                yield ("", _BUFFERS, name), buffers
         for number, optimizer in enumerate(self._optimizers()):
             for index, group in enumerate(optimizer.param_groups):
                 for name in group:
@@ -195,11 +266,11 @@ class _Followed:
 
     def container(self, path: Path) -> dict[Any, Any]:
         """Return the container at a path, new where there is none."""
-        if path[0] == _OPTIMIZERS and len(path) == 4:
+        if path[0] is _OPTIMIZERS:
             group: dict[Any, Any] = self._optimizers()[path[1]].param_groups[path[2]]
             return group
-        home = self._home
-        for key in path[:-1]:
+        home: dict[Any, Any] = self._homes[path[0]]
+        for key in path[1:-1]:
             home = home.setdefault(key, {})
         return home
 
@@ -207,37 +278,59 @@ class _Followed:
         """Set a value; a buffer, which others refer to, stays the object that it is."""
         container = self.container(path)
         old = container.get(path[-1])
-        if path[0] == _BUFFERS and isinstance(old, Tensor) and old.shape == value.shape:
+        if path[1] == _BUFFERS and isinstance(old, Tensor) and old.shape == value.shape:
             old.data.copy_(value)
         else:
             container[path[-1]] = value
 
 
 class _Before:
-    """The plain attributes of a module as they were before a step."""
+    """The plain attributes of modules as they were before a step, or before a block in it."""
 
-    def __init__(self, followed: _Followed) -> None:
-        self._followed = followed
-        self._values = dict(_walk(followed))
-        self._sizes = {
-            path: len(one) for path, one in self._values.items() if isinstance(one, list)
-        }
+    def __init__(self, followed: _Followed, block: str = "") -> None:
+        self._followed, self._block = followed, block
+        self._names = set(followed.opened(block))
+        self._versions = followed.versions()
+        self.values = dict(self._walk())
+        self._sizes = {path: len(one) for path, one in self.values.items() if isinstance(one, list)}
         self._tensors = {
             path: (_version(one), one.detach().clone())
-            for path, one in self._values.items()
+            for path, one in self.values.items()
             if isinstance(one, Tensor) and not isinstance(one, Placeholder)
         }
 
+    def _containers(self) -> list[tuple[Path, dict[Any, Any]]]:
+        """Return what there is now; modules that are open only now had plain values before."""
+        for name, now in self._followed.versions().items():
+            if now != self._versions.get(name, now):
+                self._followed.left.add((name,))
+        names = self._followed.opened(self._block)
+        for name in set(names) - self._names:
+            self._names.add(name)
+            self.values.update(self._followed.plain(name))
+        return list(self._followed.containers(names))
+
+    def _walk(self) -> Iterator[tuple[Path, Any]]:
+        for path, container in self._containers():
+            yield path, container[path[-1]]
+
+    @contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """Run a block inside, to whose forward all that it changes there is left."""
+        before = _Before(self._followed, name)
+        yield
+        self._followed.left.update([path for path, _ in before.changed()])
+
     def put_back(self) -> None:
         """Undo the changes since."""
-        for path, container in list(self._followed.containers()):
-            if path in self._values:
+        for path, container in self._containers():
+            if path in self.values:
                 self._put_back(path, container)
             else:
                 del container[path[-1]]
 
     def _put_back(self, path: Path, container: dict[Any, Any]) -> None:
-        value = container[path[-1]] = self._values[path]
+        value = container[path[-1]] = self.values[path]
         if isinstance(value, list):
             del value[self._sizes[path] :]
         elif path in self._tensors:
@@ -248,18 +341,18 @@ class _Before:
     def take_added(self) -> dict[Path, list[Any]]:
         """Remove the items that lists have got since, and new lists, and return them."""
         added = {}
-        for path, container in list(self._followed.containers()):
+        for path, container in self._containers():
             value, size = container[path[-1]], self._sizes.get(path, 0)
             if isinstance(value, list) and len(value) > size and self._continues(path, value):
                 added[path] = value[size:]
                 del value[size:]
-                if path not in self._values:
+                if path not in self.values:
                     del container[path[-1]]
         return added
 
     def _continues(self, path: Path, value: list[Any]) -> bool:
         """Whether a list is the earlier one, or a new one that begins with its items."""
-        old = self._values.get(path)
+        old = self.values.get(path)
         if old is value or not isinstance(old, list):
             return True
         begins = all(one is other for one, other in zip(old, value, strict=False))
@@ -267,29 +360,38 @@ class _Before:
 
     def changed(self) -> Iterator[tuple[Path, Any]]:
         """Yield the paths of values that have changed, and of lists that do not go on; and them."""
-        for path, value in _walk(self._followed):
+        for path, value in self._walk():
             if isinstance(value, list):
-                is_same = len(value) >= self._sizes.get(path, 0) and self._continues(path, value)
+                size = self._sizes.get(path, 0)
+                is_long = len(value) == size if self._block else len(value) >= size
+                is_same = is_long and self._continues(path, value)
             else:
-                is_same = path in self._values and value is self._values[path]
+                is_same = path in self.values and value is self.values[path]
             if is_same and path in self._tensors:
-                version, _ = self._tensors[path]
-                is_same = version is not None and version == _version(value)
+                version, copy = self._tensors[path]
+                is_same = version == _version(value)
+                if version is None:
+                    is_same = torch.equal(copy, value)
             if not is_same:
                 yield path, value
 
 
-def _walk(followed: _Followed) -> Iterator[tuple[Path, Any]]:
-    for path, container in followed.containers():
-        yield path, container[path[-1]]
+def _plain(home: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's plain values by name, and the types of all others."""
+    return {
+        key: value if type(value) in _PLAIN else type(value)
+        for key, value in home.items()
+        if key not in _LIGHTNINGS
+    }
 
 
 def _name(path: Path) -> str:
     """Return what a path leads to as user code writes it."""
-    if path[0] == _OPTIMIZERS and len(path) == 4:
+    if path[0] is _OPTIMIZERS:
         return f"{path[3]!r} of the optimizer's param_groups[{path[2]}]"
-    own = path[1:] if path[0] == _BUFFERS else path
-    return f"self.{own[0]}" + "".join(f"[{key!r}]" for key in own[1:])
+    module, name, *keys = (one for one in path if one != _BUFFERS)
+    owner = f"self.{module}" if module else "self"
+    return f"{owner}.{name}" + "".join(f"[{key!r}]" for key in keys)
 
 
 def _kept(value: Any) -> Any:
@@ -341,8 +443,8 @@ def _refuse_placeholder(path: Path, items: list[Any]) -> None:
     for tensor in tensors_in(items):
         if isinstance(tensor, Placeholder):
             raise ConfigError(
-                f"The step adds a value of shape {tuple(tensor.shape)} to self.{path[0]} that is "
-                f"computed from {tensor.origin!r}, which another stage of the pipeline holds; "
+                f"The step adds a value of shape {tuple(tensor.shape)} to {_name(path[:2])} that "
+                f"is computed from {tensor.origin!r}, which another stage of the pipeline holds; "
                 f"expected what the last stage has, for every rank's list gets it. Add what is "
                 f"computed from the last blocks, the step's result or the batch, or use "
                 f"strategy='zero3'."

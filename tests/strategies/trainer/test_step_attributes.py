@@ -1,18 +1,28 @@
 """What steps keep on their module is there on every rank, merged of all microbatches."""
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard import ConfigError
 from lightning_shard.strategies.trainer.step_attributes import Microbatches, merged
 from tests.strategies.parity import ignoring
-from tests.strategies.stacks import OfEveryRank, Stack, fit, fit_with, pipeline
+from tests.strategies.stacks import (
+    BATCH,
+    WIDTH,
+    Block,
+    OfEveryRank,
+    Stack,
+    fit,
+    fit_with,
+    pipeline,
+    trainer_of,
+)
 
 pytestmark = ignoring()
 
@@ -167,3 +177,179 @@ def test_lists_of_one_length_are_merged_by_items() -> None:
 def test_one_sample_in_each_microbatch_is_ambiguous() -> None:
     found = merged(5, (6, 6, 6), Microbatches((1, 1, 1), LOSSES))
     assert (found.value, found.assumed) == (6, "a count of batches")
+
+
+class OnParts(Stack):
+    """Counts, collects and switches on modules of every stage, from a batch on."""
+
+    first_batch: ClassVar[int] = 0
+    before_network: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (self, self.embed, self.blocks, self.blocks[0], self.blocks[0].layer)
+        self.parts = (*parts, self.blocks[3], self.head)
+        for part in self.parts:
+            part.calls = part.samples = 0
+            part.items, part.table, part.mode, part.total = [], {"n": 0}, "", torch.zeros(2)
+
+    def count(self, batch: Any, batch_idx: int) -> None:
+        for part in self.parts if batch_idx >= self.first_batch else ():
+            part.calls += 1
+            part.samples += len(batch[0])
+            part.items.append(float(batch[0].sum()) * 0)
+            part.table["n"] += len(batch[0])
+            part.table.setdefault("classes", []).extend(str(int(one)) for one in batch[1])
+            part.mode = f"batch {batch_idx}"
+            part.total += 1
+            part.first = getattr(part, "first", batch_idx)
+        self.blocks[0].layer.train(batch_idx % 2 == 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.before_network:
+            self.count(batch, batch_idx)
+        loss = self.loss(batch)
+        if not self.before_network:
+            self.count(batch, batch_idx)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.training_step(batch, batch_idx)
+        return batch[0]
+
+    @property
+    def seen(self) -> list[Any]:
+        names = ("calls", "samples", "items", "table", "mode", "first", "training")
+        found = [{name: getattr(part, name) for name in names} for part in self.parts]
+        return [
+            {**one, "total": part.total.tolist()}
+            for one, part in zip(found, self.parts, strict=True)
+        ]
+
+
+class OfEveryLoop(OfEveryRank):
+    """Gathers at the end of any loop."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.on_train_end(trainer, pl_module)
+        self.ranks = self.ranks or [pl_module.seen]
+
+    on_test_end = on_predict_end = on_validation_end
+
+
+LATER_AND_BEFORE = {"first_batch": 3, "before_network": True}
+
+
+@pytest.mark.parametrize(
+    ("loop", "num_ranks", "options"),
+    [
+        ("fit", 2, {"first_batch": 3}),
+        ("validate", 2, {}),
+        *(
+            pytest.param(loop, num_ranks, options, marks=pytest.mark.slow)
+            for loop in ("fit", "validate", "test", "predict")
+            for num_ranks, options in ((3, {}), (2, LATER_AND_BEFORE))
+        ),
+    ],
+)
+def test_attributes_of_every_module_are_one_devices_on_every_stage(
+    loop: str, num_ranks: int, options: dict[str, Any]
+) -> None:
+    """Those of submodules were changed on the last stage alone, once per microbatch."""
+    style = type("Options", (OnParts,), options)
+
+    def run(strategy: Any, name: str) -> list[Any]:
+        torch.manual_seed(0)
+        model, ranks = style(), OfEveryLoop()
+        trainer = trainer_of(strategy, callbacks=[ranks], max_epochs=1)
+        if name == "fit":
+            trainer.fit(model)
+        else:
+            getattr(trainer, name)(model, model.train_dataloader())
+        return ranks.ranks or [model.seen]
+
+    (alone,) = run("auto", loop)
+    staged = run(pipeline(num_ranks, "1f1b", num_microbatches=num_ranks), loop)
+    assert len(staged) == num_ranks
+    for seen in staged:
+        for part, expected in zip(seen, alone, strict=True):
+            for name, value in part.items():
+                assert (name, value) == (name, expected[name])
+
+
+class Counted(Block):
+    """Counts its own calls and keeps their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.sizes, self.uses = 0, [], 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.sizes.append(len(x))
+        return super().forward(x)
+
+
+class CountsInBlocks(Stack):
+    """Its blocks count their calls, and its step their uses."""
+
+    block = Counted
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        for block in self.blocks:
+            block.uses += 1
+        return loss
+
+    @property
+    def seen(self) -> list[Any]:
+        return [(block.calls, block.sizes, block.uses) for block in self.blocks]
+
+
+def test_counters_of_a_forward_are_its_stages_and_those_of_a_step_every_ranks() -> None:
+    """A counter of the step's counted microbatches on the last stage, and nothing on others."""
+    ranks = OfEveryRank()
+    fit(CountsInBlocks, pipeline(2, "1f1b", num_microbatches=2), [ranks], max_epochs=1)
+    for rank, seen in enumerate(ranks.ranks):
+        for calls, sizes, uses in seen[2 * rank : 2 * rank + 2]:
+            assert (calls, sizes, uses) == (10, [6] * 10, 5)
+        assert [uses for *_, uses in seen] == [5] * 4
+
+
+class Queue(nn.Linear):
+    """A head that keeps its inputs in a queue, at a place that it counts itself."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+        self.register_buffer("queue", torch.zeros(BATCH * 8, WIDTH), persistent=False)
+        self.place = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.queue[self.place : self.place + len(x)] = x.detach()
+            self.place += len(x)
+        return super().forward(x)
+
+
+class Queued(Stack):
+    """Has such a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Queue()
+
+    def on_train_epoch_end(self) -> None:
+        self.seen = (self.head.place, self.head.queue.detach().clone())
+
+
+@pytest.mark.filterwarnings("ignore:A training step changes buffers:UserWarning")
+def test_the_place_in_a_queue_goes_with_the_queue() -> None:
+    alone, ranks = fit(Queued, max_epochs=1), OfEveryRank()
+    fit_with(Queued, ranks, 2, "1f1b", max_epochs=1)
+    torch.testing.assert_close(ranks.ranks[-1], alone.model.seen, rtol=1e-4, atol=1e-5)

@@ -97,6 +97,7 @@ class StepLogs:
         if self._is_between_batches:
             self._is_between_batches = False
             self._metrics.find()
+            self._attributes.find()
             self._names = {}
         records: list[LoggedCall] = []
 
