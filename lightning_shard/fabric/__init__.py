@@ -4,15 +4,6 @@
 
 A second thin adapter, beside `lightning_shard.strategies` for a Trainer. It runs no loop: between
 two calls of Fabric's the user's code does, and what it sees of a module looks full.
-
-    registry                the names that Fabric knows
-    ranks                   how ranks start, as processes or as threads, and the options
-    strategy                Fabric's hooks: which rank this is, collectives, modules, optimizers,
-                            backward, clipping, states
-    sharded_module          a module that was set up, the engine that has it, its optimizers, and
-                            the `state_dict` of both, full to the user
-    checkpoints             `fabric.save` and `fabric.load`: a file, or a folder of shards
-    for_trainer             what a Trainer resumes from, and back
 """
 
 from importlib import import_module

@@ -1,27 +1,18 @@
-"""`fabric.save` and `fabric.load`: a state of modules, optimizers and whatever else, and back.
+"""`fabric.save` and `fabric.load`: a tree of mappings and lists with objects that have a state.
 
-    {"model": model, "optimizer": optimizer, "step": 3}
+    {"nets": [generator, discriminator], "optimizer": optimizer, "step": 3}
       full      one file with full states as a single device writes it; rank 0 gathers
       sharded   a folder to which each rank writes its shards, and `meta.pt` for the rest
 
-Either is loaded, whatever the format that is set. A folder is a Trainer's as well. A module takes
-all of its weights, or none.
-
-Each rank must call both. In a load first everything is read and what optimizers are to take is
-checked; then modules take their weights, each all or none; then optimizers and the rest take
-theirs.
+Either is loaded, whatever the format that is set, and a folder is a Trainer's as well. Each rank
+must call both. In a load everything is read and checked for the optimizers before modules take
+their weights, each all or none; then optimizers and the rest take theirs.
 
     folder                            what the user's key has in meta.pt
     state_dict.<name>                 {"lightning_shard": "weights", "prefix": ""}
     optimizer_0.state.<name>.<key>    {"lightning_shard": "optimizer", "number": 0, "prefix": ""}
 
 Of one module the names are its own; of several, the keys of the state go before them.
-
-A state that is saved: a tree of mappings and lists, with objects that have a state in it.
-
-    {"nets": [generator, discriminator], "optimizer": optimizer, "args": {"lr": 0.1}}
-
-Containers without such an object are values like any other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -161,13 +152,7 @@ class NamesInFolder:
 
 
 def folder_run(run: Any, module: Any, optimizers: Sequence[Optimizer]) -> CheckpointedRun:
-    """Return a save or load of Fabric's, as `RunFolders` knows a run: all ranks are data parallel.
-
-    Args:
-        run: The Fabric's strategy.
-        module: Has the names of the parameters.
-        optimizers: The optimizers, in the order of their numbers.
-    """
+    """Return Fabric's save or load, as `RunFolders` knows a run: all ranks are data parallel."""
     ranks = run.collectives
     return CheckpointedRun(
         module=module,
@@ -301,16 +286,12 @@ class Saving:
         self._objects = list(objects_in(state))
 
     def save(self, path: Any, options: Any, chosen: Filter) -> None:
-        """Write the state.
+        """Write the state to rank 0's path.
 
         Args:
             path: The file or folder; rank 0's counts.
             options: For the `CheckpointIO`.
             chosen: By key, which entries of its state are saved.
-
-        Raises:
-            CheckpointError: It could not be written; on every rank.
-            ConfigError: A folder was asked for, and what only a file can be.
         """
         path = self._run.collectives.broadcast_object(path)
         is_folder = self._run.checkpoint_format == "sharded"

@@ -1,15 +1,11 @@
-"""How the ranks of a strategy of Fabric start.
+"""How the ranks of a strategy of Fabric start, as processes or as threads of this process.
 
-They are processes, or threads of this process:
+    fabric.launch()           processes: the script is run again for each, and goes on on all
+    fabric.launch(train, x)   processes as well; threads: rank 0 runs on x, the others on copies
 
-fabric.launch()           processes: the script is run again for each, and goes on on all ranks
-fabric.launch(train, x)   processes as well; threads: rank 0 runs on x, the others on copies
-
-Ranks that are threads run copies of the function and its arguments: one deep copy for each rank, of
-everything at once, so that what was one object stays one: the Fabric, its callbacks, modules,
-optimizers and what else is passed or in the function's closure. Not copied are map-style datasets,
-loggers and the standard streams. A function's module has its globals once: what is found there is
-every rank's, and set up by one only.
+A thread's copy is one deep copy of the function and its arguments, so that what was one object
+stays one. Map-style datasets, loggers and the standard streams are not copied. A function's module
+has its globals once: what is found there is every rank's, and set up by one only.
 """
 
 import inspect
@@ -67,11 +63,8 @@ class FabricThreadLauncher(Launcher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` on every rank and return rank 0's result.
 
-        Rank 0 runs on this thread and on the originals, which are full afterwards.
-
-        Raises:
-            ConfigError: There is no function, or an object cannot be copied.
-            BaseException: The error of the first rank to fail, with a note that names the rank.
+        Rank 0 runs on this thread and on the originals, which are full afterwards. The error of the
+        first rank to fail is raised, with a note that names the rank.
         """
         if has_no_function(function) and self._num_ranks > 1:
             raise ConfigError(

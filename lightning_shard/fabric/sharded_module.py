@@ -4,16 +4,9 @@
       ├─ ShardedModule    Fabric calls it as the module; a forward is a step of the engine
       └─ HeldModule       module, engine and optimizers, from set-up to the end of a launch
 
-Optimizers that need full matrices say so before the engine is made. Where the module was set up
-before such an optimizer was, the engine is made anew.
-
-Through `state_dict` and `load_state_dict` of both go full tensors, in and out:
-
-    model.state_dict()             each rank gets every parameter full, in the optimizer's format
-    model.load_state_dict(full)    each rank keeps its shard, with all of the format's digits
-    optimizer.load_state_dict      as a single device's, by number, or as a folder has it, by name
-
-Each rank must call. What runs inside this package asks with `keep_vars`, and gets parameters.
+Where an optimizer needs full matrices and the module was set up before it, the engine is made
+anew. `state_dict` and `load_state_dict` of both give and take full tensors, and each rank must
+call; what runs inside this package asks with `keep_vars`, and gets parameters.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -429,11 +422,7 @@ class UsedEngines:
     """Tells which engines a backward has come to on any rank, once it is over.
 
     Of a GAN's two modules a loss may reach one. The other's gradients are not sent then, and what
-    it has unsharded for a backward of its own stays.
-
-    Args:
-        engines: All engines of a Fabric.
-        collectives: Group of all ranks, each of which must ask; None where there is no engine.
+    it has unsharded for a backward of its own stays. Each rank must ask.
     """
 
     def __init__(

@@ -62,11 +62,7 @@ _KNOWN = (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
 
 
 def checked_plugin(plugin: Precision | None) -> Precision | None:
-    """Return a plugin that works on shards.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Return a plugin that works on shards, or raise ConfigError."""
     if plugin is None or type(plugin) in _KNOWN:
         return plugin
     raise ConfigError(

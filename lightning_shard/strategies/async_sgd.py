@@ -40,14 +40,9 @@ from lightning_shard.strategies.options import AsyncSGDOptions, SharedOptions
 class AsyncUpdates(LocalUpdates):
     """Lets each rank own a shard once the warm-up is over, and apply gradients as they arrive.
 
-    Args:
-        run: The strategy's run.
-        options: The options that the strategy was made with.
-
     Attributes:
         counters: Counters of this rank in this fit, or in the last one.
         mail: All ranks, over a group for messages alone; None before there are groups.
-        bound: Steps that a rank may be ahead of the oldest part of the parameters that it uses.
         sgd: While ranks train by themselves, what each does; else None.
     """
 

@@ -86,11 +86,7 @@ class AutoStrategy(DataParallelStrategy):
         self.setup(trainer)  # the chosen strategy's
 
     def _choose(self, trainer: "pl.Trainer") -> None:
-        """Become what rank 0 chooses; each rank must call.
-
-        Raises:
-            ConfigError: There is no choice.
-        """
+        """Become what rank 0 chooses; each rank must call."""
         memory = self._memory_of_device()
         folder = trainer.log_dir or trainer.default_root_dir
         found = self.broadcast(self._found(trainer, memory) if self.mesh_rank == 0 else "")
@@ -182,12 +178,7 @@ class AutoStrategy(DataParallelStrategy):
 
 
 def become(strategy: Any, chosen: Any) -> None:
-    """Let one strategy be another, keeping what the Trainer and the run have given it.
-
-    Args:
-        strategy: The strategy that the Trainer holds, before its `setup`.
-        chosen: A new strategy, which nobody else holds.
-    """
+    """Let one strategy be another, keeping what the Trainer and the run have given it."""
     kept = vars(strategy)
     decided = {
         name: one for name, one in vars(chosen).items() if name in DECIDED or name not in kept

@@ -1,16 +1,10 @@
 """The default `CheckpointIO` of this package's strategies: files that are never half there.
 
-A file takes its place when all of it is on the disk, and is compared with its checksums before
-anything of it is loaded. It is an ordinary file of `torch.save`. In a run it is mapped into memory,
-and checked by the ranks that see it together:
-
-    weights, optimizers' states,       mapped: a rank reads what it needs, and copies it
-    what other ranks have kept
-    everything else                    copied, since whoever is given it may keep it
-
-So a rank holds no copy of the file, and ranks that see the same file read it once between them. A
-file on each host's own disk is read once on each. Whoever looks at the whole checkpoint (a hook)
-gets ordinary tensors instead, see `CheckpointFiles.load_checkpoint`.
+An ordinary file of `torch.save` takes its place when all of it is on the disk, and is compared with
+its checksums before anything of it is loaded. In a run it is mapped into memory, and checked by the
+ranks that see it together: a rank copies the shards that it needs of weights and optimizers'
+states, so that none holds a copy of the file, and everything else, since whoever is given it may
+keep it. Whoever looks at the whole checkpoint (a hook) gets ordinary tensors instead.
 """
 
 import copy
@@ -71,12 +65,7 @@ class CheckpointFiles(CheckpointIO):
     ) -> None:
         """Save a checkpoint whose tensors come from all ranks, each of which must call.
 
-        Args:
-            checkpoint: The checkpoint, with placeholders.
-            file: Where the tensors come from.
-            path: As for `save_checkpoint`.
-            options: As for `save_checkpoint`.
-            writes: Whether this rank writes the file.
+        The checkpoint has placeholders for the file's tensors; the rank that `writes` writes it.
         """
         try:
             if writes:
@@ -88,11 +77,7 @@ class CheckpointFiles(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint file.
-
-        Raises:
-            CheckpointError: The file is missing, damaged or no checkpoint.
-        """
+        """Load a checkpoint file."""
         if is_on_the_web(path):
             return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
         return _dictionary(path, read_file(path, map_location, weights_only))
@@ -123,16 +108,7 @@ class CheckpointFiles(CheckpointIO):
     def load_together(
         self, path: Any, weights_only: bool | None, collectives: Collectives | None
     ) -> dict[str, Any]:
-        """Load a checkpoint file whose tensors are mapped: who keeps one must copy it.
-
-        Args:
-            path: As for `load_mapped`.
-            weights_only: As for `load_mapped`.
-            collectives: As for `load_mapped`.
-
-        Raises:
-            CheckpointError: As for `load_mapped`.
-        """
+        """Load as `load_mapped` does, with tensors that are mapped: who keeps one copies it."""
         if is_on_the_web(path):
             return self.load_checkpoint(path, weights_only=weights_only)
         share = _share_of(path, collectives)
@@ -148,16 +124,7 @@ class CheckpointFiles(CheckpointIO):
 
 
 def check_folder_writer(checkpoint_io: CheckpointIO, options: Any, keys: Collection[str]) -> None:
-    """Refuse what a folder would pass over.
-
-    Args:
-        checkpoint_io: What writes files.
-        options: What it is to be told.
-        keys: What a filter leaves something out of.
-
-    Raises:
-        ConfigError: A `CheckpointIO` of the user's, options for it, or a filter.
-    """
+    """Refuse what a folder would pass over: a user's `CheckpointIO`, its options, or a filter."""
     if options is not None or keys or not isinstance(checkpoint_io, CheckpointFiles):
         raise ConfigError(
             f"checkpoint_format='sharded' lets each rank write its part of a folder, without a "

@@ -1,11 +1,4 @@
-"""Saving and loading of a run: one file, brought together from the ranks' shards, or a folder.
-
-    `folders`    a `RunFolders`: checkpoints as folders, and back
-    `saves`      `BackgroundSaves`: those that are written while the fit goes on
-    `kept`       a `KeptState`: what each rank keeps beside Lightning's and torch's entries
-
-What is saved of a run that fails is told in `salvage.py`.
-"""
+"""Saving and loading of a run: one file, brought together from the ranks' shards, or a folder."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -77,14 +70,12 @@ class Checkpoints(RunPart):
 
     Attributes:
         saves: Those that are written while the fit goes on.
-        folders: Checkpoints as folders, and back.
         kept: What each rank keeps beside Lightning's and torch's entries.
         resuming: What a fit resumes from, until everything is known to fit.
         left_sharded: Whether a failed run has left shards: there is nothing whole to save.
         refusal: Why nothing can be saved; "" if it can be.
         writes_alone: Whether this rank writes what it saves without the others; None where all save
             together.
-        num_fits: How often a fit has been saved.
     """
 
     resuming: Resuming | None = None
@@ -345,11 +336,7 @@ class Checkpoints(RunPart):
             return self._load_any(path, weights_only)
 
     def read_alone(self, path: Any) -> Mapping[str, Any]:
-        """Return a checkpoint that this rank reads by itself, in a run or not.
-
-        Raises:
-            CheckpointError: It is damaged, or not complete.
-        """
+        """Return a checkpoint that this rank reads by itself, in a run or not."""
         if is_folder(path):
             verify_whole(path)  # all of it, which a share of the ranks' would read once more
             return checkpoint_of(StoredFolder(path), in_full=self._others_see_loaded())
@@ -427,11 +414,7 @@ class Checkpoints(RunPart):
             self.resuming.check(self._misfits, ranks, made, may_change=may_change)
 
     def load_optimizers(self, checkpoint: Any) -> bool:
-        """Load the optimizers' states into shards, unless they are full; each rank must call.
-
-        Returns:
-            Whether there are shards.
-        """
+        """Load the optimizers' states into shards, or return False; each rank must call."""
         optimizers = self.strategy.optimizers
         if self.resuming is None or not self.resuming.has_checked(optimizers):
             error = error_of(self._misfits(checkpoint), "only its weights were")

@@ -68,11 +68,7 @@ from lightning_shard.strategies.trainer.weight_averaging import averaging_callba
 
 
 class ElasticLocalRanks(LocalRanks):
-    """Joins the ranks of a job that others may leave and join.
-
-    Attributes:
-        of_job: Who takes part.
-    """
+    """Joins the ranks of a job that others may leave and join."""
 
     def __init__(self, options: ElasticOptions) -> None:
         super().__init__(options, "Trainer", may_share_memory=False)
@@ -101,12 +97,7 @@ class ElasticLocalRanks(LocalRanks):
 
 
 class ElasticTermination(RunTermination):
-    """Has all ranks leave at either signal; SLURM then starts a job anew at its own.
-
-    Args:
-        strategy: The strategy, which knows the job and the present fit.
-        saves: As for `RunTermination`.
-    """
+    """Has all ranks leave at either signal; SLURM then starts a job anew at its own."""
 
     def __init__(self, strategy: "ElasticStrategy", *, saves: bool) -> None:
         super().__init__(saves=saves)
@@ -162,12 +153,7 @@ class ElasticTermination(RunTermination):
 
 
 class ElasticHooks(SchemeHooks):
-    """Makes each fit elastic, compares only what began together, keeps how samples are assigned.
-
-    Args:
-        run: The strategy's run.
-        rules: The options that the strategy was made with.
-    """
+    """Makes each fit elastic, compares only what began together, keeps how samples are assigned."""
 
     def __init__(self, run: Any, rules: ElasticOptions) -> None:
         super().__init__(run)
@@ -408,9 +394,8 @@ class ElasticStrategy(DataParallelStrategy):
 def check_backend(backend: str) -> None:
     """Refuse a backend whose ranks cannot outlive each other.
 
-    Raises:
-        ConfigError: The backend is MPI, whose launchers end all ranks with one; or shared memory,
-            which has not been tried with ranks that come and go.
+    MPI's launchers end all ranks with one; shared memory has not been tried with ranks that come
+    and go.
     """
     if backend == "shm":
         raise ConfigError(
@@ -425,11 +410,7 @@ def check_backend(backend: str) -> None:
 
 
 def check_trainer(trainer: "pl.Trainer", averaging: Sequence[Callback]) -> None:
-    """Check what is to be trained, and how.
-
-    Raises:
-        ConfigError: It cannot be trained elastically.
-    """
+    """Refuse what cannot be trained elastically."""
     module = trainer.lightning_module
     if not module.automatic_optimization:
         raise ConfigError(

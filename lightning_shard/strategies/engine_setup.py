@@ -85,9 +85,6 @@ class EngineSetup(RunPart):
     """Makes the engine, and lets optimizers, averages and hooks work on it.
 
     Attributes:
-        reduce_dtype: Format in which gradients are averaged, as the option has it.
-        sharded: The optimizers of the fit.
-        averages: Averages of weights that callbacks keep.
         in_hooks: What surrounds the user's hooks.
         in_split_model: What holds until the dimensions are restored.
         bucket_choice: What the ranks have chosen; None before, and where the size is given.
@@ -153,11 +150,7 @@ class EngineSetup(RunPart):
         run.checkpoints.check_resuming(may_change=may_change_groups(module, callbacks))
 
     def check(self, view: RunView) -> None:
-        """Refuse what cannot be, before anything is changed; plans ask it, too.
-
-        Raises:
-            ConfigError: The module, a callback or an option does not go with this strategy.
-        """
+        """Refuse what cannot be, before anything is changed; plans ask it, too."""
         for one in self.strategy.dimensions:
             one.check(view)
         if not view.is_fitting:
@@ -459,11 +452,7 @@ class EngineSetup(RunPart):
         return default_group_is(self.strategy.data_collectives.group)
 
     def follow_formats(self) -> None:
-        """Lay out anew layers that user code has given another format; each rank must call.
-
-        Raises:
-            ConfigError: The optimizers have a state of the layers already.
-        """
+        """Lay out anew layers that user code has given another format; each rank must call."""
         strategy, engine = self.strategy, self.strategy.engine
         if not engine.adoption.may_reformat or any(one.is_stepping for one in self.sharded):
             return

@@ -4,32 +4,15 @@
     rank 0   of ranks of one process, whose others end with the fit: it gathers, they have NaNs
     shards   nothing is gathered. Engine and groups stay as they are, at rest: `save_checkpoint`
              works as in the fit
-    states   up to stage 2, where parameters are full anyway: the module is as after any fit, and
-             the optimizers' states stay in shards. What says how they are cut is `_cut_states`
-    a run    makes the module full first, as at the beginning of any run; after an evaluation its
-             ranks have shards again, and the optimizers' states have been there all the time
+    states   up to stage 2, where parameters are full anyway: the optimizers' states stay in shards
 
-What "auto" decides is the same on all ranks. After a failure each rank has what it has.
+What "auto" decides is the same on all ranks. After a failure each rank has what it has. The next
+run makes a module that rests in shards full first; any other use raises an error that says so.
 
-`ShardsAtRest` stands over a module that a run has left in shards, until another run takes it:
-
-module(x), module.state_dict()      an error, which says what to do
-module.load_state_dict(...)
-copy.deepcopy, pickle, torch.save
-name, shape, full_tensor()          as in a hook of the run
-trainer.save_checkpoint             `opened` around what saves
-the next run                        calls `wake`, which makes the module full first
-
-Tensors in shards that user code keeps on its objects become full ones once the run is over:
-
-    self.average = {n: p.detach().clone()}   in a hook, each rank has its shards of them
-    self.activation = output                 in a split layer's hook, each has its part
-    the run ends                             full tensors in these places, on every rank
-    after the fit, and in another run        code goes on with them as on one device
-
-They are looked for in the module and its parts, the callbacks and the data module: in lists, tuples
-and mappings, and in objects of classes of the user's own. What some ranks have kept alone, and what
-shows a parameter and is no copy of it, stays in shards: its use after the run is refused by name.
+Tensors in shards that user code keeps on its objects (the module and its parts, the callbacks, the
+data module, in containers and the user's own classes) become full ones once the run is over. What
+some ranks have kept alone, and what shows a parameter and is no copy of it, stays in shards: its
+use after the run is refused by name.
 """
 
 from collections import deque
@@ -170,10 +153,8 @@ def _is_holder(value: Any) -> bool:
 class ShardsAtRest:
     """Refuses by name what would take a rank's shards for the parameters.
 
-    Args:
-        module: The module that is left in shards.
-        rank: This rank, for error messages.
-        wake: Makes the module full; each rank must call. Returns False if that cannot be any more.
+    Names, shapes and `full_tensor()` are as in a hook of the run. `wake` makes the module full, for
+    which each rank must call, and returns False if that cannot be any more.
     """
 
     def __init__(self, module: nn.Module, rank: int, wake: Callable[[], bool]) -> None:
@@ -203,12 +184,7 @@ class ShardsAtRest:
         ]
 
     def refuse(self, what: str, module: nn.Module) -> None:
-        """Raise ConfigError unless this is `opened`.
-
-        Args:
-            what: What is done to the module, whose class is named at "{}".
-            module: The module, or a part of it.
-        """
+        """Raise unless this is `opened`; `what` names the module's class where it has "{}"."""
         if not self._is_open:
             raise self.error(what.format(f"the {type(module).__name__}"))
 
@@ -255,11 +231,7 @@ class _Refusal:
 
 
 def wake(module: nn.Module) -> None:
-    """Make a module full that another strategy's run has left in shards; each rank must call.
-
-    Raises:
-        ConfigError: That strategy is gone.
-    """
+    """Make a module full that another strategy's run has left in shards; each rank must call."""
     stands: ShardsAtRest | None = vars(module).get(_STANDS)
     if stands is not None and not stands.wake():
         raise stands.error(
@@ -271,8 +243,6 @@ class FitEnd(RunPart):
     """Ends a run with full parameters or with shards.
 
     Attributes:
-        after_fit: What the option says.
-        failed: Whether the run has raised.
         at_rest: Stands over the module that is left in shards; None over any other.
         cut_states: Says how optimizers' states are cut that stay beside full parameters.
     """
@@ -294,11 +264,7 @@ class FitEnd(RunPart):
         self.after_fit = after_fit if self.strategy.may_leave_shards else True
 
     def check(self) -> None:
-        """Refuse what a fit could not leave in shards, at its beginning.
-
-        Raises:
-            ConfigError: A callback averages weights, and shards are to stay.
-        """
+        """Refuse what a fit could not leave in shards, at its beginning."""
         averages = self.run.setup.averages
         if averages and self.after_fit is False and not self.run.has_full_parameters:
             raise ConfigError(
@@ -509,12 +475,7 @@ class FitEnd(RunPart):
         return "keep" if engine.model is self.strategy.model else "gather"
 
     def _wake(self, states: StatesAtRest) -> None:
-        """Make the module that rests full; each rank must call.
-
-        Args:
-            states: What becomes of the optimizers' states: they stay in shards, rank 0 gathers
-                them, or they are dropped.
-        """
+        """Make the module that rests full, and the optimizers' states; each rank must call."""
         strategy, engine, rest = self.strategy, self.run.engine, self.at_rest
         assert engine is not None
         assert rest is not None
@@ -553,11 +514,7 @@ class FitEnd(RunPart):
                 optimizer.load_state_dict(state)
 
     def check_states_in_shards(self) -> None:
-        """Raise unless the optimizers' states of a fit are cut as an evaluation's parameters are.
-
-        Raises:
-            ConfigError: The model is cut in another way than in the fit.
-        """
+        """Raise unless the optimizers' states of a fit are cut as an evaluation's model is."""
         known, found = self._states_in_shards, [flat.layout for flat in self.run.engine.flats]
         if known is not None and known != found:
             raise ConfigError(

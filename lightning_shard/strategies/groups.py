@@ -65,12 +65,7 @@ def are_neighbours(hosts: Sequence[int]) -> bool:
 
 
 def warning_of_scattered_ranks(mesh: ParallelMesh, hosts: Sequence[int]) -> str:
-    """Return what to say when the ranks of a host are not neighbours.
-
-    Args:
-        mesh: The ranks of the run.
-        hosts: The host of each rank.
-    """
+    """Return what to say when the ranks of a host are not neighbours."""
     first = ", ".join(str(rank) for rank, host in enumerate(hosts) if host == hosts[0])
     layers, copies = mesh.groups("tp"), [one for same in mesh.copies for one in same]
     told = [
@@ -101,8 +96,6 @@ class MeshGroups(RunPart):
     """A rank's place in the mesh, and its groups while there are some.
 
     Attributes:
-        data_parallel_size: Models that train on different batches, or (replicate, shard).
-        axis_order: The axes of the mesh from the slowest to the fastest.
         everybody: All ranks; None where this rank asks nobody.
         reducing: Second groups of those that average gradients, for gradients.
         made: The groups of ranks that share models; None without dimensions.
@@ -237,11 +230,7 @@ class MeshGroups(RunPart):
             self._made_beside = group
 
     def make(self, make_group: MakeGroup | None = None) -> None:
-        """Make the groups beside the default one, once for each default group.
-
-        Args:
-            make_group: Makes the group of these ranks; by default as torch does.
-        """
+        """Make the groups beside the default one, once for each default group."""
         if self.strategy.dimensions:
             self._make_of_models(make_group or self._group)
         self.reducing = self.gradients.duplicate(self.strategy.local_ranks.timeout)

@@ -1,8 +1,7 @@
 """How a rank finds its place among the others and joins them: for a Trainer and for Fabric alike.
 
-cluster environment   fitted to the backend, and told which rank this is
-process group         the backend's, made once for each launch; later runs of the script adopt it,
-                      but for elastic training, which has its own made anew
+The process group is made once for each launch; later runs of the script adopt it, but for elastic
+training, which has its own made anew.
 """
 
 import atexit
@@ -58,11 +57,7 @@ class OnLocalRanks:
 
     @property
     def root_device(self) -> torch.device:
-        """The rank's device.
-
-        Raises:
-            ConfigError: There are no devices yet.
-        """
+        """Return the rank's device, or raise ConfigError when there are no devices yet."""
         devices, runner = self.parallel_devices, self.local_ranks.runner
         if not devices:
             raise ConfigError(f"The strategy has no devices yet; pass it to a {runner} first.")
@@ -96,12 +91,7 @@ class OnLocalRanks:
         self._checkpoint_io = checkpoint_io
 
     def set_world_ranks(self) -> None:
-        """Fit the cluster environment to the backend, and tell it and Lightning which rank this is.
-
-        Raises:
-            ConfigError: The strategy's option contradicts what was passed to the runner, or the
-                launcher's variables do.
-        """
+        """Fit the cluster environment to the backend, and tell it which rank this is."""
         found, ranks, devices = self.cluster_environment, self.local_ranks, self.parallel_devices
         assert found is not None
         self.cluster_environment = found = ranks.fitting(found, devices or ())
@@ -127,18 +117,11 @@ _users: "list[ref[OnLocalRanks]]" = []  # in an order that all ranks have
 class LocalRanks:
     """What a strategy's options say of its ranks on this host: over which backend, how many.
 
-    Args:
-        options: Options of the strategy.
-        runner: Class of the object that has the devices: "Trainer" or "Fabric".
-        may_share_memory: Whether ranks that choose their backend by themselves may share memory.
-
     Attributes:
-        runner: Class of the object that has the devices.
+        runner: Class of the object that has the devices: "Trainer" or "Fabric".
         named_backend: The backend; None for the one that goes with the devices.
         num_ranks: Number of ranks; None for as many as there are devices.
         may_share_memory: Whether ranks that choose their backend by themselves may share memory.
-        debug: Whether ranks compare their calls.
-        timeout: Longest wait for a peer.
     """
 
     def __init__(
@@ -172,11 +155,7 @@ class LocalRanks:
     def fitting(
         self, found: ClusterEnvironment, devices: Sequence[torch.device]
     ) -> ClusterEnvironment:
-        """Return the cluster environment that goes with the backend.
-
-        Raises:
-            ConfigError: The option `num_ranks` contradicts the devices.
-        """
+        """Return the cluster environment that goes with the backend."""
         if self.num_ranks is not None and len(devices) not in (1, self.num_ranks):
             raise ConfigError(
                 f"num_ranks={self.num_ranks} and {self.runner}(devices={len(devices)}) contradict "

@@ -52,11 +52,7 @@ class LocalUpdates(SchemeHooks):
         enter(after_training_epochs(trainer, self.run.checkpoints.saves.advance))
 
     def refuse(self, trainer: "pl.Trainer", syncs: str, averages: str) -> None:
-        """Refuse what has ranks compute together, saying what that means here and what to do.
-
-        Raises:
-            ConfigError: Synchronised batch norms, or a callback that averages weights.
-        """
+        """Refuse what has ranks compute together, saying what that means here and what to do."""
         if layer_sync(self.strategy) is not None:
             raise ConfigError(
                 f"sync_batchnorm=True makes ranks wait for each other in every forward, but under "

@@ -1,16 +1,11 @@
 """What a strategy tells an out-of-memory error: what its rank held, and what would hold less.
 
-    torch.OutOfMemoryError                                     of a device
-    RuntimeError: ... DefaultCPUAllocator: can't allocate ...  of a host
-
 The error stays the one that was raised, so that Lightning's batch size finder goes on catching it;
 a note is added, which Python prints below it.
 
 How large activations are, with and without checkpointing, is told by dry runs in the middle of a
 fit. Its module is in the engine's hands: parameters may show shards, blocks have hooks and
 other forwards. So a copy without hooks, of full shapes and without elements, takes the step.
-
-What a rank holds is counted by storage, and nothing is allocated for it.
 """
 
 import copy
@@ -52,18 +47,16 @@ class MemoryKinds:
     """Bytes of one rank, by kind.
 
     Attributes:
-        parameters: Bytes of parameters between the steps, master copies included.
-        gathered: Bytes of units that are full for the moment, under ZeRO stage 3.
-        gradients: Bytes of gradients that wait for the optimizer.
-        communication: Bytes of full gradients that are on their way to the ranks that have them.
-        optimizer_state: Bytes of the optimizer's state.
-        offloaded: Bytes in host memory besides, under offload.
-        activations_on_host: Bytes of the host memory that activations lie in.
-        gathered_matrices: Bytes of matrices and their gradients that an optimizer of full matrices
-            needs on this rank while it updates them, where layers are in parts.
-        others: Bytes of activations and all else that torch has allocated on the device; None where
-            that cannot be told, as on a CPU.
-        process: Bytes of the whole process, where `others` cannot be told; None where neither can.
+        parameters: Parameters between the steps, master copies included.
+        gathered: Units that are full for the moment, under ZeRO stage 3.
+        gradients: Gradients that wait for the optimizer.
+        communication: Full gradients that are on their way to the ranks that have them.
+        offloaded: Host memory besides, under offload.
+        gathered_matrices: Matrices and their gradients that an optimizer of full matrices needs on
+            this rank while it updates them, where layers are in parts.
+        others: Activations and all else that torch has allocated on the device; None where that
+            cannot be told, as on a CPU.
+        process: The whole process, where `others` cannot be told; None where neither can.
     """
 
     parameters: int
@@ -299,7 +292,6 @@ class Situation:
 
     Attributes:
         held: Bytes that the rank holds in a whole step.
-        stage: ZeRO stage, 0 to 3.
         max_stage: The highest that its other options allow.
         num_shards: Number of ranks that share out a copy of the state, or could.
         largest_units: Bytes of the units that stage 3 has full at a time.
@@ -308,8 +300,6 @@ class Situation:
         checkpoints: Whether activations are computed again already.
         activations: Bytes of activations, and with "full" checkpointing; None where unknown.
         num_microbatches: Number of microbatches of a pipeline's batch; 1 without one.
-        offload: What lies in host memory already.
-        offloads_activations: Whether activations do.
     """
 
     held: HeldBytes

@@ -27,11 +27,7 @@ def strategy_name(strategy: Any) -> str:
 
 
 def check_interactive(strategy: Any, launcher: Launcher, num_ranks: int) -> None:
-    """Refuse to start processes from a notebook, where there is no script to run again.
-
-    Raises:
-        ConfigError: Naming the strategy that works there.
-    """
+    """Refuse to start processes from a notebook, where there is no script to run again."""
     if not is_interactive() or launcher.is_interactive_compatible:
         return
     name = strategy_name(strategy)

@@ -22,11 +22,7 @@ _OWN_KINDS = (Collectives, DataGroups, RunGroups, dist.ProcessGroup, SettingsOfS
 
 
 class RunPart:
-    """One idea of a strategy's runs.
-
-    Args:
-        run: The run, which has the strategy and the other parts.
-    """
+    """One idea of a strategy's runs, which knows the strategy and the other parts by the run."""
 
     def __init__(self, run: Any) -> None:
         self.run = run
@@ -70,11 +66,7 @@ class SchemeHooks(RunPart):
         """Refer to none of them any more."""
 
     def begin_run(self, trainer: "pl.Trainer") -> None:
-        """Refuse what cannot be in a fit, before anything is changed.
-
-        Raises:
-            ConfigError: The module, a callback or an option does not go with the scheme.
-        """
+        """Refuse what cannot be in a fit, before anything is changed."""
 
     def begin_fit(self, trainer: "pl.Trainer") -> None:
         """Take part in a fit's loops, once the fit is set up."""

@@ -42,10 +42,6 @@ from lightning_shard.strategies.trainer.termination import RunTermination
 class Run:
     """The runs of one strategy on one rank.
 
-    Args:
-        strategy: The strategy, which Lightning calls.
-        options: The options that the strategy was made with.
-
     Attributes:
         options: What the engine is made with.
         announces: Whether to say at the beginning of a fit what is held.
@@ -164,13 +160,7 @@ class Run:
     def salvaging(
         self, error: BaseException, *, is_common: bool, gone: Sequence[int]
     ) -> AbstractContextManager[None]:
-        """Make the context in which callbacks hear of an exception and may save checkpoints.
-
-        Args:
-            error: Exception that this rank has raised.
-            is_common: Whether all ranks have raised at the same place, and enter this, too.
-            gone: Ranks that have died.
-        """
+        """Make the context in which callbacks hear of an exception, as `salvage.salvaging` does."""
         if is_common and self.has_shut_down_together:
             self.termination.settle(self.strategy)
         self.checkpoints.saves.end(error, is_common=is_common)

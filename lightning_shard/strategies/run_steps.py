@@ -42,7 +42,6 @@ class RunLoops(RunPart):
 
     Attributes:
         in_run: What is put into the trainer of a run.
-        compares: Whether ranks compare at steps what hooks and schedulers change.
         asked_formats: Notes which formats user code asks of modules, until they are converted.
     """
 

@@ -2,23 +2,19 @@
 
     all ranks have raised at the same place   they save together, as ever
     a signal has stopped all of them          so they do, and once if nobody asks: see below
-    each rank has the full state             the first that is left saves it, and asks nobody
+    each rank has the full state              the first that is left saves it, and asks nobody
     other ranks have parts of the state       an error says why there is no file
 
-Callbacks such as `OnExceptionCheckpoint` call `trainer.save_checkpoint`, which asks all ranks. A
-rank that has failed alone would wait for peers that are somewhere else, or write its part of the
-state to a file that looks full.
+A rank that has failed alone would wait in `trainer.save_checkpoint` for peers that are somewhere
+else, or write its part of the state to a file that looks full.
 
 When a signal ends a fit its state is saved once, for the job that goes on:
 
     SIGTERM            `last-sigterm.ckpt` beside the files of the first `ModelCheckpoint`, unless a
                        callback saves on the exception; `ckpt_path="last"` finds the newest
-    SLURM's requeue    `hpc_ckpt_N.ckpt` in the trainer's default folder, where Lightning looks for
-                       it in the job's next life; then rank 0 has the job requeued
-
-All ranks have stopped before the same batch. Callbacks that save on an exception, each to its own
-file, do so as ever. The checkpoint for SLURM comes before them. It gets its name when it is
-complete: Lightning counts everything that has `hpc_ckpt_` in its name, leftovers too.
+    SLURM's requeue    `hpc_ckpt_N.ckpt` in the trainer's default folder, before callbacks save
+                       theirs; it gets its name when it is complete, since Lightning counts
+                       everything that has `hpc_ckpt_` in its name. Then rank 0 has the job requeued
 """
 
 import os

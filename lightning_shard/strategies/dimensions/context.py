@@ -33,11 +33,7 @@ from lightning_shard.tensor_parallel.randomness import share_random_state
 
 
 class ContextDimension(ParallelDimension):
-    """Each rank has a part of every sequence between the blocks, and all parameters.
-
-    Args:
-        size: Ranks that share each sequence; None for all.
-    """
+    """Each rank has a part of every sequence between the blocks, and all parameters."""
 
     axis = "cp"
     averages_gradients = True
@@ -145,10 +141,8 @@ def _cut(
 class MeanGradients(DifferentiatedParts):
     """Averages the gradients of full tensors over the ranks that share each sequence.
 
-    Source: the convention of `crossings`: the mean over the ranks is the gradient everywhere.
-
-    Args:
-        group: Group of the W ranks, each of which must differentiate.
+    By the convention of `crossings` the mean over the ranks, which must all differentiate, is the
+    gradient everywhere.
     """
 
     def __init__(self, group: Collectives) -> None:

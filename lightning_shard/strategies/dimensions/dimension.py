@@ -9,17 +9,10 @@
     restore                        the end of a run, and of a set-up that has failed
     described, simulated           instead of all that: a dry run
 
-Its options are a group beside it, which makes it; a scheme's options have those of each of its
-dimensions as bases, and so a scheme gets one dimension more by one name more among them. What an
-axis of its own needs beside that is the mesh's, which takes any.
-
 A dimension is told what it may know of the run in a `RunView`; it knows neither the strategy nor
 other dimensions. The first of a strategy's dimensions splits the full model, each other one what
 those before it have left; restoring goes the other way. What the first does around a step is
 outermost; one that has a step run in another way, as a pipeline does, is the last.
-
-Who runs a step of the user's module is one object, a `StepRunner`, which dimensions wrap or take
-the place of.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,10 +44,6 @@ class RunView:
     Attributes:
         module: The user's LightningModule.
         model: What is trained: the module, or what a wrapper has made of it.
-        mesh: The grid of the run's ranks.
-        rank: Number of this rank in the mesh.
-        device: Device of this rank.
-        is_fitting: Whether the run trains.
         layer_sync: How batch norms are to be synchronized, where the user asks for it.
         matches_tags: Whether the backend tells messages of one rank apart by their tags.
         groups: This rank's group along each axis of a dimension; there once groups are made.
@@ -93,19 +82,14 @@ class RunView:
 class RunGroups:
     """A rank's groups in a run whose ranks share models.
 
-    samples      other samples: loaders, random numbers, metrics, logged and gathered values
-    gradients    the same parameters, other activations: those above, and ranks that compute other
-                 parts of one sample. Engines, their state and batch norms
-    of_parts     of those, the ranks that have the same parts of what is shared out: of experts
-    model        the same samples: all axes of the dimensions together
-    along        each of these axes alone
-
     Attributes:
-        samples: The ranks that are given other samples.
-        gradients: Those that average gradients, and how they share out the state.
-        model: Those that share one model, and are given the same samples.
-        of_parts: Those that average gradients of what is shared out, and second groups of them for
-            gradients; None where nothing is.
+        samples: Ranks that are given other samples: for loaders, random numbers, metrics, logged
+            and gathered values.
+        gradients: Ranks with the same parameters and other activations: those of `samples`, and
+            those that compute other parts of one sample. For engines, state and batch norms.
+        model: Ranks that share one model and are given the same samples: all axes together.
+        of_parts: Ranks of `gradients` that have the same parts of what is shared out, such as
+            experts, and second groups of them; None where nothing is.
         along: Those that share it along one axis.
     """
 
@@ -199,11 +183,7 @@ class ParallelDimension:
         """Refuse that ranks keep several copies of the state, each in shards on so many of them."""
 
     def check(self, run: RunView) -> None:
-        """Refuse what cannot be, before anything is changed; there are no groups yet.
-
-        Raises:
-            ConfigError: The module, or what the user asks for besides, does not go with this.
-        """
+        """Refuse what cannot be, before anything is changed; there are no groups yet."""
 
     def brings_model(self, run: RunView) -> bool:
         """Whether `split` brings to this rank's device what belongs there, and no more."""
@@ -212,8 +192,7 @@ class ParallelDimension:
     def split(self, run: RunView) -> ModelSplit | None:
         """Take off the model what other ranks have; each rank must call.
 
-        Returns:
-            How the parameters that are here make up full ones; None where nothing is split.
+        Returns how the parameters that are here make up full ones; None where nothing is split.
         """
         return None
 
@@ -286,20 +265,14 @@ class ParallelDimension:
     ) -> Description:
         """Return the description of a world that is not there, with what this does in it.
 
-        Args:
-            found: The description so far, with the mesh.
-            module: As for `split`, but its parameters may be on meta.
-            measure: Measures the blocks of the module.
+        Unlike for `split`, the module's parameters may be on meta.
         """
         return found
 
     def simulated(self, model: nn.Module, found: Description, group: Collectives) -> Simulated:
         """Change a model without elements as `split` and `attach` do one that trains.
 
-        Args:
-            model: The model of the first rank along each axis.
-            found: The description of the world, whose axis has more ranks than one.
-            group: The simulated group of the ranks along the axis.
+        The model is that of the first rank along each axis, and the group is simulated.
         """
         return Simulated()
 

@@ -36,11 +36,7 @@ from lightning_shard.tensor_parallel.full_view import ViewsOfKeptParameters
 
 
 class ExpertDimension(ParallelDimension):
-    """Each rank has some of every mixture's experts, and all other parameters.
-
-    Args:
-        size: Ranks that share the experts.
-    """
+    """Each rank has some of every mixture's experts, and all other parameters."""
 
     axis = "ep"
     averages_gradients = True

@@ -94,8 +94,7 @@ class MicrobatchedSteps(StepRunner):
     def check_gather(self, tensor: Tensor, *, sync_grads: bool) -> None:
         """Refuse to gather with gradients inside a step of which a microbatch is a part only.
 
-        Counts that differ between microbatches are refused as well: a mean over as many tokens of
-        each is not that over the batch's.
+        Counts that differ between microbatches are refused too: their means are not the batch's.
         """
         is_count = tensor.numel() == 1 and not (tensor.requires_grad or is_placeholder(tensor))
         if self._num_in_step > 1 and is_count and (count := float(tensor)).is_integer():

@@ -46,12 +46,7 @@ from lightning_shard.strategies.trainer.measured_stages import measured_costs
 
 
 class PipelineDimension(ParallelDimension):
-    """Each rank has some of the model's stages, and runs the whole step up to their end.
-
-    Args:
-        size: Ranks of one pipeline; None for all.
-        options: What the stages are, and what runs when.
-    """
+    """Each rank has some of the model's stages, and runs the whole step up to their end."""
 
     axis = "pp"
 
@@ -68,11 +63,7 @@ class PipelineDimension(ParallelDimension):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline; there from the set-up of a run to its end.
-
-        Raises:
-            ConfigError: At other times, and where one rank has all stages.
-        """
+        """The pipeline, from a run's set-up to its end, or ConfigError without several ranks."""
         if self._pipeline is None:
             raise ConfigError("There is no pipeline before the strategy's setup or after teardown.")
         return self._pipeline
@@ -310,15 +301,8 @@ _OF_NOTHING = re.compile(r"\(0\)|\[0\]|\bsize 0\b|numel\(\) == 0|no identity")
 def explaining_absent(names: Sequence[str]) -> Iterator[None]:
     """Say which parameters other ranks have when user code inside fails on an empty tensor.
 
-    Between the steps of a pipeline a parameter of another stage has no elements here. User code
-    that computes with it and with a full tensor, like an average that is kept by hand, fails on its
-    size.
-
-    Args:
-        names: Names of the parameters that other ranks of the pipeline have.
-
-    Raises:
-        ConfigError: User code failed on a tensor without elements; in place of torch's error.
+    Between the steps a parameter of another stage has no elements here. User code that computes
+    with it and with a full tensor, like an average that is kept by hand, fails on its size.
     """
     try:
         yield

@@ -55,9 +55,8 @@ class ScheduleOptions(Options):
 class StageOptions(ScheduleOptions):
     """What follows from a pipeline's options, on any number of ranks.
 
-    Attributes:
-        joins_halves: Whether both halves of a backward run at once, since each would compute the
-            activations of checkpointed blocks again.
+    It joins both halves of a backward where each would compute the activations of checkpointed
+    blocks again.
     """
 
     joins_halves: bool = False
@@ -82,11 +81,7 @@ class StageOptions(ScheduleOptions):
         return place_stages(self.schedule, num_ranks, self.num_stages(num_ranks))
 
     def table(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Return what the ranks do with a batch of so many parts.
-
-        Raises:
-            ConfigError: The schedule does not allow it.
-        """
+        """Return what the ranks do with a batch of so many parts."""
         table = make_schedule(
             self.schedule,
             num_ranks=num_ranks,
@@ -98,14 +93,7 @@ class StageOptions(ScheduleOptions):
     def cut(
         self, model: nn.Module, blocks: BlockList, measured: BlockCosts | None, num_ranks: int
     ) -> Partition:
-        """Cut a model into stages.
-
-        Args:
-            model: The model that has the blocks.
-            blocks: The repeated blocks, in their order.
-            measured: Costs of the blocks, where `split` asks for them.
-            num_ranks: Number of the pipeline's ranks.
-        """
+        """Cut a model into stages, by the blocks' measured costs where `split` asks for them."""
         return partition_blocks(
             model,
             blocks,

@@ -40,13 +40,7 @@ LayerPlan: TypeAlias = Annotated[dict[str, Any], Limit("of patterns and their st
 
 
 class TensorDimension(ParallelDimension):
-    """Each rank has a part of every wide layer, and computes what it has.
-
-    Args:
-        size: Ranks that share each layer; None for all.
-        plan: Maps patterns of module paths to styles; anything else finds a plan.
-        sequence_parallel: Whether activations between the layers' regions are in slices.
-    """
+    """Each rank has a part of every wide layer, and computes what it has."""
 
     axis = "tp"
 

@@ -1,14 +1,7 @@
 """The private names of Lightning and torchmetrics that this room and the strategies touch.
 
-Checked with lightning 2.6; `tests/strategies/tensor_parallel/test_batches.py`,
-`tests/strategies/trainer/test_measured_stages.py`,
-`tests/strategies/trainer/test_lightning_loops.py`,
-`tests/strategies/trainer/test_place_in_data.py`, `tests/checkpoint/test_same_bits.py`,
-`tests/checkpoint/test_model_checkpoint.py` and
-`tests/strategies/data_parallel/test_compile.py` fail when one changes.
-
-Those of torchmetrics are checked with torchmetrics 1.9;
-`tests/strategies/trainer/logs/test_step_logs.py` fails when one changes.
+Checked with lightning 2.6 and torchmetrics 1.9; tests under `tests/strategies` and
+`tests/checkpoint` that go through a Trainer fail when one changes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -295,8 +288,7 @@ def count_batches_anew(trainer: "pl.Trainer", num_batches: int) -> None:
 def skip_batches(fetcher: Any, num_batches: int) -> None:
     """Fetch so many batches of a loop's data that has just begun, and drop them.
 
-    The loop itself counts them as fetched, and ends the epoch where there are no more. Where the
-    data has no length, the fetcher is one ahead.
+    The loop itself counts them as fetched, and ends the epoch where there are no more.
     """
     ahead = bool(getattr(fetcher, "batches", ()))
     with suppress(StopIteration):

@@ -1,12 +1,8 @@
 """One line at the start of a fit: the strategy, the ranks, and the bytes that each will hold.
 
-zero3 on 4 ranks (in_process, threads of this process): 470,528 parameters; each rank will hold
-1.79 MiB: parameters 459.50 KiB, gradients 459.50 KiB, optimizer state 919.00 KiB
-
-The bytes that an optimizer's state will take are estimated. An optimizer of the same class and
-options takes a step on a parameter of a few elements. What it then keeps with as many elements
-grows with a parameter; what has one element does not. That is done for torch's own optimizers only:
-the step of another might do more than to update.
+The bytes that an optimizer's state will take are estimated: an optimizer of the same class and
+options takes a step on a parameter of a few elements. That is done for torch's own optimizers only,
+as the step of another might do more than to update.
 """
 
 import inspect
@@ -45,13 +41,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def announce(strategy: Any, name: str, num_parameters: int) -> None:
-    """Log the line on rank 0, as Lightning does its own; each rank must call.
-
-    Args:
-        strategy: A `DataParallelStrategy` whose engine and optimizers exist.
-        name: Name by which a Trainer makes such a strategy.
-        num_parameters: Number of elements of the full model's parameters.
-    """
+    """Log the line on rank 0, as Lightning does its own; each rank must call."""
     mine, unknown = what_is_held(strategy.engine, strategy.optimizers)
     held = [mine]
     if strategy.engine.split.groups_of_layers:  # ranks have different layers
@@ -160,9 +150,7 @@ _SIDE = 3  # of the trial's parameter
 def expected_state_bytes(optimizer: Optimizer, shards: Mapping[nn.Parameter, Tensor]) -> int | None:
     """Return the bytes that an optimizer's state will take on this rank.
 
-    Returns:
-        Bytes on this rank; None where no trial can tell: a class that is not torch's, or state
-            of other shapes.
+    None stands for what no trial can tell: a class that is not torch's, or state of other shapes.
     """
     total = 0.0
     trials: dict[tuple[int, int, torch.dtype], tuple[float, int] | None] = {}

@@ -27,14 +27,9 @@ def agree_on_batches(
     *,
     is_training: bool = False,
 ) -> Any:
-    """Compare a loader's length over the ranks; wrap a loader without a length.
+    """Compare a loader's length over the ranks, by their answers; wrap a loader without a length.
 
-    Args:
-        loader: This rank's loader.
-        answers: Lengths on the ranks, as `lengths_on_ranks` returns them.
-        collectives: Group of the ranks that must take the same steps.
-        device: Where the messages about streams lie.
-        is_training: Whether a stream without a batch is warned of; Lightning warns of lengths of 0.
+    In training a stream without a batch is warned of; Lightning warns of lengths of 0.
     """
     lengths = [length for length in answers if length is not None]
     if len(lengths) < len(answers):
@@ -53,12 +48,7 @@ def agree_on_batches(
 
 
 def check_same_lengths(loader: Any, collectives: Collectives) -> None:
-    """Raise unless ranks that share the work on each batch have the same number of them.
-
-    Args:
-        loader: This rank's loader.
-        collectives: Group of the ranks that share the work; each must call.
-    """
+    """Raise unless ranks that share the work on each batch have the same number of them."""
     lengths = lengths_on_ranks(loader, collectives)
     if len(set(lengths)) > 1:
         raise ConfigError(
@@ -78,14 +68,7 @@ def _length(loader: Any) -> int | None:
 
 
 class AgreedBatches:
-    """A loader of unknown length whose ranks agree before each batch that all have one.
-
-    Args:
-        loader: Any iterable of batches.
-        collectives: Group of the ranks that must take the same steps.
-        device: Where the one-element message lies.
-        is_training: Whether a stream without a batch on any rank is warned of.
-    """
+    """A loader of unknown length whose ranks agree before each batch that all have one."""
 
     def __init__(
         self,

@@ -53,13 +53,10 @@ _OF_RANKS = ("num_replicas", "rank", "world_size")  # attributes of one that kno
 
 
 class AssignedBatches:
-    """A rank's batches of a batch sampler.
+    """A rank's batches of a batch sampler, which must have a length.
 
-    Args:
-        batches: The user's batch sampler, which must have a length.
-        place: Returns `num_replicas` and `rank` of this rank now.
-        broadcast: Returns rank 0's value on every rank; each rank must call.
-        repeats: Whether some batches come twice, so that all ranks have the same number.
+    `place` returns `num_replicas` and `rank` of this rank now. With `repeats` some batches come
+    twice, so that all ranks have the same number.
     """
 
     def __init__(

@@ -1,24 +1,15 @@
 """Prepares Lightning's callbacks for a strategy that gives each rank shards of the parameters.
 
-ModelSummary                 counts what it sees: before the model is split
-BaseFinetuning               looks for parameters by identity: see below
-WeightAveraging, stochastic  average shards: see `weight_averaging`
-ModelPruning                 is refused
+    ModelSummary                 counts what it sees: before the model is split
+    BaseFinetuning               compares values with `torch.equal`; empty shards are all equal, so
+                                 every rank would leave others out of the group that is added
+    WeightAveraging, stochastic  average shards: see `weight_averaging`
+    ModelPruning                 is refused
+    log_graph=True               rank 0 alone traces the module, which it has in full only before
+                                 the model is split: so the graphs are drawn then
 
-`BaseFinetuning` compares values with `torch.equal`. Between the steps of ZeRO stage 3 each rank has
-shards of the parameters, and empty shards are all equal: every rank would leave others out of the
-group that is added, and the ranks' optimizers would no longer fit together.
-
-What is shown of a model is full where a rank has a part of each parameter, or none.
-
-A summary that is made in a hook counts what it sees. It touches the private names of Lightning's
-summaries, checked with lightning 2.6; `tests/strategies/trainer/test_callbacks.py` fails when
-one changes.
-
-Of the graphs that loggers draw (`TensorBoardLogger(log_graph=True)`) Lightning has rank 0 alone
-trace the module when the fit starts. By then a rank has only parts of the parameters, and the
-forward needs the other ranks. So the graphs are drawn before the model is split, where rank 0 has
-all of it.
+It touches the private names of Lightning's summaries, checked with lightning 2.6;
+`tests/strategies/trainer/test_callbacks.py` fails when one changes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

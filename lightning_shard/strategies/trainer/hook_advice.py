@@ -116,11 +116,7 @@ def may_see_loaded(module: "pl.LightningModule", callbacks: Sequence[Callback]) 
 
 @contextmanager
 def explaining_weights_elsewhere(rank: int) -> Iterator[None]:
-    """Explain errors of hooks of saving where weights are on rank 0 alone, or not there yet.
-
-    Raises:
-        ConfigError: The hook has asked for elements that are not here.
-    """
+    """Explain errors of hooks of saving where weights are on rank 0 alone, or not there yet."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:

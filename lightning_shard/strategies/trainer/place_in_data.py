@@ -5,24 +5,15 @@
     resumed         A make iterators   B draw the order, b0 b1 b2   S b3 ...
                                          fetched and dropped
 
-Lightning would begin the epoch's data anew. Batches that were trained on are fetched once more, so
-that whatever draws their order, and workers that augment them, come to be where they were; so do
-generators of their own. On the same mesh a loader with `state_dict` and `load_state_dict` goes
-there by itself, and nothing is dropped, unless Lightning has wrapped its sampler; so does a data
-module that loads a state, and a sampler or dataset whose state somebody has loaded.
+Batches that were trained on are fetched once more, so that whatever draws their order, and workers
+that augment them, come to be where they were. On the same mesh a loader, data module, sampler or
+dataset that has loaded a state goes there by itself, and nothing is dropped, unless Lightning has
+wrapped the loader's sampler. Where the mesh has changed, the order is drawn as rank 0 has drawn it,
+and the streams are those of the new run; as many samples are dropped as were given.
 
-Where the random streams are not this rank's own (the mesh has changed), the order is drawn as rank
-0 has drawn it, and the streams are those of the new run. Where a batch of all ranks has another
-size now, as many samples are dropped as were given, and not as many batches.
-
-What a checkpoint holds beside Lightning's and torch's entries, for all ranks and for each.
-
-    shared   compression's steps, PowerSGD's factors ...        the same for all ranks
-    own      random streams, place in the data, residuals ...   for this rank of the same mesh
-
-Both are the section `lightning_shard`, see `checkpoint.by_rank`. After a fit each rank keeps its
-own, for a checkpoint that is saved then; ranks of one process bring it together while they are
-there.
+What a checkpoint holds beside Lightning's and torch's entries is its section `lightning_shard`,
+for all ranks (compression's steps) and for each (random streams, place in the data, residuals).
+After a fit each rank keeps its own, for a checkpoint that is saved then.
 """
 
 import warnings
@@ -335,13 +326,9 @@ class KeptState:
     def entries(
         self, run: CheckpointedRun, file: StreamedFile | None, *, is_fitting: bool
     ) -> dict[str, Any]:
-        """Return the section's entries; each rank must call.
+        """Return the section's entries, without a fit those of the last one; each rank must call.
 
-        Args:
-            run: The run that is saved.
-            file: The file that is streamed; None where somebody must have all of it, or a folder is
-                saved.
-            is_fitting: Whether a fit runs; if not, they are those of the last one.
+        Without a streamed file somebody must have all of it, or a folder is saved.
         """
         shared, own, engine = self._shared, self._own, run.engine
         if is_fitting and engine is not None:

@@ -7,19 +7,11 @@
 
 What ranks may have for themselves is left out: places, loggers, callbacks that only look.
 
-Ranks which share every layer are given the same batch, which digests show.
-
-Parts of layers that work on different samples silently give wrong results, and ranks with batches
-of different shapes wait for each other for ever. So each rank digests its batch before it is used,
-and the ranks of the group compare: the batches 0, 1, 2, 4, 8 ... of each loader, which finds a
-wrong sampler at once and a rare difference in the end, at a cost that soon is nothing.
-
-Such ranks must compute the same, too, which the loss and the gradients show.
-
-A part of a weight that is used without its layer, or a plan that cuts where the module mixes
-features: each makes a wrong number that differs between the ranks. It shows in the loss and in the
-gradients of parameters that are not split. Like the batches, those of steps 0, 1, 2, 4,
-8 ... are compared.
+Ranks which share every layer must be given the same batch, and compute the same: else results are
+silently wrong, or ranks wait for each other for ever. They compare digests of the batches 0, 1, 2,
+4, 8 ... of each loader, which finds a wrong sampler at once and a rare difference in the end, at a
+cost that soon is nothing; and of those steps the loss and the gradients of parameters that are not
+split, which show a weight that is used without its layer, or a plan that cuts mixed features.
 """
 
 import platform
@@ -186,11 +178,7 @@ def started_with(strategy: Any, trainer: "pl.Trainer | None" = None) -> dict[str
 def check_same_settings(
     strategy: Any, collectives: Collectives, trainer: "pl.Trainer | None" = None
 ) -> None:
-    """Compare what ranks were started with; each must call, before it makes other groups.
-
-    Raises:
-        ConfigError: It differs; raised on every rank, with two values of each.
-    """
+    """Compare what ranks were started with; each must call, before it makes other groups."""
     check_alike(started_with(strategy, trainer), collectives, "settings", _ADVICE)
 
 

@@ -10,16 +10,10 @@
 The message is as long as the longest form that the group has met, so that ranks which wait for it
 need not know what comes.
 
-`common_values` makes one value of all ranks of what is logged, so that what decides by it decides
-alike.
-
-    an epoch's end    rank 0  val  .5 of 8 samples  ─┐   matched by name, with sync_dist or without:
-                      rank 1  val  .7 of 4 samples  ─┴─> .5667 on every rank, as one device has it
-    in steps          what a scheduler or a checkpoint monitors: the mean, when they ask for it
-
-Loggers, progress bars and `trainer.callback_metrics` have it as well. What is reduced in steps, by
-`self.log(..., on_step=True, sync_dist=True)`, goes by the order of calls: at an epoch's end ranks
-compare which names they have logged so.
+`common_values` makes one value of what all ranks have logged, so that what decides by it (a
+scheduler, a checkpoint) decides alike. An epoch's values are matched by name, with sync_dist or
+without; what is reduced in steps by `sync_dist=True` goes by the order of calls, and so ranks
+compare at an epoch's end which names they have logged so.
 """
 
 import math
@@ -56,12 +50,7 @@ _UNKNOWN = -1.0
 
 
 class SharedValues:
-    """Sends values from one rank of a group to the others.
-
-    Args:
-        group: Group of the ranks, each of which must call `share` in the same order.
-        source: Rank in `group` that has the values.
-    """
+    """Sends values from one rank, `source`, to the group, whose ranks call `share` in one order."""
 
     def __init__(self, group: Collectives, source: int) -> None:
         self._group = group
@@ -145,12 +134,7 @@ class _Number:
 
 @dataclass(frozen=True)
 class _SmallTensor:
-    """Stands in a form for a floating-point tensor whose elements are among the numbers.
-
-    Attributes:
-        dtype: Format of the tensor.
-        shape: Shape of the tensor.
-    """
+    """Stands in a form for a floating-point tensor whose elements are among the numbers."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -163,12 +147,7 @@ class _Object:
 
 @dataclass(frozen=True)
 class _LargeTensor:
-    """Stands among the objects for a tensor that is sent in a message of its own.
-
-    Attributes:
-        dtype: Format of the tensor.
-        shape: Shape of the tensor.
-    """
+    """Stands among the objects for a tensor that is sent in a message of its own."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

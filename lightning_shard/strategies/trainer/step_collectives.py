@@ -1,27 +1,17 @@
 """`self.all_gather(...)` and `strategy.reduce`: tensors of all data-parallel ranks together.
 
-Gathered tensors have gradients where asked for:
-
     forward    x of rank r            ──> [x of rank 0, x of rank 1, ...] on every rank
     backward   sum over ranks of the  <── each rank's own gradient of its own loss
                gradients for x of r
 
 Parameters' gradients are averaged over the ranks afterwards. So where every rank computes the same
 loss of all samples, the sum of W equal gradients and the mean over W ranks cancel: the result is
-the gradient on a single device that has all samples, as in torch's `all_gather` and Lightning's
-ddp.
+the gradient on a single device that has all samples, as in torch's `all_gather`.
 
-In a step, what `torch.distributed` is asked without a group is asked of ranks of other samples.
-
-    dist.get_world_size()   dist.get_rank()   dist.all_reduce(n)   dist.broadcast(x, src=0)
-
-The default group has all processes, of which those of one model are given the same samples: a sum
-over it would count each of them several times. Calls that name a group are left alone. The
-functions are exchanged while a step runs, and what runs on other threads then is left alone, too.
-
-A metric of torchmetrics gathers its state over the default group, too. So that each data-parallel
-rank counts once, and not every rank of the world, the metrics of a module are told, for the length
-of a run, to gather over the data-parallel ranks.
+In a step, what `torch.distributed` and torchmetrics ask without a group is asked of the ranks of
+other samples: of the default group's processes those of one model are given the same samples, and a
+sum would count each several times. The functions are exchanged while a step runs; calls that name a
+group, and what runs on other threads then, are left alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -157,9 +147,6 @@ def gathered(tensor: Tensor, collectives: Collectives, *, sync_grads: bool) -> T
 
     Returns:
         Shape (W, ...).
-
-    Raises:
-        ConfigError: The ranks' shapes differ.
     """
     if is_placeholder(tensor):
         return torch.stack([tensor] * collectives.size)
@@ -189,11 +176,7 @@ def _check_shapes(tensor: Tensor, collectives: Collectives) -> None:
 
 
 def reduce_op_name(op: ReduceOp | str | None) -> ReduceOpName:
-    """Return the name in `Collectives` of one of Lightning's reductions.
-
-    Raises:
-        ConfigError: The reduction is not a mean, sum, maximum or minimum.
-    """
+    """Return the name in `Collectives` of one of Lightning's reductions, or raise ConfigError."""
     if op is None:
         return "sum"
     if isinstance(op, str):

@@ -44,11 +44,7 @@ from lightning_shard.strategies.trainer._lightning import (
 
 
 class TerminationHandler:
-    """Handles SIGTERM: tells the other ranks, and ends the process when the signal comes again.
-
-    Args:
-        lifeline: Tells the other ranks of the signal.
-    """
+    """Handles SIGTERM: tells the other ranks, and ends the process when the signal comes again."""
 
     def __init__(self, lifeline: Terminable) -> None:
         self._lifeline = lifeline
@@ -64,11 +60,7 @@ class TerminationHandler:
 
 
 class RequeueHandler:
-    """Handles SLURM's signal before it requeues the job: tells the other ranks.
-
-    Args:
-        lifeline: Tells the other ranks of the signal.
-    """
+    """Handles SLURM's signal before it requeues the job: tells the other ranks."""
 
     def __init__(self, lifeline: Requeueable) -> None:
         self._lifeline = lifeline
@@ -82,9 +74,6 @@ class RequeueHandler:
 
 class RunTermination:
     """How a signal to any rank ends the runs of one strategy.
-
-    Args:
-        saves: Whether a fit that SIGTERM ends is to be saved though no callback does so.
 
     Attributes:
         lifeline: Says whether ranks stop before a step, at no cost for it; None where they have
@@ -141,10 +130,7 @@ class RunTermination:
     ) -> None:
         """Begin a step; every rank must call before each of its steps.
 
-        Raises:
-            SIGTERMException: This rank was sent SIGTERM, or SLURM requeues the job; all ranks stop
-                here.
-            RankFailedError: Another rank was sent SIGTERM, or has failed.
+        A signal to this rank, or SLURM's, raises SIGTERMException; another rank's RankFailedError.
         """
         lifeline = self.lifeline
         if lifeline is None or not lifeline.step():

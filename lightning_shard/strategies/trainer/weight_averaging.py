@@ -1,19 +1,13 @@
 """Lightning's weight averaging callbacks on shards: each rank averages what it holds.
 
-    module's weights    full ───split, cut──> this rank's shards ──────────────> full, at the end
-                                                  │ average, swap, copy
-    callback's copy     full ───split, cut──> the same shards ──joined──> full, to save and at the
-                                                                          end
 The callbacks copy the full module before the strategy has split it, and then go through the
 parameters of both side by side. So the copy's are cut here as the engine has cut the module's, and
 where a callback goes through the module it is given the engine's shards, in the optimizer's format.
-Afterwards every rank gets the full weights anew.
+Afterwards every rank gets the full weights anew. A function of the user's that averages is tried
+first, on a matrix and its shards: each element has to be averaged by itself.
 
 Private names of Lightning are touched here alone; checked with lightning 2.6,
 `tests/strategies/trainer/test_weight_averaging.py` fails when one changes.
-
-A function of the user's that averages is tried first, on a matrix and its shards: each element has
-to be averaged by itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -261,11 +255,9 @@ class AverageOfShards:
             own.copy_(kept)
 
     def restore(self, *, full: bool) -> None:
-        """Give the callback its methods back, and with `full` the full average.
+        """Give the callback its methods back, and with `full`, by all ranks, the full average.
 
-        Args:
-            full: Whether the callback gets the full average, for which each rank must call; without
-                it (after a failure, when peers may be gone) an average in shards is lost.
+        After a failure, when peers may be gone, an average in shards is lost.
         """
         if full:
             self._gather_buffers()
@@ -330,11 +322,7 @@ Averaged = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
 def why_not_elementwise(averaged: Averaged) -> str | None:
-    """Return in words how shards come out differently than the matrix; None when they do not.
-
-    Args:
-        averaged: Returns new averages for given averages and current values.
-    """
+    """Return in words how shards come out differently than the matrix; None when they do not."""
     generator = torch.Generator().manual_seed(0)
     average, current = torch.randn((2, *_SHAPE), generator=generator).unbind()
 

@@ -4,11 +4,8 @@
                 │ the full tensor, gathered for this one operation
                 └──> what was written is cut, and each rank keeps its shard
 
-Between the steps of tensor and pipeline parallel a parameter is a shard, or on another rank. A hook
-would compute another number from it on every rank, and writing by rows or by shape (an
-initialisation) would give another weight than a single device's. So operations on such a parameter
-get the full tensor in its place. It stays as long as the hook keeps a view of it, at most until the
-hook ends. Questions about shapes need no gathering. Gathering is collective: each rank must ask.
+The full tensor stays as long as the hook keeps a view of it, at most until the hook ends.
+Questions about shapes need no gathering. Gathering is collective: each rank must ask.
 
 Code of this package, and the layers' own forwards, see the shards. Under ZeRO stage 3 parameters
 show themselves full by their class (`data_parallel/views/sharded_parameter.py`), mostly without
@@ -55,13 +52,7 @@ _PASSED_THROUGH = (
 
 @dataclass(eq=False)
 class _Full:
-    """A parameter as a hook sees it.
-
-    Attributes:
-        param: The parameter itself, a shard or without elements.
-        tensor: The full tensor, without a graph.
-        is_assigned: Whether the hook has pointed the parameter at other memory.
-    """
+    """A parameter as a hook sees it: its full tensor, without a graph."""
 
     param: nn.Parameter
     tensor: Tensor
@@ -71,12 +62,9 @@ class _Full:
 class WeightsInHooks:
     """Gives hooks full tensors in place of the parameters of a split model.
 
-    Args:
-        engine: The engine of the model, which is split over other ranks.
-        rank: Global rank of this process, for error messages.
-        finish_copies: Called after each hook, which may have copied modules with full weights.
-        follow: Returns by tensor beside the parameters, such as buffers of other stages, what
-            brings it up to date and returns what stands for it; each rank must call.
+    After each hook it calls `finish_copies`, as a hook may have copied modules with full weights.
+    `follow` returns by tensor beside the parameters, such as buffers of other stages, what brings
+    it up to date and returns what stands for it; each rank must call.
     """
 
     def __init__(

@@ -1,9 +1,5 @@
 """What user code gives loggers is brought together on all ranks, before the call.
 
-    self.logger.experiment.add_histogram(name, weight), self.logger.log_histogram(name, weight)
-        rank 0    `Sharing` ──> weight in full ──> the logger's own experiment, or method
-        others    `Sharing` ──> weight in full ──> Lightning's dummy, or rank_zero_only: nothing
-
 Lightning logs on rank 0 alone. It would ask for the elements of a weight while the other ranks,
 which are given the same arguments, had gone on. So the loggers' classes let every rank take part.
 """

@@ -68,11 +68,8 @@ _Stage = tuple[int, int]  # and the microbatch
 class LoggerCalls:
     """Keeps what the steps of a batch give loggers, and then gives it to them.
 
-    Args:
-        module: The module, whose trainer has the loggers.
-        split: The split over the pipeline's ranks, each of which must construct this and call it.
-        in_hook: Makes the context in which weights look full; each rank must enter.
-        logs: Logs what blocks have given `self.log`.
+    Each rank of the pipeline must construct this and call it, and enter `in_hook`, which makes the
+    context in which weights look full.
     """
 
     def __init__(

@@ -5,19 +5,9 @@
                          └───────── mean by size ──────────┘
     every rank                  log(loss, batch_size=all)    one broadcast of a few numbers
 
-Lightning's loggers, progress bars and callbacks then see on each rank the values of a single
-device.
-
-torchmetrics compute on every rank of a pipeline from the state of its last stage. A metric is
-updated inside the step, after the network, and so on the last stage only. Before a metric computes
-outside a step, each rank takes over the state of the pipeline's last stage, and then goes on as it
-would have alone: it gathers over its data-parallel ranks, which have done the same.
-
-    inside a step     last stage: counts          other stages: update, forward do nothing
-    outside           last stage: state ──> other stages;  then compute, on every rank
-
-Steps of other stages must not count: a rank may hold the last stage and others, whose results may
-be placeholders.
+A metric of torchmetrics is updated inside the step, after the network, and so on the last stage
+only; updates of other stages, on placeholders, must not count. Before it computes outside a step
+each rank takes over the last stage's state, and then gathers over its data-parallel ranks.
 """
 
 import inspect
@@ -123,18 +113,12 @@ class StepLogs:
     def replay(self, outputs: Any = None) -> Any:
         """Log the records since the last call, merged; each rank must call once per batch.
 
-        The steps' additions to the module's lists are made on every rank.
-
-        Means are weighted by the number of samples (`log(batch_size=...)`, or the microbatch's),
-        sums, minima and maxima are those over the microbatches. The value of a metric object on a
-        step is the mean by size of its microbatches' values; over an epoch it is exact.
+        Means are weighted by the samples (`log(batch_size=...)`, or the microbatch's). A metric's
+        value on a step is the mean by size of its microbatches' values; over an epoch it is exact.
 
         Args:
             outputs: On the source, a further value to send to the other ranks, like the merged
-                outputs of the step. Numbers and small floating-point tensors cost nothing more.
-
-        Returns:
-            On the source `outputs` itself, on other ranks copies of it.
+                outputs of the step, which are returned on every rank.
         """
         merged = _merged(self._microbatches)
         self._microbatches = []
@@ -284,11 +268,8 @@ def _mean(values: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:
 class MetricSources:
     """Lets the metrics in a module compute from one rank's state until `restore`.
 
-    Args:
-        module: Module with the metrics. Metrics that are not submodules cannot be found.
-        pipeline: Group of the ranks of this rank's pipeline, each of which must compute the same
-            metrics in the same order, as the ranks of any group must.
-        source: Rank in `pipeline` of the last stage.
+    Metrics that are not submodules cannot be found. The pipeline's ranks must compute the same
+    metrics in the same order.
     """
 
     def __init__(self, module: nn.Module, pipeline: Collectives, source: int) -> None:
@@ -302,15 +283,11 @@ class MetricSources:
 
     @contextmanager
     def step(self, *, counts: bool, may_repeat: bool = False) -> Iterator[None]:
-        """Run the step of one microbatch on one stage inside.
+        """Run the step of one microbatch on one stage inside; only the last stage's counts.
 
         A metric that computes inside does so over the data-parallel ranks of this stage alone.
-        Earlier results are forgotten, on every rank alike, so that all of them ask the source
-        again when one does.
-
-        Args:
-            counts: Whether the step is the last stage's, which alone changes the metrics.
-            may_repeat: Whether a step that raises is run again: its updates are taken back.
+        Earlier results are forgotten on every rank alike, so that all ask the source again when one
+        does. A step that `may_repeat` after it has raised has its updates taken back.
         """
         self._in_step = True
         before = [
