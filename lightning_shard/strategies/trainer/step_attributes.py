@@ -27,8 +27,9 @@ Means stay means and sums of samples stay sums where the loss or the number of s
 is which; an average that is kept by hand (0.9 * old + 0.1 * new) is a mean as well.
 """
 
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,7 +54,6 @@ Optimizers = Callable[[], Sequence[Optimizer]]
 _LIGHTNINGS = frozenset(vars(pl.LightningModule())) - {"training"}
 _BUFFERS = "_buffers"  # followed by name, though Lightning's
 _OPTIMIZERS = None  # in place of a module's name
-_PLAIN = frozenset({type(None), bool, int, float, str})
 _MAX_DEPTH = 4  # of mappings in mappings
 
 
@@ -206,13 +206,15 @@ class _Followed:
             for name, one in self._module.named_modules()
             if not isinstance(one, Metric | MetricCollection)
         }
-        self._plain = {name: _plain(home) for name, home in self._homes.items()}
         kinds = (list, dict, Tensor)  # which can change in place
         self._open = {
             name
             for name, home in self._homes.items()
-            if not name or any(isinstance(home[key], kinds) for key in self._plain[name])
+            if not name
+            or any(isinstance(one, kinds) for key, one in home.items() if key not in _LIGHTNINGS)
         }
+        closed = self._homes.keys() - self._open
+        self._plain = {name: dict(self._homes[name]) for name in closed}
         self._blocks: dict[str, list[str]] = {"": list(self._homes)}
 
     def opened(self, block: str = "") -> list[str]:
@@ -221,7 +223,7 @@ class _Followed:
             self._blocks[block] = [one for one in self._homes if f"{one}.".startswith(f"{block}.")]
         names = self._blocks[block]
         for name in names:
-            if name not in self._open and _plain(self._homes[name]) != self._plain[name]:
+            if name not in self._open and not _are_same(self._homes[name], self._plain[name]):
                 self._open.add(name)
         return [name for name in names if name in self._open]
 
@@ -240,7 +242,7 @@ class _Followed:
     def plain(self, name: str) -> dict[Path, Any]:
         """Return the plain values of a module from before the batch."""
         values = self._plain[name].items()
-        return {(name, key): value for key, value in values if not isinstance(value, type)}
+        return {(name, key): one for key, one in values if _is_followed(one)}
 
     def containers(self, names: Sequence[str]) -> Iterator[tuple[Path, dict[Any, Any]]]:
         """Yield the path of each list and plain value, with the container that holds it."""
@@ -290,7 +292,7 @@ class _Before:
     def __init__(self, followed: _Followed, block: str = "") -> None:
         self._followed, self._block = followed, block
         self._names = set(followed.opened(block))
-        self._versions = followed.versions()
+        self._versions = {} if block else followed.versions()
         self.values = dict(self._walk())
         self._sizes = {path: len(one) for path, one in self.values.items() if isinstance(one, list)}
         self._tensors = {
@@ -301,7 +303,7 @@ class _Before:
 
     def _containers(self) -> list[tuple[Path, dict[Any, Any]]]:
         """Return what there is now; modules that are open only now had plain values before."""
-        for name, now in self._followed.versions().items():
+        for name, now in self._followed.versions().items() if self._versions else ():
             if now != self._versions.get(name, now):
                 self._followed.left.add((name,))
         names = self._followed.opened(self._block)
@@ -376,13 +378,8 @@ class _Before:
                 yield path, value
 
 
-def _plain(home: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's plain values by name, and the types of all others."""
-    return {
-        key: value if type(value) in _PLAIN else type(value)
-        for key, value in home.items()
-        if key not in _LIGHTNINGS
-    }
+def _are_same(home: dict[str, Any], before: dict[str, Any]) -> bool:
+    return len(home) == len(before) and all(map(operator.is_, home.values(), before.values()))
 
 
 def _name(path: Path) -> str:
