@@ -25,12 +25,10 @@ class Backend(ABC):
     """One way for ranks to exchange tensors.
 
     Attributes:
-        name: Name of the backend, as users and the registry know it.
         device_types: Device types whose tensors it moves, such as "cpu".
         matches_tags: Whether a receive finds the send of its tag in whatever order they are posted;
             else sends and receives of two ranks must be posted in the same order.
-        debug: Whether the ranks compare what they call before they call it; see
-            `backends.debug_wrapper`.
+        debug: Whether the ranks compare what they call before; see `backends.debug_wrapper`.
     """
 
     name: ClassVar[str]

@@ -71,7 +71,6 @@ class Fingerprint:
     """A rank's call, as its peers see it.
 
     Attributes:
-        agreed: The properties of the call that must be equal on every rank.
         gives: By group rank, the tensor given to it, where `agreed` does not tell.
         takes: By group rank, the tensor that this rank has room for from that one.
     """

@@ -64,9 +64,7 @@ def get_backend(name: str) -> Backend:
 def auto_backend(device: torch.device, *, are_neighbours: bool = False) -> Backend:
     """Return the usual backend for real processes with tensors on `device`, or that of their group.
 
-    Args:
-        device: A rank's device.
-        are_neighbours: Whether the ranks are several, on one host, and may share its memory.
+    Ranks that are neighbours, several on one host, may share its memory.
     """
     if device.type not in _DEFAULT_OF_DEVICE_TYPE:
         raise ConfigError(

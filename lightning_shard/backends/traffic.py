@@ -22,7 +22,6 @@ class OperationTraffic:
     """Counters of one operation of this rank so far.
 
     Attributes:
-        calls: Number of this rank's calls of the operation.
         elements: Number of elements sent under the ring model, each call rounded up.
         bytes: Number of bytes sent, at the width of the type on the wire.
         seconds: Time in which this rank could do nothing else: starting, waiting, local sums.

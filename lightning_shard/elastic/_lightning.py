@@ -339,7 +339,6 @@ class LoggedSum:
 
     Attributes:
         how: The arguments of `log`, but for what belongs to one process.
-        is_shared: Whether ranks reduce the value together.
         is_idle: Whether nothing has been logged since the last reset.
     """
 

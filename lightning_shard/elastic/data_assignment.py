@@ -130,7 +130,6 @@ class BatchAssignment:
         global_batch: Samples of an optimizer step; None where each rank's batch is held.
         accumulation: The batches that all ranks the Trainer asks for would accumulate for a step.
         num_ranks: The number of ranks that the learning rates are scaled for now.
-        position: Where in the data training is.
     """
 
     global_batch: int | None

@@ -47,9 +47,8 @@ class HeldValues(NamedTuple):
 class HookValues:
     """The attributes of one rank's objects.
 
-    Attributes:
-        keeps_flags: Whether what is True or False is not taken back, on a rank that has raised an
-            error of its own: it may have noted so, to do otherwise now.
+    It `keeps_flags`, whatever is True or False, on a rank that has raised an error of its own: it
+    may have noted so, to do otherwise now.
     """
 
     def __init__(self, trainer: "pl.Trainer") -> None:

@@ -8,14 +8,8 @@
          step: remember)          data assigned anew; the loop goes on behind that boundary
     on_train_end
 
-What happens after a rank is lost:
-
-    step ✗   a peer dies, or raises an error of its own; whoever waits for it gets RankFailedError
-             (a bad option, a mistake that all ranks make, a fit that is over: the error ends it)
-    drop     what the buddies have sent is kept; engine and groups are left as they are
-    meet     the membership says who takes part: survivors by seniority, then newcomers
-    restore  the newest boundary of which somebody has every shard; else the newest checkpoint
-    go on    data is assigned to the ranks there are, and the loop goes on behind that boundary
+Where a peer dies, or raises an error of its own, whoever waits for it gets RankFailedError, and the
+loop goes on. A bad option, a mistake that all ranks make, or an error after the fit ends the run.
 
 Callbacks and loggers see one run: `on_train_start` comes once, and other hooks are called again for
 nothing but what is done again. The loops derive from Lightning's own, with their private names;

@@ -67,7 +67,6 @@ class ElasticFit:
     """What the parts of an elastic run share.
 
     Attributes:
-        snapshot_every: Optimizer steps between two snapshots.
         max_failures: How often the same ranks may reconfigure at the same step.
         timeout: How long a rank waits for its buddy.
         buddy_stride: How far away a rank's buddy is: the ranks per host on several hosts, else 1.

@@ -28,10 +28,6 @@ def fitting_environment(found: ClusterEnvironment, *, uses_mpi: bool) -> Cluster
     Args:
         found: The cluster environment that Lightning detected or the user passed.
         uses_mpi: Whether the ranks talk over MPI. MPI's ranks are then counted, and each must call.
-
-    Raises:
-        ConfigError: The ranks were started by something that MPI knows nothing of, or the
-            launcher's variables are wrong.
     """
     if isinstance(found, MPIEnvironment | RayEnvironment):
         return found

@@ -61,13 +61,7 @@ def check_placement(
 
 
 def check_adopted(rank: int, world_size: int, runner: str) -> None:
-    """Raise ConfigError unless the default group that stands has the ranks of a run.
-
-    Args:
-        rank: This process's rank in the run.
-        world_size: Number of ranks of the run.
-        runner: Class of the object that has the devices: "Trainer" or "Fabric".
-    """
+    """Raise ConfigError unless the default group that stands has the ranks of a run."""
     here = dist.get_rank(), dist.get_world_size()
     if here != (rank, world_size):
         raise ConfigError(

@@ -44,13 +44,8 @@ def is_like_gloo() -> bool:
 def all_reduce_in_ring(calls: Sequence[Call]) -> None:
     """Reduce the tensors of all ranks' calls in place, in the order of Gloo's ring, to its bits.
 
-    A tensor is cut into as many parts as there are ranks, whose sums grow as they travel downwards:
-
-        rank        0    1    2    3
-        part 0    4th  3rd  2nd  1st      begins at the rank before it, and ends at its own
-        part 1    1st  4th  3rd  2nd
-
-    Halves are added up in their own format.
+    A tensor is cut into as many parts as there are ranks, whose sums begin at the rank before their
+    own and grow as they travel downwards. Halves are added up in their own format.
 
     Source: `ring` in gloo/allreduce.cc; checked with torch 2.13,
     `tests/backends/in_process/test_channel.py` fails when it changes.

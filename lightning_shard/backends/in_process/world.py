@@ -165,11 +165,6 @@ class Termination:
 
     The handler runs on the main thread, rank 0's, and only takes note. The first rank that begins a
     step afterwards says where all stop: before the first that nobody has begun.
-
-    Attributes:
-        was_terminated: Whether this process has been sent SIGTERM.
-        requeues: Whether it has been sent the signal by which SLURM has the job requeued, in time.
-        has_stopped: Whether a rank has stopped because of a signal.
     """
 
     def __init__(self) -> None:

@@ -191,15 +191,10 @@ class Lifeline:
             self._stacks = write_stacks(*place, reason, list(self._recent), monotonic())
 
     def fail(self, error: BaseException, place: Any) -> bool:
-        """Tell that this rank has raised, and wait for what becomes of the others.
+        """Tell that this rank has raised, and return whether all have at the same place.
 
-        Args:
-            error: The exception that this rank has raised.
-            place: How far this rank has come; JSON that all ranks build alike, so that it compares.
-
-        Returns:
-            Whether all ranks have raised at the same place, so that their groups work still. If
-            not, all are told of the first that has, as by `announce_failure`.
+        Then their groups work still; if not, all are told of the first, as by `announce_failure`.
+        The place is JSON that all ranks build alike, so that it compares.
         """
         with self._news:
             if self._verdict is not None or self._hub_has_left:

@@ -41,10 +41,7 @@ Tally = Counter[str]
 class Need:
     """The part of other ranks without which one operation can never end.
 
-    Attributes:
-        ranks: Global ranks that the operation needs.
-        parts: Keys in their tallies whose counts, added up, count their part in it.
-        number: The sum that these counts must have reached.
+    The counts under the keys `parts` in the tallies of its global ranks must add up to `number`.
     """
 
     group: str

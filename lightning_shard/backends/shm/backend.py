@@ -47,9 +47,7 @@ _OF_FILE, _SWAPPED = 1 << 61, 1 << 62  # bits of an entry; that a page is presen
 class CopyOnWrite:
     """A file in memory as this process sees it: its writes are its own; it ends with the mapping.
 
-    Attributes:
-        own: The memory with this process's edits, shape (num_bytes,), uint8.
-        common: The file itself, where a write is seen by all.
+    A write to `common`, the file itself, is seen by all. Both are bytes, of shape (num_bytes,).
     """
 
     def __init__(self, file: int, num_bytes: int) -> None:

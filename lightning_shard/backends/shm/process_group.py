@@ -498,12 +498,7 @@ class ShmWork(FlightWork):
 
 
 class ShmGroup(PythonGroup):
-    """One rank's handle of one group.
-
-    Attributes:
-        failure: The first error of an operation, after which the ranks are out of step.
-        is_interrupted: Whether a rank is known to have failed, so that nobody waits any more.
-    """
+    """One rank's handle of one group; after the first `failure` the ranks are out of step."""
 
     backend_name: ClassVar[str] = BACKEND_NAME
     shares_host = True

@@ -34,7 +34,6 @@ class Bounds:
     """How many ranks may train, how long too few wait, and how often one may fail.
 
     Attributes:
-        min_ranks: The least number of ranks that train.
         max_ranks: The greatest number of ranks that train; None for no bound.
         patience_seconds: How long ranks wait below `min_ranks` before they save and end.
         max_failures: A member that fails more often is evicted.

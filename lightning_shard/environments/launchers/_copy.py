@@ -119,11 +119,8 @@ _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRan
 def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module], more: Any) -> Any:
     """Return a deep copy in which functions belong to the copy, and hooks of modules' tensors do.
 
-    Args:
-        value: The object to copy.
-        memo: Memo of the deep copy.
-        modules: Modules in `value`, whose tensors' hooks and attributes are copied as well.
-        more: Further objects in `value` that functions may hold.
+    Attributes of the modules' tensors are copied as well; `more` are further objects in the value
+    that functions may hold.
     """
     parts = [part for module in modules for part in module.modules()]
     tensors = list(dict.fromkeys(t for m in modules for t in (*m.parameters(), *m.buffers())))

@@ -33,7 +33,6 @@ class Circumstances:
     Attributes:
         heard: The error that callbacks are told.
         is_common: Whether all ranks have raised at the same place, so that their groups work still.
-        gone: Ranks that have died.
     """
 
     heard: BaseException

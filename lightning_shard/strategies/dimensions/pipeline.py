@@ -63,7 +63,7 @@ class PipelineDimension(ParallelDimension):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline, from a run's set-up to its end, or ConfigError without several ranks."""
+        """The pipeline, from a run's set-up to its end; there is none on one rank alone."""
         if self._pipeline is None:
             raise ConfigError("There is no pipeline before the strategy's setup or after teardown.")
         return self._pipeline
