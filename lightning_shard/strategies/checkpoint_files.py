@@ -128,9 +128,9 @@ def check_folder_writer(checkpoint_io: CheckpointIO, options: Any, keys: Collect
     if options is not None or keys or not isinstance(checkpoint_io, CheckpointFiles):
         raise ConfigError(
             f"checkpoint_format='sharded' lets each rank write its part of a folder, without a "
-            f"CheckpointIO and without a filter, got {type(checkpoint_io).__name__}, "
-            f"storage_options={options!r} and a filter of {sorted(keys) or 'nothing'}. Leave "
-            f"them out, or use checkpoint_format='full'."
+            f"CheckpointIO, got {type(checkpoint_io).__name__} and storage_options={options!r}, "
+            f"and without a filter, got one of {sorted(keys) or 'nothing'}. Leave them out, or use "
+            f"checkpoint_format='full'."
         )
 
 

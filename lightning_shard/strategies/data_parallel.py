@@ -140,6 +140,11 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
         return super().world_size
 
     @property
+    def shard_size(self) -> int:
+        """How many of the ranks that average gradients share out a copy of the state."""
+        return self.run.groups.shard_size
+
+    @property
     @override
     def global_rank(self) -> int:
         """Number of this rank among those that are given other samples."""
@@ -587,7 +592,7 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
         found = Description(
             mesh=self.mesh,
             engine=engine,
-            shard_size=self.run.groups.shard_size,
+            shard_size=self.shard_size,
             dimensions=self.dimensions,
             offload=options.offload,
         )

@@ -179,7 +179,7 @@ class MemoryNotes:
             held=whole,
             stage=engine.options.stage,
             max_stage=3 if engine.options.compression is None else 2,
-            num_shards=strategy.run.groups.shard_size,
+            num_shards=strategy.shard_size,
             largest_units=largest_units(engine),
             options=option_names(type(strategy)),
             is_named_by_stage=strategy_name(strategy) in BY_STAGE,
