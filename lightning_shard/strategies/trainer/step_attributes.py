@@ -38,6 +38,7 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
@@ -200,11 +201,14 @@ class _Followed:
         self.find()
 
     def find(self) -> None:
-        """Find the modules, but metrics, of which each rank has its own."""
+        """Find the modules, but metrics, of which each rank has its own, and lazy ones.
+
+        A lazy one becomes another class in its first forward, which sets what that class has.
+        """
         self._homes = {
             name: vars(one)
             for name, one in self._module.named_modules()
-            if not isinstance(one, Metric | MetricCollection)
+            if not isinstance(one, Metric | MetricCollection | LazyModuleMixin)
         }
         kinds = (list, dict, Tensor)  # which can change in place
         self._open = {
