@@ -100,7 +100,7 @@ class MeanPenalty(Decoder):
         return every.mean(0) if every.ndim > grad.ndim else every
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
 def test_a_gradient_of_the_whole_batch_can_be_penalised(scheme: str) -> None:
     assert_as_alone(MeanPenalty, scheme)

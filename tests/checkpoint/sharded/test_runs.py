@@ -173,6 +173,7 @@ class Converting(nn.Linear):
         super()._load_from_state_dict(state, prefix, *args)
 
 
+@pytest.mark.slow
 def test_hooks_of_the_module_are_given_full_tensors(tmp_path: Path) -> None:
     whole = made()
     path = saving(sharded("zero3-4"), tmp_path, whole)

@@ -164,6 +164,7 @@ def test_rank_0_is_lost_and_the_caller_gets_the_trained_model() -> None:
     assert "val_loss" in trainer.callback_metrics
 
 
+@pytest.mark.slow
 def test_a_rank_leaves_in_order_and_nothing_is_done_again() -> None:
     journal, _ = fit([Fault(3, 1, "leave", at_step=5)])
     assert_same_training(journal)
@@ -191,6 +192,7 @@ def test_a_second_fit_of_the_same_trainer_could_not_copy_what_the_first_remember
     assert trainer.global_step == 3 * STEPS_PER_EPOCH
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_once_goes_on() -> None:
     journal, _ = fit([Fault(1, 2, "fail", at_step=4)])
     assert_same_training(journal)

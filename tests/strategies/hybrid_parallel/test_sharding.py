@@ -319,6 +319,7 @@ def test_copies_across_nodes_are_warned_of() -> None:
     assert "data_parallel_size=(2, 4) keeps them inside" in warning
 
 
+@pytest.mark.slow
 def test_a_dry_run_did_not_tell_of_copies_across_nodes() -> None:
     def dry(zero_stage: int) -> DryRun:
         strategy = Layout(size=(2, 8), zero_stage=zero_stage).strategy()

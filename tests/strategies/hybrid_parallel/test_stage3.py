@@ -319,7 +319,7 @@ class Reading(Stack):
             self.head.weight[0].zero_()
 
 
-@pytest.mark.few_cases(1)
+@pytest.mark.slow
 def test_hooks_read_and_edit_weights_in_shards_of_split_layers_as_on_one_device() -> None:
     """Before the first step norms were a part's, and states that a hook kept did not load."""
     strategy = HybridParallelStrategy(

@@ -215,6 +215,7 @@ def test_the_callers_module_is_full_and_free_after_a_fit(num_ranks: int, schedul
     assert all(param.grad is not None for param in model.parameters())
 
 
+@pytest.mark.slow
 def test_two_fits_of_one_module() -> None:
     def fit_twice(*strategies: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)

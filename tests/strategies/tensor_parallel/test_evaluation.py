@@ -62,6 +62,7 @@ def test_fit_then_validate_test_predict_and_fit_again(
         torch.testing.assert_close(value, full.state_dict()[name], rtol=1e-5, atol=2e-7)
 
 
+@pytest.mark.slow
 def test_evaluation_without_a_fit() -> None:
     model = seeded(EvaluatedGPT)
     expected = results(plain_trainer(), model)
