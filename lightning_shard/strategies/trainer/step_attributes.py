@@ -300,7 +300,7 @@ class _Before:
         self.values = dict(self._walk())
         self._sizes = {path: len(one) for path, one in self.values.items() if isinstance(one, list)}
         self._tensors = {
-            path: (_version(one), one.detach().clone())
+            path: (_version(one), one.clone().detach())
             for path, one in self.values.items()
             if isinstance(one, Tensor) and not isinstance(one, Placeholder)
         }
@@ -399,7 +399,7 @@ def _kept(value: Any) -> Any:
     """Return a copy of a changed value, which is about to be put back."""
     copied = list(value) if isinstance(value, list) else value
     return map_tensors(
-        copied, lambda one: one if isinstance(one, Placeholder) else one.detach().clone()
+        copied, lambda one: one if isinstance(one, Placeholder) else one.clone().detach()
     )
 
 
