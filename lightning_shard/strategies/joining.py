@@ -5,6 +5,7 @@ training, which has its own made anew.
 """
 
 import atexit
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 from weakref import ref
@@ -29,7 +30,7 @@ from lightning_shard.strategies.checkpoint_files import with_files
 from lightning_shard.strategies.options import RanksOptions
 
 
-class OnLocalRanks:
+class OnLocalRanks(ABC):
     """What a strategy says of its ranks on this host, of a Trainer or of Fabric."""
 
     local_ranks: "LocalRanks"
@@ -101,9 +102,9 @@ class OnLocalRanks:
         found.set_world_size(self.num_nodes * on_host)
         setattr(rank_zero_only, "rank", found.global_rank())  # noqa: B010  (a function attribute)
 
+    @abstractmethod
     def forget_groups(self) -> None:
         """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""
-        raise NotImplementedError
 
     def leave(self) -> None:
         """End the groups at exit."""

@@ -78,7 +78,7 @@ class BatchChanges:
 
     filled: dict[Path, _Filled] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
-    assumed: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)  # on what a user would not expect
 
 
 class StepAttributes:
@@ -152,18 +152,21 @@ class StepAttributes:
         paths = list(dict.fromkeys(path for one in changed for path in one))
         losses = [_number(one.loss) for one in notes] if paths else []
         start = dict(_Before(self._followed).values) if paths else {}
-        values, assumed = {}, {}
+        values, remarks = {}, {}
         for path in paths:
             all_values = [one.get(path, start.get(path)) for one in changed]
-            if any(isinstance(one, Placeholder) for one in tensors_in(all_values)):
+            elsewhere = [one for one in tensors_in(all_values) if isinstance(one, Placeholder)]
+            name = _name(path)
+            if elsewhere:
+                remarks[name] = _left_as_it_was(name, elsewhere[0])
                 continue
             found = merged(start.get(path), all_values, Microbatches(sizes, losses))
             values[path] = found.value
-            name = _name(path)
-            if found.assumed and name not in self._told:
-                self._told.add(name)
-                assumed[name] = found.assumed
-        return BatchChanges(filled=filled, values=values, assumed=assumed)
+            if found.assumed:
+                remarks[name] = _taken_for(name, found.assumed)
+        new = [remark for name, remark in remarks.items() if name not in self._told]
+        self._told.update(remarks)
+        return BatchChanges(filled=filled, values=values, remarks=new)
 
     def put(self, changes: BatchChanges) -> None:
         """Apply the batch's changes, as `merged` has returned them, to this rank's module.
@@ -179,13 +182,8 @@ class StepAttributes:
             if not isinstance(container.get(path[-1]), list):
                 container[path[-1]] = []
             container[path[-1]].extend(map_tensors(items, Tensor.cpu) if is_on_cpu else items)
-        for name, assumed in changes.assumed.items():
-            rank_zero_warn(
-                f"A step changes {name} by what each microbatch of a pipeline gives, from the "
-                f"same value, and it was taken for {assumed}. Where one step of the whole batch "
-                f"would make something else of it, change it in on_train_batch_end, or set "
-                f"num_microbatches=1."
-            )
+        for remark in changes.remarks:
+            rank_zero_warn(remark)
 
 
 class _Followed:
@@ -450,6 +448,23 @@ def _refuse_placeholder(path: Path, items: list[Any]) -> None:
                 f"computed from the last blocks, the step's result or the batch, or use "
                 f"strategy='zero3'."
             )
+
+
+def _taken_for(name: str, assumed: str) -> str:
+    return (
+        f"A step changes {name} by what each microbatch of a pipeline gives, from the same value, "
+        f"and it was taken for {assumed}. Where one step of the whole batch would make something "
+        f"else of it, change it in on_train_batch_end, or set num_microbatches=1."
+    )
+
+
+def _left_as_it_was(name: str, elsewhere: Placeholder) -> str:
+    return (
+        f"A step changes {name} to a value that is computed from {elsewhere.origin!r}, which "
+        f"another stage of the pipeline holds, and it stays as it was on every rank. Where "
+        f"something reads it after the step, set what is computed from the last blocks, the step's "
+        f"result or the batch, or use strategy='zero3'."
+    )
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -99,6 +99,27 @@ def test_a_value_of_another_stage_in_a_list_is_refused_by_name() -> None:
         fit(Embedding, pipeline(2, "1f1b"), max_epochs=1)
 
 
+class Last(Stack):
+    """Keeps the last value of a block that only the first stage has, in the place of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.last = self.blocks[0](self.embed(batch[0]))
+        for block in self.blocks[1:]:
+            x = block(x)
+        return F.cross_entropy(self.head(x), batch[1])
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3])
+def test_a_value_of_another_stage_that_is_set_is_told_of(num_microbatches: int) -> None:
+    """It stayed as it was on every rank, without a word."""
+    with pytest.warns(UserWarning, match=r"self\.last to a value .* stays as it was"):
+        fit(Last, pipeline(2, "1f1b", num_microbatches=num_microbatches), max_epochs=1)
+
+
 class OneByOne(Stack):
     """Keeps a text for each sample, and the loss; microbatches are of one sample."""
 
