@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.backends.call_site import CallSite
+from lightning_shard.core.call_site import CallSite
 from lightning_shard.errors import CollectiveMismatchError
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_shard.backends import _c10d, liveness
-from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call, describe_tensor, op_name, tensor_key
+from lightning_shard.core.call_site import CallSite, find_call_site
 from lightning_shard.errors import ConfigError, RankFailedError
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends.call_site import find_call_site, purpose
 from lightning_shard.backends.traffic import Traffic
+from lightning_shard.core.call_site import find_call_site, purpose
 from lightning_shard.errors import RankFailedError
 
 # What Gloo, NCCL and the store say when a peer has gone; anything else is not about a peer.

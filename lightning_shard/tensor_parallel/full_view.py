@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_shard.backends.call_site import is_called_by_user
+from lightning_shard.core.call_site import is_called_by_user
 from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.torch_private import (
     calls_of,

@@ -7,10 +7,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends.call_site import reading
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.pending import OperationContext, Pending, Span, StartedTransfer
 from lightning_shard.backends.traffic import Traffic
+from lightning_shard.core.call_site import reading
 from lightning_shard.errors import DeadlockError, RankFailedError
 
 

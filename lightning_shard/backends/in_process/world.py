@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_shard.backends import _c10d
 from lightning_shard.backends.authentication.key_values import KeyValues, RequestStore
-from lightning_shard.backends.call_site import CallSite, find_call_site, start_thread_at
 from lightning_shard.backends.calls import (
     Call,
     Disagreement,
@@ -46,6 +45,7 @@ from lightning_shard.backends.in_process.rank import (
 )
 from lightning_shard.backends.in_process.rank_globals import RankGlobals, assume_identity
 from lightning_shard.backends.in_process.scheduler import Failure, Failures, Scheduler
+from lightning_shard.core.call_site import CallSite, find_call_site, start_thread_at
 from lightning_shard.errors import ConfigError, RankFailedError
 
 T = TypeVar("T")

@@ -23,7 +23,6 @@ from time import monotonic
 from typing import Any
 
 from lightning_shard.backends.authentication.connection import Message
-from lightning_shard.backends.call_site import find_call_site, purpose
 from lightning_shard.backends.liveness.server import (
     NO_STEP,
     Activity,
@@ -33,6 +32,7 @@ from lightning_shard.backends.liveness.server import (
     late_message,
 )
 from lightning_shard.core import settings
+from lightning_shard.core.call_site import find_call_site, purpose
 from lightning_shard.errors import RankFailedError
 
 _LONGEST_EVENT = 500

@@ -36,7 +36,6 @@ from lightning_shard.backends._c10d import PrefixStore, Store, init_default_grou
 from lightning_shard.backends.authentication.store import JobStore, store_at
 from lightning_shard.backends.authentication.token import JobAddress, remember
 from lightning_shard.backends.base import DEFAULT_TIMEOUT, Backend
-from lightning_shard.backends.call_site import CallSite, find_call_site
 from lightning_shard.backends.calls import Call, describe_tensor
 from lightning_shard.backends.debug_wrapper import debug_name, exchange_collectives, register_debug
 from lightning_shard.backends.exchange import ExchangeCollectives
@@ -50,6 +49,7 @@ from lightning_shard.backends.python_group import ANY_SOURCE, PythonGroup
 from lightning_shard.backends.rank_order import reduce_tensors
 from lightning_shard.backends.shapes import FIRST_RESERVED_TAG
 from lightning_shard.backends.streams import drain_streams
+from lightning_shard.core.call_site import CallSite, find_call_site
 from lightning_shard.errors import (
     CollectiveMismatchError,
     ConfigError,

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_shard.core.registration import after_import
 from lightning_shard.core.states import having
 from lightning_shard.core.tensor_calls import Args
 from lightning_shard.data_parallel.deferred_init.tape import (
@@ -56,7 +57,14 @@ _AS_ON_CPU: dict[Any, Any] = {
     Tensor.device.__get__: _CPU,
 }
 _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+LOADERS = {
+    "transformers.modeling_utils": "PreTrainedModel",
+    "transformers.models.auto.modeling_auto": "AutoBackbone",
+    "transformers.models.timm_backbone.modeling_timm_backbone": "TimmBackbone",
+}
+"""By module, the class whose `from_pretrained` reads values itself."""
 _current: ContextVar[Tape | None] = ContextVar("tape", default=None)
+_is_loading: ContextVar[bool] = ContextVar("loading", default=False)
 
 
 def current_tape() -> Tape | None:
@@ -158,7 +166,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         given = any(map(self._is_noted, tree_leaves((args, kwargs))))
-        if not (given or _is_meta(kwargs)) or _is_loading():
+        if not (given or _is_meta(kwargs)) or _is_loading.get():
             return func(*args, **kwargs)
         if func in _AS_ON_CPU:
             return _AS_ON_CPU[func] if self._is_known(args[0]) else func(*args, **kwargs)
@@ -184,7 +192,7 @@ class _ToMeta(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _MAKING and kwargs.get("device") is None and not _is_loading():
+        if func in _MAKING and kwargs.get("device") is None and not _is_loading.get():
             kwargs["device"] = _META
         elif func in _MAKING and _is_meta(kwargs) and (tape := current_tape()) is not None:
             with without_function_modes():
@@ -217,11 +225,12 @@ def _is_meta(kwargs: Mapping[str, Any]) -> bool:
     return device is not None and torch.device(device) == _META
 
 
-def _is_loading() -> bool:
-    """Whether Hugging Face's `from_pretrained` is the caller."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "from_pretrained":
-            return str(frame.f_globals.get("__name__")).startswith("transformers.")
-        frame = frame.f_back
-    return False
+def _mark_loading(module: str, kind: str) -> None:
+    """Let `from_pretrained` of a class say that it loads."""
+    loader: Any = getattr(sys.modules[module], kind)
+    marked = having(_is_loading, value=True)(loader.from_pretrained.__func__)
+    loader.from_pretrained = classmethod(marked)
+
+
+for module, kind in LOADERS.items():
+    after_import(module, partial(_mark_loading, module, kind))

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.call_site import calls_through
 from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.gradients.gradient_shards import GradientShards
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
@@ -204,7 +204,7 @@ def explaining_shards(homes: Homes) -> Iterator[None]:
         if isinstance(error, ShardError) or not _MISFIT.search(str(error)):
             raise
         sizes = {int(number) for number in re.findall(r"\d+", str(error))}
-        seen = _shards_in(error.__traceback__, homes)
+        seen = _shards_in(error, homes)
         fitting = [param for param in seen if param.numel() in sizes] or seen
         if _SIZES.search(str(error)) and not fitting:  # lists that were made for the call
             fitting = _of_sizes(sizes, homes)
@@ -255,14 +255,11 @@ def _described(flat: FlatParameters, index: int) -> str:
     return f"{slot.name!r} ({flat.params[index].numel()} elements here of shape {slot.shape})"
 
 
-def _shards_in(traceback: TracebackType | None, homes: Homes) -> list[nn.Parameter]:
-    """Return the parameters that show shards in the innermost frame that has any."""
+def _shards_in(error: Exception, homes: Homes) -> list[nn.Parameter]:
+    """Return the parameters that show shards in the innermost call that has any."""
     found: list[nn.Parameter] = []
-    while traceback is not None:
-        values = list(_values(list(traceback.tb_frame.f_locals.values())))
-        shards = [value for value in values if _is_shard(value, homes)]
-        found = shards or found
-        traceback = traceback.tb_next
+    for _, values in calls_through(error):
+        found = [one for one in _values([*values.values()]) if _is_shard(one, homes)] or found
     return list(dict.fromkeys(found))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_shard.backends.call_site import reading
+from lightning_shard.core.call_site import reading
 from lightning_shard.core.tensor_calls import (
     BY_PYTHON,
     MOVES_MEMORY,

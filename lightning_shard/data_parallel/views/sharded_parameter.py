@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from lightning_shard.backends.call_site import is_called_by_user, reading
+from lightning_shard.core.call_site import is_called_by_user, reading
 from lightning_shard.core.placeholders import OF_TRAINING
 from lightning_shard.core.tensor_calls import (
     OF_MEMORY,

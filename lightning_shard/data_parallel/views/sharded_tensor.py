@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_shard.backends.call_site import reading
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import ReduceOpName
+from lightning_shard.core.call_site import reading
 from lightning_shard.core.tensor_calls import SeesOperations
 from lightning_shard.errors import ConfigError
 

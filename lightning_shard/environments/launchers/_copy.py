@@ -41,17 +41,15 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.optim import Optimizer
 
+from lightning_shard.core.call_site import calls_through
+
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def way_of(error: Exception) -> list[Any]:
     """Return the objects whose deep copy an error has ended, from the outermost to the culprit."""
-    way, trace = list[Any](), error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code is copy.deepcopy.__code__:
-            way.append(trace.tb_frame.f_locals["x"])
-        trace = trace.tb_next
-    return way
+    copies = copy.deepcopy.__code__
+    return [values["x"] for code, values in calls_through(error) if code is copies]
 
 
 def name_of(way: list[Any], names: Mapping[int, str], default: str) -> str:

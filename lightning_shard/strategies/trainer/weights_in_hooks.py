@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_shard.backends.call_site import reading
+from lightning_shard.core.call_site import reading
 from lightning_shard.core.tensor_calls import OF_MEMORY, changed_by, name_of
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.torch_private import (

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shard.backends.call_site import CallSite
 from lightning_shard.backends.calls import Call, message_key
 from lightning_shard.backends.debug_wrapper import DebugExchange, Fingerprint, find_misfit
+from lightning_shard.core.call_site import CallSite
 from lightning_shard.errors import CollectiveMismatchError
 from tests.backends.debug_wrapper.programs import debug_world, meeting_place, outcome
 from tests.processes import rank_and_world_size, run_processes

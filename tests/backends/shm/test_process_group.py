@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_shard.backends.call_site import find_call_site
 from lightning_shard.backends.calls import Call
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.shm import heap, room
+from lightning_shard.core.call_site import find_call_site
 from lightning_shard.errors import CollectiveMismatchError, RankFailedError, ShardError
 from tests.processes import REPOSITORY, rank_and_world_size, run_processes
 

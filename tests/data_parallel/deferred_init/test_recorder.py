@@ -1,11 +1,13 @@
 """What is noted while a module is built on meta, and that it gives a normal start's values."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from examples.train_gpt import GPT
-from lightning_shard.data_parallel.deferred_init.recorder import recording
+from lightning_shard.data_parallel.deferred_init.recorder import LOADERS, recording
 from lightning_shard.data_parallel.deferred_init.tape import recipe_of
 from lightning_shard.errors import ConfigError
 from tests.data_parallel.deferred_init.models import Odd, built_with, values
@@ -165,6 +167,14 @@ class Skipped(nn.Module):
         self.emptied = nn.Linear(4, 4, device="meta").to_empty(device="cpu")
         self.emptied.reset_parameters()
         self.plain = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(("module", "kind"), LOADERS.items())
+def test_classes_of_transformers_that_read_values_themselves_are_known(
+    module: str, kind: str
+) -> None:
+    loader = getattr(import_module(module), kind)
+    assert loader.from_pretrained.__wrapped__.__qualname__.endswith(".from_pretrained")
 
 
 def test_what_code_put_on_meta_itself_drew_random_numbers_once_more() -> None:

@@ -1,18 +1,21 @@
-"""Finds the line of the user's code that called an operation.
+"""Finds the line of the user's code that called an operation, and what an error went through.
 
-Between that and the process group lie frames of torch, Lightning and this package, of the standard
-library that wraps their functions (`functools`, `contextlib`), and code that a compiler has made.
+Between that line and the process group lie frames of torch, Lightning and this package, of the
+standard library that wraps their functions (`functools`, `contextlib`), and code that a compiler
+has made. This is the one file that looks at frames, for what people are told.
 """
 
 import os
 import sys
 import sysconfig
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
-from types import FrameType
+from traceback import walk_tb
+from types import CodeType, FrameType
+from typing import Any
 
 from lightning_shard.core.states import having
 
@@ -107,6 +110,12 @@ def find_call_site(frame: FrameType | None = None) -> CallSite:
             return CallSite(filename, frame.f_lineno, purpose())
         frame = frame.f_back
     return CallSite(*_launch.get(), purpose())
+
+
+def calls_through(error: BaseException) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
+    """Yield the code and the variables of each call that an error has ended, outermost first."""
+    for frame, _ in walk_tb(error.__traceback__):
+        yield frame.f_code, frame.f_locals
 
 
 def is_called_by_user(through: Collection[str] = ()) -> bool:

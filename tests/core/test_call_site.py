@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-from lightning_shard.backends.call_site import find_call_site
+from lightning_shard.core.call_site import find_call_site
 from lightning_shard.errors import CollectiveMismatchError, DeadlockError
 from lightning_shard.testing import run_ranks
 
