@@ -8,19 +8,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.errors import LayoutError, RankFailedError
 from lightning_shard.testing import Fault, run_ranks
-
-
-def world() -> Collectives:
-    assert dist.group.WORLD is not None
-    return get_backend("in_process").collectives(dist.group.WORLD)
+from tests.groups import all_ranks
 
 
 def test_one_rank_copies_only_what_lies_elsewhere() -> None:
     def body(rank: int) -> None:
-        collectives = world()
+        collectives = all_ranks()
         source, output = torch.arange(3.0), torch.zeros(3)
         version = source._version
         collectives.reduce_scatter(source, source)
@@ -44,8 +39,7 @@ def test_an_all_reduce_into_an_output_leaves_its_input(
     backend: str, dtype: torch.dtype, numel: int
 ) -> None:
     def body(rank: int) -> None:
-        assert dist.group.WORLD is not None
-        collectives = get_backend(backend).collectives(dist.group.WORLD)
+        collectives = all_ranks(backend)
         source = torch.full((2, numel // 2), rank + 1, dtype=dtype)
         output = torch.empty_like(source)
         collectives.all_reduce(source, output=output)
@@ -59,7 +53,7 @@ def test_an_all_reduce_into_an_output_leaves_its_input(
 
 def test_a_widened_reduction_counts_the_bytes_on_the_wire() -> None:
     def body(rank: int) -> dict[str, int]:
-        collectives = world()
+        collectives = all_ranks()
         half = torch.ones(8, dtype=torch.bfloat16)
         collectives.reduce_scatter(torch.empty(4, dtype=torch.bfloat16), half)
         same = collectives.traffic.total_bytes
@@ -71,7 +65,7 @@ def test_a_widened_reduction_counts_the_bytes_on_the_wire() -> None:
 
 def test_traffic_of_every_group_of_a_rank() -> None:
     def body(rank: int) -> list[tuple[tuple[int, ...], dict[str, int]]]:
-        dp = world()
+        dp = all_ranks()
         pair = Collectives(dist.new_group([0, 1]))
         dp.all_reduce(torch.ones(4))
         duplicate = dp.duplicate()
@@ -93,9 +87,9 @@ def test_traffic_of_every_group_of_a_rank() -> None:
 
 def test_groups_that_have_ended_leave_the_ledger() -> None:
     def body(rank: int) -> None:
-        kept = world()
+        kept = all_ranks()
         for _ in range(3):
-            world().barrier()  # dropped at once
+            all_ranks().barrier()  # dropped at once
         destroyed = Collectives(dist.new_group([0, 1]))
         destroyed.barrier()
         dist.destroy_process_group(destroyed.group)
@@ -114,7 +108,7 @@ def test_groups_that_have_ended_leave_the_ledger() -> None:
 
 def test_waiting_is_told_from_starting() -> None:
     def body(rank: int) -> None:
-        collectives = world()
+        collectives = all_ranks()
         pending = collectives.all_reduce(torch.ones(2), async_op=True)
         assert collectives.traffic["all_reduce"].seconds > 0
         assert collectives.traffic["all_reduce"].seconds_waited == 0
@@ -128,7 +122,7 @@ def test_waiting_is_told_from_starting() -> None:
 
 def test_a_dropped_peer_is_an_error() -> None:
     def body(rank: int) -> None:
-        collectives = world()
+        collectives = all_ranks()
         collectives.barrier()
         calls: list[Callable[[], object]] = [
             lambda: collectives.all_reduce(torch.ones(2)),

@@ -4,13 +4,12 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.agreement import check_alike, check_same_model, met
 from lightning_shard.errors import CollectiveMismatchError, ConfigError
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 MODELS = {
     "shape": lambda rank: nn.Linear(2, 2 + rank),
@@ -37,8 +36,7 @@ MESSAGES = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_rank_names_the_first_difference(kind: str) -> None:
     def fn(rank: int) -> bool:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        collectives = all_ranks()
         with pytest.raises(ConfigError, match=re.escape(MESSAGES[kind])) as caught:
             check_same_model(MODELS[kind](rank), collectives)
         return str(caught.value).startswith(f"Rank {rank}: the ranks have different models,")
@@ -50,8 +48,7 @@ def test_ranks_that_compare_at_other_places_are_told_to_which_they_have_come() -
     """What one had gathered for one purpose met what another had for another."""
 
     def fn(rank: int) -> str:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        collectives = all_ranks()
         with pytest.raises(CollectiveMismatchError) as caught:
             met(rank, collectives, ["step 3", "an epoch's end"][rank])
         return str(caught.value)
@@ -76,8 +73,7 @@ def test_values_are_compared_in_full(kind: str) -> None:
     """Of a value 300 characters were compared, and of a tensor four digits."""
 
     def fn(rank: int) -> str:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        collectives = all_ranks()
         with pytest.raises(ConfigError, match=TOLD[kind]) as caught:
             check_alike({"value": VALUES[kind](rank)}, collectives, "values", "")
         return str(caught.value)

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 NUM_RANKS = 2
 
@@ -37,8 +36,7 @@ def test_a_gradient_that_comes_twice_while_it_waits_is_their_sum(stage: int) -> 
     """Once the order was learnt, a layer called twice under reentrant checkpoints raised."""
 
     def on_ranks(rank: int) -> list[Tensor]:
-        assert dist.group.WORLD is not None
-        model, ranks = made(), get_backend("in_process").collectives(dist.group.WORLD)
+        model, ranks = made(), all_ranks()
         engine, found = DataParallelEngine(model, ranks, EngineOptions(stage=stage)), []
         for step in range(3):
             with engine.step():

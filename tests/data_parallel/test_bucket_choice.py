@@ -26,6 +26,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.copies import in_copies
+from tests.groups import all_ranks
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_formats_are_those_that_travel_also_where_models_differ_by_mistake(
             super().__init__(*args, **formats)
 
     def on_rank(rank: int, options: EngineOptions) -> None:
-        ranks = DataGroups.of(get_backend("in_process").collectives(dist.group.WORLD))
+        ranks = DataGroups.of(all_ranks())
         links = Links(groups=ranks, reducing=ranks, everybody=ranks.dp, device=CPU)
         model = nn.Linear(8, 8, dtype=torch.float64 if rank else torch.float32)
         choose(options, nn.ModuleList([model, nn.LazyLinear(8)]), links)
@@ -121,7 +122,7 @@ def test_nothing_is_measured_within_one_process_or_where_nothing_travels(
     assert options.unit_mb == mb
 
     def on_rank(rank: int) -> list[BucketChoice]:
-        ranks = DataGroups.of(get_backend("in_process").collectives(dist.group.WORLD))
+        ranks = DataGroups.of(all_ranks())
         own = dist.new_group([rank], use_local_synchronization=True)
         alone = DataGroups.of(get_backend("in_process").collectives(own))
         model, common = nn.Linear(4, 4), {"everybody": ranks.dp, "device": CPU}

@@ -1,12 +1,11 @@
 """Which buffers follow rank 0, and when."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 
 class Buffers(nn.Module):
@@ -26,8 +25,7 @@ def values(model: nn.Module) -> dict[str, float]:
 def run(method: str) -> list[dict[str, float]]:
     def fn(rank: int) -> dict[str, float]:
         model = Buffers(rank + 1)
-        assert dist.group.WORLD is not None
-        sync = BufferSync(model, get_backend("in_process").collectives(dist.group.WORLD))
+        sync = BufferSync(model, all_ranks())
         getattr(sync, method)()
         model.nothing = torch.zeros(1)
         return values(model)
@@ -45,8 +43,7 @@ def test_later_statistics_and_what_has_been_seen_to_change() -> None:
 
     def fn(rank: int) -> dict[str, float]:
         model = Buffers(rank + 1)
-        assert dist.group.WORLD is not None
-        sync = BufferSync(model, get_backend("in_process").collectives(dist.group.WORLD))
+        sync = BufferSync(model, all_ranks())
         sync.broadcast_all()
         model.mask.data.fill_(rank)  # a constant: nothing sees it
         model.mean.fill_(rank)
@@ -65,8 +62,7 @@ def test_later_statistics_and_what_has_been_seen_to_change() -> None:
 def test_rank_zero_says_whether_an_optimizer_has_stepped() -> None:
     def fn(rank: int) -> list[float]:
         model = Buffers(0)
-        assert dist.group.WORLD is not None
-        sync = BufferSync(model, get_backend("in_process").collectives(dist.group.WORLD))
+        sync = BufferSync(model, all_ranks())
         seen = []
         for step_of in ({}, {1}, {0}, {0, 1}):
             sync.has_stepped = rank in step_of
@@ -83,8 +79,7 @@ def test_caches_of_other_sizes_on_other_ranks_stay_where_they_are() -> None:
 
     def fn(rank: int) -> list[float]:
         model = Buffers(rank + 1)
-        assert dist.group.WORLD is not None
-        sync = BufferSync(model, get_backend("in_process").collectives(dist.group.WORLD))
+        sync = BufferSync(model, all_ranks())
         sync.broadcast_all()
         model.register_buffer("mask", torch.full((2 + 3 * rank,), float(rank)), persistent=False)
         model.count.add_(rank)
@@ -99,8 +94,7 @@ def test_another_object_goes_on_with_what_one_has_learnt() -> None:
 
     def fn(rank: int) -> list[float]:
         model = Buffers(rank + 1)
-        assert dist.group.WORLD is not None
-        group = get_backend("in_process").collectives(dist.group.WORLD)
+        group = all_ranks()
         sync, other = BufferSync(model, group), BufferSync(model, group)
         sync.note_training(exchanges=True)
         sync.has_stepped = True

@@ -9,12 +9,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_shard.backends.registry import get_backend
-from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 from tests.benchmarks.host_overhead import (
@@ -25,6 +21,7 @@ from tests.benchmarks.host_overhead import (
     count_calls,
     idle_batch,
 )
+from tests.groups import engine_of
 
 # one step more of each parameter, beside training without an engine
 PER_PARAM = {0: 4, 1: 3, 2: 3, 3: 5}
@@ -57,11 +54,9 @@ def calls_of_rank_0(stage: int, sizes: Sequence[Size]) -> list[int]:
 
 
 def _calls_of_engine(stage: int, size: Size) -> int:
-    assert dist.group.WORLD is not None
-    ranks = get_backend("in_process").collectives(dist.group.WORLD)
     model = IdleModel(size)
     optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = DataParallelEngine(model, ranks, EngineOptions(stage=stage, bucket_mb=UNIT_BY_UNIT))
+    engine = engine_of(model, stage=stage, bucket_mb=UNIT_BY_UNIT)
     sharded = ShardedOptimizer(optimizer, engine)
 
     def step() -> None:

@@ -5,16 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks, engine_of
 
 NUM_RANKS = 2
 UNIT_BY_UNIT = 1e-5  # a bucket for each layer
@@ -64,8 +63,7 @@ def on_ranks(
     """Run on several ranks; return the first one's weights."""
 
     def fn(rank: int) -> tuple[dict[str, Tensor], Any]:
-        assert dist.group.WORLD is not None
-        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        ranks = all_ranks()
         model, optimizer = build()
         options = EngineOptions(stage=stage, bucket_mb=UNIT_BY_UNIT, expects_edits=expects_edits)
         engine = DataParallelEngine(model, ranks, options)
@@ -267,12 +265,10 @@ def test_a_hook_that_waits_for_gradients_edited_the_average_of_earlier_ones(stag
     """The gradient that had just come was left out."""
 
     def fn(rank: int) -> None:
-        assert dist.group.WORLD is not None
-        ranks = get_backend("in_process").collectives(dist.group.WORLD)
         model, _ = build()
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
-        engine = DataParallelEngine(model, ranks, EngineOptions(stage=stage))
+        engine = engine_of(model, stage=stage)
         for number in range(2):
             with engine.step(), engine.backward():
                 loss_of(model, batches(number)[rank], uses_loose=False).backward()

@@ -4,10 +4,8 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.testing import run_ranks
@@ -24,6 +22,7 @@ from tests.data_parallel.test_training import (
     check,
     clipped,
 )
+from tests.groups import all_ranks, engine_of
 
 pytestmark = pytest.mark.each_value
 
@@ -185,9 +184,7 @@ def test_a_copy_is_full_and_independent(stage: int) -> None:
     def fn(rank: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         model = Net()
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
-        engine = DataParallelEngine(model, collectives, EngineOptions(stage=stage))
+        engine = engine_of(model, stage=stage)
         duplicate = copy.deepcopy(model)
         x = torch.ones(2, 4)
         with engine.step():
@@ -207,8 +204,7 @@ def test_weights_changed_by_hand_survive_an_update_with_a_master_copy(stage: int
     def fn(rank: int) -> float:
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        collectives = all_ranks()
         options = EngineOptions(stage=stage, dtypes=DTypePolicy(compute=torch.bfloat16))
         engine = DataParallelEngine(model, collectives, options)
         with torch.no_grad():
@@ -229,9 +225,7 @@ def test_weights_changed_by_hand_before_the_first_step(stage: int) -> None:
 
     def fn(rank: int) -> float:
         model = nn.Linear(4, 4)
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
-        engine = DataParallelEngine(model, collectives, EngineOptions(stage=stage))
+        engine = engine_of(model, stage=stage)
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(0.25)

@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.units.unit import Unit
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 NUM_BLOCKS = 6
 
@@ -44,7 +43,7 @@ def most_at_once(rank: int, prefetch: int | None) -> list[tuple[int, int]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(NUM_BLOCKS)))
     options = EngineOptions(stage=3, units=["Linear"], bucket_mb=1e-6, prefetch=prefetch)
-    ranks = get_backend("in_process").collectives(dist.group.WORLD)
+    ranks = all_ranks()
     engine = DataParallelEngine(model, ranks, options)
     watch, found = Watch(engine.units), []
     for _ in range(3):

@@ -6,10 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.core.states import State
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.flat_gradients import InBackward
@@ -21,6 +19,7 @@ from lightning_shard.data_parallel.units.unit import Digits, UnitState
 from lightning_shard.data_parallel.units.unsharding import Since
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 # what an object is made in
 FIRST = [UnitState.FULL, Digits.ROUNDED, InBackward.ARRIVING, Owed.NOTHING, Since.START, Shown.FULL]
@@ -64,8 +63,7 @@ def trained(stage: int) -> Ways:
     """Accumulate, train with a hook before the update, and evaluate, on two ranks."""
 
     def fn(rank: int) -> None:
-        assert dist.group.WORLD is not None
-        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        ranks = all_ranks()
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
         options = EngineOptions(stage=stage, bucket_mb=1e-6)

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -19,6 +17,7 @@ from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.elastic.snapshot_memory import BuddyRing
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda p: optim.AdamW(p, lr=0.05),
@@ -101,8 +100,7 @@ def attach(
     setting: Setting, model: nn.Module, optimizer: Optimizer, *, bucket_mb: float = 1e-6
 ) -> Rank:
     """Build an engine over all ranks; each must call."""
-    assert dist.group.WORLD is not None
-    collectives = get_backend("in_process").collectives(dist.group.WORLD)
+    collectives = all_ranks()
     options = EngineOptions(
         stage=setting.stage, dtypes=DTypePolicy(compute=setting.compute), bucket_mb=bucket_mb
     )

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 import pytest
-import torch.distributed as dist
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.rank_snapshot import Snapshot
 from lightning_shard.elastic.recovery import RecoveryPlan, agree
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, run_to, start, survivors
+from tests.groups import all_ranks
 
 
 @pytest.mark.parametrize("lost", [[2], [0, 2], [1, 3]])
@@ -39,8 +38,7 @@ def test_all_newcomers_agree_on_nothing() -> None:
 
 def agreed(holdings: Sequence[list[Snapshot]]) -> RecoveryPlan | None:
     def fn(rank: int) -> RecoveryPlan | None:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        collectives = all_ranks()
         return agree(collectives, holdings[rank])
 
     plans = run_ranks(fn, len(holdings))

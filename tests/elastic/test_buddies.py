@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.gloo import GlooBackend
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -21,6 +20,7 @@ from lightning_shard.elastic.snapshot_memory import BuddyRing
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, start
+from tests.groups import all_ranks
 from tests.patience import patient
 from tests.processes import rank_and_world_size, run_processes
 
@@ -29,11 +29,6 @@ Names = list[tuple[int, int]]  # step and shard of what is held, the newest firs
 
 def names(held: list[Snapshot]) -> Names:
     return sorted(((one.metadata.step, one.metadata.shard) for one in held), reverse=True)
-
-
-def world() -> Collectives:
-    assert dist.group.WORLD is not None
-    return get_backend("in_process").collectives(dist.group.WORLD)
 
 
 @pytest.mark.parametrize(
@@ -48,14 +43,14 @@ def world() -> Collectives:
     ],
 )
 def test_who_keeps_whose(size: int, stride: int, sources: list[int]) -> None:
-    rings = run_ranks(lambda _: BuddyRing(world(), stride), size)
+    rings = run_ranks(lambda _: BuddyRing(all_ranks(), stride), size)
     assert [ring.source for ring in rings if ring] == sources
     assert [sources[ring.target] for ring in rings if ring] == list(range(size))
 
 
 def test_a_stride_of_none() -> None:
     with pytest.raises(ConfigError, match="got a stride of 0"):
-        run_ranks(lambda _: BuddyRing(world(), 0), 2)
+        run_ranks(lambda _: BuddyRing(all_ranks(), 0), 2)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -88,7 +83,7 @@ def test_all_hear_of_each_ranks_flags() -> None:
 def test_nothing_travels_where_nothing_needs_to(stage: int, size: int) -> None:
     def fn(_: int) -> tuple[int, Names]:
         rank = start(Setting(stage=stage))
-        collectives = world()
+        collectives = all_ranks()
         ring = BuddyRing(collectives)
         ring.begin(rank.snapshot(4))
         ring.finish()

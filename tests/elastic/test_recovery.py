@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.leftovers import take_leftovers
@@ -18,6 +16,7 @@ from lightning_shard.errors import CheckpointError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, assert_same, attach, load, run_to, start, survivors
+from tests.groups import all_ranks, engine_of
 
 pytestmark = pytest.mark.each_value
 
@@ -185,9 +184,7 @@ def test_several_optimizers(stage: int) -> None:
 
     def build() -> tuple[nn.Module, list[optim.Optimizer], DataParallelEngine]:
         model, optimizers = make()
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
-        engine = DataParallelEngine(model, collectives, EngineOptions(stage=stage))
+        engine = engine_of(model, stage=stage)
         for optimizer in optimizers:
             ShardedOptimizer(optimizer, engine)
         return model, optimizers, engine
@@ -222,8 +219,7 @@ def test_a_snapshot_of_another_model() -> None:
     held, _ = run_to(Setting(stage=1), 2, 1)
 
     def fn(rank: int) -> None:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        collectives = all_ranks()
         model = nn.Linear(2, 2)
         engine = DataParallelEngine(model, collectives, EngineOptions(stage=1))
         plan = agree(collectives, held[rank])
@@ -263,9 +259,7 @@ def test_parameters_of_several_formats(stage: int) -> None:
     def build(seed: int) -> tuple[Mixed, optim.Optimizer, DataParallelEngine]:
         model = Mixed(seed)
         optimizer = optim.SGD([p for p in model.parameters() if p.requires_grad], momentum=0.9)
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
-        engine = DataParallelEngine(model, collectives, EngineOptions(stage=stage))
+        engine = engine_of(model, stage=stage)
         ShardedOptimizer(optimizer, engine)
         with engine.step():
             pass

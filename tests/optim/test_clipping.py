@@ -4,14 +4,12 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value, global_grad_norm
 from lightning_shard.testing import run_ranks
+from tests.groups import engine_of
 
 NORMS = [1.0, 2.0, 3.0, math.inf]
 
@@ -34,9 +32,7 @@ class Mixed(nn.Module):
 
 def make(stage: int) -> tuple[nn.Module, DataParallelEngine]:
     model = Mixed()
-    assert dist.group.WORLD is not None
-    collectives = get_backend("in_process").collectives(dist.group.WORLD)
-    engine = DataParallelEngine(model, collectives, EngineOptions(stage=stage))
+    engine = engine_of(model, stage=stage)
     with engine.step():
         loss = model(torch.ones(1, 3))
     with engine.backward():
@@ -90,10 +86,8 @@ def test_clip_by_norm(stage: int, max_norm: float) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_no_gradients_at_all(stage: int) -> None:
     def fn(rank: int) -> float:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
         model = nn.Linear(2, 2)
-        engine = DataParallelEngine(model, collectives, EngineOptions(stage=stage))
+        engine = engine_of(model, stage=stage)
         return clip_grad_norm(list(model.parameters()), 1.0, engine).item()
 
     assert run_ranks(fn, 2) == [0.0, 0.0]
@@ -102,10 +96,8 @@ def test_no_gradients_at_all(stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_clip_by_value(stage: int) -> None:
     def fn(rank: int) -> tuple[float, float]:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
         model = nn.Linear(3, 5)
-        engine = DataParallelEngine(model, collectives, EngineOptions(stage=stage))
+        engine = engine_of(model, stage=stage)
         with engine.step():
             loss = model(torch.ones(1, 3)).sum()
         with engine.backward():

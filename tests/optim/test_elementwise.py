@@ -11,9 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_shard import ConfigError
-from lightning_shard.backends.registry import get_backend
-from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.elementwise import (
     DIFFERENCE,
     _Trial,
@@ -24,6 +21,7 @@ from lightning_shard.optim.elementwise import (
 )
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.groups import engine_of
 
 ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: optim.SGD(p, lr=0.1),
@@ -378,9 +376,7 @@ def train(
         if resume_at:
             for param in model.parameters():
                 optimizer.state[param]["step"] = resume_at
-        assert torch.distributed.group.WORLD is not None
-        ranks = get_backend("in_process").collectives(torch.distributed.group.WORLD)
-        engine = DataParallelEngine(model, ranks, EngineOptions(stage=stage))
+        engine = engine_of(model, stage=stage)
         sharded = ShardedOptimizer(optimizer, engine)
         for number in range(num_steps):
             if isinstance(optimizer, NormsOnDemand):

@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_shard.backends.registry import get_backend
-from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import FailingSteps, ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.groups import engine_of
 
 NUM_RANKS = 2
 Failure = type[BaseException]
@@ -77,10 +74,8 @@ def on_ranks(
     """Run on several ranks; return the first one's weights."""
 
     def run(rank: int) -> dict[str, Tensor]:
-        assert dist.group.WORLD is not None
-        ranks = get_backend("in_process").collectives(dist.group.WORLD)
         model, optimizer = build()
-        engine = DataParallelEngine(model, ranks, EngineOptions(stage=stage, bucket_mb=1e-5))
+        engine = engine_of(model, stage=stage, bucket_mb=1e-5)
         sharded = ShardedOptimizer(optimizer, engine)
 
         def backward(number: int) -> None:

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.groups import engine_of
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "ASGD": lambda p: optim.ASGD(p, lr=0.1),
@@ -70,8 +68,6 @@ class Run:
     """A run of a single device, or of an engine's ranks.
 
     Args:
-        name: The optimizer's.
-        num_groups: Number of param groups.
         stage: None for a single device.
     """
 
@@ -82,9 +78,7 @@ class Run:
         self.engine: DataParallelEngine | None = None
         self.seen: list[int] = []
         if stage is not None:
-            assert dist.group.WORLD is not None
-            ranks = get_backend("in_process").collectives(dist.group.WORLD)
-            self.engine = DataParallelEngine(self.model, ranks, EngineOptions(stage=stage))
+            self.engine = engine_of(self.model, stage=stage)
             self.sharded = ShardedOptimizer(self.optimizer, self.engine)
             watch(self.optimizer, self.seen)
 
@@ -432,9 +426,7 @@ def test_groups_that_alternate_cost_more_on_many_short_pieces(
             {"params": [param for key, (_, param) in zip(keys, named, strict=True) if key is one]}
             for one in sorted(set(keys))
         ]
-        assert dist.group.WORLD is not None
-        ranks = get_backend("in_process").collectives(dist.group.WORLD)
-        engine = DataParallelEngine(model, ranks, EngineOptions(stage=1))
+        engine = engine_of(model, stage=1)
         optimizer: Any = optim.SGD(groups, lr=0.1)
         ShardedOptimizer(optimizer, engine)
         seen: list[bool] = []
@@ -460,9 +452,7 @@ def test_groups_that_alternate_cost_more_on_many_short_pieces(
 def test_padding_became_not_a_number(eps: float, dtype: torch.dtype) -> None:
     def fn(rank: int) -> bool:
         layer = nn.Sequential(nn.Linear(1, 5), nn.Linear(5, 1)).to(dtype)
-        assert dist.group.WORLD is not None
-        ranks = get_backend("in_process").collectives(dist.group.WORLD)
-        engine = DataParallelEngine(layer, ranks, EngineOptions(stage=1))
+        engine = engine_of(layer, stage=1)
         optimizer = optim.AdamW(layer.parameters(), lr=0.1, eps=eps)
         ShardedOptimizer(optimizer, engine)
         with engine.step():

@@ -5,19 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.compression import Compressor, PowerSGD, TopK
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import Exact
+from tests.groups import engine_of
 
 WARMUP, NUM_STEPS, LR, DECAY, EPS = 3, 7, 0.05, 0.1, 1e-8
 BETAS = (0.8, 0.95)
@@ -61,11 +59,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def make_engine(model: nn.Module, stage: int, compression: Compressor) -> DataParallelEngine:
-    assert dist.group.WORLD is not None
-    collectives = get_backend("in_process").collectives(dist.group.WORLD)
-    return DataParallelEngine(
-        model, collectives, EngineOptions(stage=stage, compression=compression)
-    )
+    return engine_of(model, stage=stage, compression=compression)
 
 
 def take_step(

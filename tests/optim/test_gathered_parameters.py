@@ -21,6 +21,7 @@ from lightning_shard.strategies.trainer.announcement import what_is_held
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 from tests.optim.test_owned_parameters import Careless, Fails
 from tests.optim.test_sharded_optimizer import train
 from tests.strategies.matrix_optimizers import Muon
@@ -42,8 +43,7 @@ class Rank:
         self.model = make_model() if model is None else model
         self.optimizer = make(self.model)
         owned = parameters_to_own([self.optimizer], self.model)
-        assert dist.group.WORLD is not None
-        self.ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        self.ranks = all_ranks()
         alone = dist.new_group([self.ranks.rank], use_local_synchronization=True)
         self.split = SplitModel(self.model, match_plan(self.model, PLAN), self.ranks)
         options = EngineOptions(stage=stage, owned=owned)

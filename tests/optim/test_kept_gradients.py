@@ -5,17 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.one_step import forward_and_backward
+from tests.groups import all_ranks, engine_of
 
 NUM_STEPS = 5
 
@@ -67,8 +66,7 @@ def losses(keep: str, options: EngineOptions | None, way: str) -> list[float]:
     optimizer = Remembering(model.parameters(), keep)
     engine = None
     if options is not None:
-        assert dist.group.WORLD is not None
-        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        ranks = all_ranks()
         engine = DataParallelEngine(model, ranks, options)
         ShardedOptimizer(optimizer, engine)
     found = []
@@ -154,8 +152,7 @@ def losses_of_blocks(
     model = Layers()
     optimizer, engine, found = make(model.parameters()), None, []
     if options is not None:
-        assert dist.group.WORLD is not None
-        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        ranks = all_ranks()
         engine = DataParallelEngine(model, ranks, options)
         ShardedOptimizer(optimizer, engine)
     for step in range(NUM_STEPS):
@@ -195,10 +192,8 @@ def test_a_kept_gradient_stays_where_a_rank_has_none_for_its_buffer(stage: int) 
 
 
 def norm_of_what_was_kept(rank: int) -> str:
-    assert dist.group.WORLD is not None
-    ranks = get_backend("in_process").collectives(dist.group.WORLD)
     model = nn.Sequential(nn.Linear(6, 6))
-    engine = DataParallelEngine(model, ranks, EngineOptions(stage=2))
+    engine = engine_of(model, stage=2)
     views: list[Tensor] = []
     for factor in (1.0, 2.0):
         model.zero_grad()

@@ -13,15 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.compression import OneBit
-from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.groups import engine_of
 
 WARMUP, NUM_STEPS, LR, EPS, BETAS, BLOCK = 3, 8, 0.01, 1e-8, (0.8, 0.95), 1024
 NUMEL = 8192
@@ -79,13 +76,9 @@ class Free(nn.Module):
 
 def engine_way(num_ranks: int, **options: Any) -> list[list[Tensor]]:
     def fn(rank: int) -> list[Tensor]:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
         compression = OneBit(warmup_steps=WARMUP, block=BLOCK, **options)
         model, way = Free(), list[Tensor]()
-        engine = DataParallelEngine(
-            model, collectives, EngineOptions(stage=0, compression=compression)
-        )
+        engine = engine_of(model, stage=0, compression=compression)
         adam = torch.optim.Adam(model.parameters(), lr=LR, betas=BETAS, eps=EPS)
         ShardedOptimizer(adam, engine)
         for step in range(NUM_STEPS):

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
@@ -18,6 +17,7 @@ from lightning_shard.optim.owned_parameters import parameters_to_own
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.strategies.trainer.announcement import what_is_held
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 from tests.optim.test_sharded_optimizer import train
 from tests.strategies.matrix_optimizers import (
     Muon,
@@ -37,8 +37,7 @@ def make_model() -> nn.Module:
 def attach(
     model: nn.Module, optimizer: Optimizer, stage: int
 ) -> tuple[DataParallelEngine, ShardedOptimizer]:
-    assert dist.group.WORLD is not None
-    ranks = get_backend("in_process").collectives(dist.group.WORLD)
+    ranks = all_ranks()
     options = EngineOptions(stage=stage, owned=parameters_to_own([optimizer], model))
     engine = DataParallelEngine(model, ranks, options)
     return engine, ShardedOptimizer(optimizer, engine)
@@ -205,8 +204,7 @@ def test_parameters_of_an_elementwise_optimizer_cannot_be_added(stage: int) -> N
         model = make_model()
         adam = optim.AdamW(model[4].parameters())
         muon = optim.Muon([model[0].weight])
-        assert dist.group.WORLD is not None
-        ranks = get_backend("in_process").collectives(dist.group.WORLD)
+        ranks = all_ranks()
         options = EngineOptions(stage=stage, owned=parameters_to_own([adam, muon], model))
         engine = DataParallelEngine(model, ranks, options)
         ShardedOptimizer(adam, engine)

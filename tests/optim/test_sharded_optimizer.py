@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.checkpoint.optimizer_state import full_state_dict, local_state_dict
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.one_step import forward_and_backward
+from tests.groups import engine_of
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adagrad": lambda p: optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
@@ -32,12 +30,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-
-
-def make_engine(model: nn.Module, stage: int) -> DataParallelEngine:
-    assert dist.group.WORLD is not None
-    collectives = get_backend("in_process").collectives(dist.group.WORLD)
-    return DataParallelEngine(model, collectives, EngineOptions(stage=stage))
 
 
 def train(
@@ -71,7 +63,7 @@ def test_weights_and_joined_state_equal_a_single_devices(name: str, stage: int) 
     def fn(rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         model = make_model()
         optimizer = OPTIMIZERS[name](model.parameters())
-        engine = make_engine(model, stage)
+        engine = engine_of(model, stage=stage)
         ShardedOptimizer(optimizer, engine)
         train(model, optimizer, engine)
         state = full_state_dict(optimizer, engine)
@@ -93,7 +85,7 @@ def test_state_of_a_single_device_is_cut_and_joined(name: str, stage: int) -> No
     def fn(rank: int) -> dict[str, Any]:
         model = make_model()
         optimizer = OPTIMIZERS[name](model.parameters())
-        engine = make_engine(model, stage)
+        engine = engine_of(model, stage=stage)
         ShardedOptimizer(optimizer, engine)
         local = local_state_dict(saved, optimizer, engine)
         with engine.optimizer_view():
@@ -112,7 +104,7 @@ def test_counters_go_on_after_a_resume(name: str, stage: int) -> None:
     def fn(rank: int) -> set[float]:
         model = make_model()
         optimizer = OPTIMIZERS[name](model.parameters())
-        engine = make_engine(model, stage)
+        engine = engine_of(model, stage=stage)
         ShardedOptimizer(optimizer, engine)
         local = local_state_dict(copy.deepcopy(saved), optimizer, engine)
         with engine.optimizer_view():
@@ -129,7 +121,7 @@ def test_state_made_in_init_is_cut(stage: int) -> None:
     def fn(rank: int) -> int:
         model = make_model()
         optimizer = OPTIMIZERS["Adagrad"](model.parameters())
-        ShardedOptimizer(optimizer, make_engine(model, stage))
+        ShardedOptimizer(optimizer, engine_of(model, stage=stage))
         return sum(state["sum"].numel() for state in optimizer.state.values())
 
     sizes = [size or 0 for size in run_ranks(fn, 2)]
@@ -139,10 +131,10 @@ def test_state_made_in_init_is_cut(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_groups_added_later(stage: int) -> None:
-    def run(engine_of: Callable[[nn.Module], DataParallelEngine | None]) -> dict[str, Tensor]:
+    def run(start: Callable[[nn.Module], DataParallelEngine | None]) -> dict[str, Tensor]:
         model = make_model()
         optimizer = optim.Adam(model[0].parameters(), lr=0.1)
-        engine = engine_of(model)
+        engine = start(model)
         if engine is not None:
             ShardedOptimizer(optimizer, engine)
         train(model, optimizer, engine, 2)
@@ -154,7 +146,7 @@ def test_groups_added_later(stage: int) -> None:
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     expected = run(lambda model: None)
-    for result in run_ranks(lambda rank: run(lambda model: make_engine(model, stage)), 2):
+    for result in run_ranks(lambda rank: run(lambda model: engine_of(model, stage=stage)), 2):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -163,7 +155,7 @@ def test_a_scheduler_holds_the_same_object() -> None:
         model = make_model()
         optimizer = optim.SGD(model.parameters(), lr=1.0)
         scheduler = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        engine = make_engine(model, 2)
+        engine = engine_of(model, stage=2)
         sharded = ShardedOptimizer(optimizer, engine)
         assert sharded.optimizer is optimizer is scheduler.optimizer
         rates = []
@@ -182,7 +174,7 @@ def test_zero_grad(stage: int, set_to_none: bool) -> None:
     def fn(rank: int) -> list[float | None]:
         model = make_model()
         optimizer = optim.SGD(model.parameters(), lr=1.0)
-        engine = make_engine(model, stage)
+        engine = engine_of(model, stage=stage)
         ShardedOptimizer(optimizer, engine)
         with engine.step():
             loss = model(torch.ones(1, 3)).sum()
@@ -203,7 +195,7 @@ def test_zero_grad(stage: int, set_to_none: bool) -> None:
 def test_optimizers_of_full_matrices_are_refused(stage: int, kind: Any) -> None:
     def fn(rank: int) -> None:
         model = nn.Linear(3, 3, bias=False)
-        ShardedOptimizer(kind(model.parameters()), make_engine(model, stage))
+        ShardedOptimizer(kind(model.parameters()), engine_of(model, stage=stage))
 
     with pytest.raises(ConfigError, match=rf"{kind.__name__} does not .* stage {stage}.*shard_ddp"):
         run_ranks(fn, 2)
@@ -213,7 +205,7 @@ def test_detach_gives_the_optimizer_back() -> None:
     def fn(rank: int) -> None:
         model = make_model()
         optimizer = optim.SGD(model.parameters(), lr=0.1)
-        engine = make_engine(model, 2)
+        engine = engine_of(model, stage=2)
         sharded = ShardedOptimizer(optimizer, engine)
         train(model, optimizer, engine, 1)
         engine.detach(restore=True)
@@ -244,10 +236,10 @@ def test_a_step_that_calls_that_of_its_base_class_left_parameters_in_shards(
     """Once the base class was used itself, torch calls the hooks of a step in both."""
     optim.SGD(make_model().parameters(), lr=0.1).zero_grad()
 
-    def run(engine_of: Callable[[nn.Module], DataParallelEngine | None]) -> dict[str, Tensor]:
+    def run(start: Callable[[nn.Module], DataParallelEngine | None]) -> dict[str, Tensor]:
         model = make_model()
         optimizer = OfAnother(model.parameters(), lr=0.1, momentum=0.9)
-        engine = engine_of(model)
+        engine = start(model)
         if engine is not None:
             ShardedOptimizer(optimizer, engine)
         for _ in range(2):
@@ -264,6 +256,6 @@ def test_a_step_that_calls_that_of_its_base_class_left_parameters_in_shards(
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     expected = run(lambda _: None)
-    for got in run_ranks(lambda _: run(lambda model: make_engine(model, stage)), 2):
+    for got in run_ranks(lambda _: run(lambda model: engine_of(model, stage=stage)), 2):
         assert got is not None
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)

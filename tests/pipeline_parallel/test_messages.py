@@ -3,19 +3,18 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import group
 
 from lightning_shard import ConfigError
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.pipeline_parallel.messages import StageMessages, TensorMetadata
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 CPU = torch.device("cpu")
 
 
 def pair() -> tuple[Collectives, StageMessages]:
-    assert group.WORLD is not None
-    collectives = Collectives(group.WORLD)
+    collectives = all_ranks()
     return collectives, StageMessages(collectives, CPU)
 
 

@@ -5,17 +5,16 @@ import random
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.pipeline_parallel.needs import StageRandomness
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 Draws = tuple[float, float, float]
 
 
 def make_randomness() -> StageRandomness:
-    group = get_backend("in_process").collectives(dist.group.WORLD)
+    group = all_ranks()
     return StageRandomness(group, torch.device("cpu"))
 
 

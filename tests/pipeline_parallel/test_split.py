@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.pipeline_parallel.blocks import find_blocks
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.partition import partition_blocks
 from lightning_shard.pipeline_parallel.split import PipelineSplit
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 CPU = torch.device("cpu")
 
@@ -35,9 +34,8 @@ class Net(nn.Module):
 
 
 def split_of(model: nn.Module, stage_ranks: Sequence[int]) -> PipelineSplit:
-    assert dist.group.WORLD is not None
     partition = partition_blocks(model, find_blocks(model), num_stages=len(stage_ranks))
-    return PipelineSplit(model, partition, stage_ranks, Collectives(dist.group.WORLD), CPU)
+    return PipelineSplit(model, partition, stage_ranks, all_ranks(), CPU)
 
 
 def here(rank: int, stage_ranks: Sequence[int]) -> set[str]:

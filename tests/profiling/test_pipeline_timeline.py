@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard import PipelineParallelStrategy
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.schedules import Action, make_schedule
 from lightning_shard.pipeline_parallel.simulation import Durations, replay
@@ -19,6 +18,7 @@ from lightning_shard.pipeline_parallel.timeline import Timeline
 from lightning_shard.profiling import PipelineTimeline, pipeline_timeline
 from lightning_shard.profiling.pipeline_timeline import ActionClock, IdleShares, render_idle_shares
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 from tests.strategies.parity import GlobalBatches, build, ignoring, quiet_trainer
 
 pytestmark = ignoring()
@@ -167,7 +167,7 @@ def test_the_table_holds_medians_over_batches() -> None:
 
 
 def _timeline_of_two_hosts(rank: int) -> Timeline:
-    group = get_backend("in_process").collectives(dist.group.WORLD)
+    group = all_ranks()
     clock = ActionClock(group, torch.device("cpu"))
     with clock(Action(rank, "F", 0)):
         pass

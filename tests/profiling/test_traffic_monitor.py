@@ -8,11 +8,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_shard import TensorParallelStrategy, ZeRO2Strategy, ZeRO3Strategy
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.traffic import OperationTraffic
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.profiling.step_monitor import (
@@ -23,6 +21,7 @@ from lightning_shard.profiling.step_monitor import (
     waited,
 )
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 from tests.profiling.monitored import fit, monitors, written
 from tests.strategies.parity import build, ignoring, quiet_trainer
 
@@ -50,7 +49,7 @@ class _TwoRanks(ZeRO2Strategy):
 
 
 def _counted_twice(rank: int) -> list[tuple[int, int]]:
-    group = get_backend("in_process").collectives(dist.group.WORLD)
+    group = all_ranks()
     group.all_reduce(torch.ones(4)).wait()
     counters = AxisCounters(_TwoRanks(backend="in_process"))
     found = []

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.cross_entropy import LossOptions, parallel_cross_entropy
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 NUM_CLASSES, NUM_ROWS = 12, 7
 WEIGHT = torch.linspace(0.5, 2, NUM_CLASSES, dtype=torch.double)
@@ -20,11 +20,6 @@ OPTIONS = [
     for smoothing in (0.0, 0.1)
     for index in (-100, 3)
 ]
-
-
-def world() -> Collectives:
-    assert dist.group.WORLD is not None
-    return Collectives(dist.group.WORLD)
 
 
 def problem(dtype: torch.dtype = torch.double) -> tuple[Tensor, Tensor]:
@@ -63,7 +58,7 @@ def test_equals_torch(num_ranks: int, options: LossOptions) -> None:
     full_grad = logits.grad
 
     def fn(rank: int) -> None:
-        group = world()
+        group = all_ranks()
         local = own_part(logits.detach(), group)
         loss = parallel_cross_entropy(local, target, options, group)
         loss.backward(grad_of_loss)
@@ -80,7 +75,7 @@ def test_of_narrow_logits_it_is_as_exact_as_torch(dtype: torch.dtype, autocast: 
     exact = F.cross_entropy(logits.double(), target)
 
     def fn(rank: int) -> None:
-        group = world()
+        group = all_ranks()
         local = own_part(logits, group)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = parallel_cross_entropy(local, target, LossOptions(), group)
@@ -99,7 +94,7 @@ def test_extreme_logits_stay_finite() -> None:
     expected_grad = torch.func.grad(F.cross_entropy)(logits, target)
 
     def fn(rank: int) -> None:
-        group = world()
+        group = all_ranks()
         local = own_part(logits, group)
         loss = parallel_cross_entropy(local, target, LossOptions(), group)
         torch.testing.assert_close(loss, F.cross_entropy(logits, target))
@@ -113,7 +108,7 @@ def test_three_numbers_per_row_are_sent_and_only_the_own_part_is_saved() -> None
     logits, target = problem(torch.float32)
 
     def fn(rank: int) -> None:
-        group = world()
+        group = all_ranks()
         local = own_part(logits, group)
         saved: list[Tensor] = []
 
@@ -134,7 +129,7 @@ def test_three_numbers_per_row_are_sent_and_only_the_own_part_is_saved() -> None
 
 def test_a_target_out_of_range_is_refused_on_every_rank() -> None:
     def fn(rank: int) -> None:
-        group = world()
+        group = all_ranks()
         local = own_part(problem()[0], group)
         target = torch.full((NUM_ROWS,), NUM_CLASSES)
         with pytest.raises(ConfigError, match="targets from 12 to 12, expected 0 to 11"):
@@ -164,7 +159,7 @@ def test_a_gradient_was_a_constant_to_a_second_derivative(options: LossOptions) 
     of_logits, of_factor = logits.grad, factor.grad
 
     def fn(rank: int) -> None:
-        group = world()
+        group = all_ranks()
         local, own_factor = own_part(logits.detach(), group), start.clone().requires_grad_()
         loss = parallel_cross_entropy(local, target, options, group)
         second(loss, local, own_factor)[0].backward()  # of this rank's summand

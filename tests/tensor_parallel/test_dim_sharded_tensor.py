@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
@@ -16,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from examples.train_gpt import GPT
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
@@ -27,16 +25,12 @@ from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.tensor_parallel.styles import style_of
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 B, T, V = 2, 3, 16
 TARGET = torch.tensor([[1, 7, 2], [0, -100, 4]])
 BIAS = torch.linspace(-1, 1, V, dtype=torch.double)
 ROWS = torch.tensor([[True, False, True], [False, True, True]])
-
-
-def world() -> Collectives:
-    assert dist.group.WORLD is not None
-    return Collectives(dist.group.WORLD)
 
 
 def full_logits() -> Tensor:
@@ -57,7 +51,7 @@ def apply(function: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, bool, dict
         (expected.double() * factors).sum().backward()
 
     def fn(rank: int) -> tuple[Tensor, bool, dict[str, int]]:
-        group = world()
+        group = all_ranks()
         local = full_logits().chunk(group.size, -1)[rank].clone().requires_grad_()
         result = function(from_local(local * 1, group))
         sent = {name: traffic.elements for name, traffic in group.traffic.items()}
@@ -240,7 +234,7 @@ def test_an_autograd_function_of_the_user_sees_the_full() -> None:
 
 def test_what_was_changed_in_place_is_refused_by_an_autograd_function() -> None:
     def fn(rank: int) -> None:
-        sharded = from_local(torch.ones(2, 2, requires_grad=True) * 1, world())
+        sharded = from_local(torch.ones(2, 2, requires_grad=True) * 1, all_ranks())
         sharded.mul_(2)
         assert sharded.sum().item() == 16
         with pytest.raises(ConfigError, match=f"Rank {rank}: .* Use x = x \\+ y for x \\+= y"):
@@ -251,7 +245,7 @@ def test_what_was_changed_in_place_is_refused_by_an_autograd_function() -> None:
 
 def test_what_writes_below_autograd_is_refused() -> None:
     def fn(rank: int) -> None:
-        logits = from_local(torch.zeros(2, 2), world())
+        logits = from_local(torch.zeros(2, 2), all_ranks())
         with torch._C.DisableTorchFunctionSubclass(), pytest.raises(ConfigError, match="colwise_g"):
             logits.mul_(2)
 
@@ -260,7 +254,7 @@ def test_what_writes_below_autograd_is_refused() -> None:
 
 def test_hooks_and_retained_gradients_are_those_of_the_full_one() -> None:
     def fn(rank: int) -> None:
-        group = world()
+        group = all_ranks()
         local = full_logits().chunk(2, -1)[rank].clone().requires_grad_()
         logits = from_local(local * 1, group)
         seen: list[torch.Size] = []
@@ -281,7 +275,7 @@ def test_hooks_and_retained_gradients_are_those_of_the_full_one() -> None:
 
 def test_printing_and_asking_for_shapes_needs_no_other_rank() -> None:
     def fn(rank: int) -> None:
-        group = world()
+        group = all_ranks()
         logits = from_local(torch.zeros(B, T, V // 2), group)
         if rank == 0:
             assert repr(logits).startswith("DimShardedTensor(shape=(2, 3, 16), part=tensor(")
@@ -296,7 +290,7 @@ def test_printing_and_asking_for_shapes_needs_no_other_rank() -> None:
 
 def test_on_one_rank_they_are_plain() -> None:
     def fn(rank: int) -> None:
-        assert type(from_local(torch.zeros(2), world())) is Tensor
+        assert type(from_local(torch.zeros(2), all_ranks())) is Tensor
 
     run_ranks(fn, 1)
 
@@ -321,7 +315,7 @@ def test_a_training_step_of_the_example_never_gathers_the_logits(tied: bool) -> 
     expected.backward()
 
     def fn(rank: int) -> None:
-        model, group = make(), world()
+        model, group = make(), all_ranks()
         split = SplitModel(model, match_plan(model, HEAD_PLAN), group)
         widest: list[int] = []
 

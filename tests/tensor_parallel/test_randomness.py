@@ -6,18 +6,17 @@ import lightning as L  # noqa: N812
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.strategies.model_parallel import TensorParallelStrategy
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.randomness import share_random_state
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 from tests.strategies.parity import ignoring, quiet_trainer
 
 pytestmark = ignoring()
@@ -57,15 +56,10 @@ class Block(nn.Module):
         return x
 
 
-def world() -> Collectives:
-    assert dist.group.WORLD is not None
-    return Collectives(dist.group.WORLD)
-
-
 def split_block(**options: Any) -> nn.ModuleList:
     torch.manual_seed(0)
     model = nn.ModuleList([Block(**options)])
-    SplitModel(model, match_plan(model, PLAN), world())
+    SplitModel(model, match_plan(model, PLAN), all_ranks())
     torch.manual_seed(1)
     return model
 
@@ -174,7 +168,7 @@ def test_without_dropout_nothing_is_drawn(rate: float, training: bool) -> None:
 
 def test_the_random_state_of_rank_0_becomes_that_of_all() -> None:
     def fn(rank: int) -> tuple[float, float]:  # run_ranks has seeded each with its number
-        share_random_state(world(), torch.device("cpu"))
+        share_random_state(all_ranks(), torch.device("cpu"))
         return float(torch.rand(())), float(np.random.rand())
 
     first, second = run_ranks(fn, 2)

@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from examples.train_gpt import GPT
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
@@ -22,6 +20,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 GPT_PLAN = {
     "byte_embedding": "embedding_rowwise",
@@ -49,11 +48,6 @@ GPT2_PLAN = {
 }
 ENCODER_PLAN = {"*.self_attn": "attention", "*.linear1": "colwise", "*.linear2": "rowwise"}
 TEXT = torch.arange(24).view(3, 8) * 9 % 64
-
-
-def world() -> Collectives:
-    assert dist.group.WORLD is not None
-    return Collectives(dist.group.WORLD)
 
 
 def gpt() -> nn.Module:
@@ -132,7 +126,7 @@ def test_equals_the_full_model(name: str, num_ranks: int) -> None:
     expected.backward()
 
     def fn(rank: int) -> set[str]:
-        model, group = made(make), world()
+        model, group = made(make), all_ranks()
         split = SplitModel(model, match_plan(model, plan), group, sequence_parallel=True)
         torch.manual_seed(1)
         own = loss(model)
@@ -179,7 +173,7 @@ def test_less_is_kept_for_backward(name: str) -> None:
     def fn(rank: int) -> list[int]:
         result = []
         for sequence_parallel in (False, True):
-            model, group = made(make), world()
+            model, group = made(make), all_ranks()
             layers = match_plan(model, plan)
             SplitModel(model, layers, group, sequence_parallel=sequence_parallel)
             params = {param.untyped_storage().data_ptr() for param in model.parameters()}
@@ -195,7 +189,7 @@ def test_less_is_kept_for_backward(name: str) -> None:
 def test_projections_of_one_activation_gather_it_once_each_way() -> None:
     def fn(rank: int) -> None:
         model = nn.ModuleDict({name: nn.Linear(4, 4) for name in "qkv"})
-        group = world()
+        group = all_ranks()
         SplitModel(model, match_plan(model, {"*": "colwise"}), group, sequence_parallel=True)
         local = torch.ones(2, 2, 4, requires_grad=True)
         x = from_local(local * 1, group, 1)
@@ -239,7 +233,7 @@ def test_blocks_see_the_full_shape_and_what_cannot_be_sliced_is_gathered() -> No
 
     def fn(rank: int) -> None:
         model = made(Odd)
-        split = SplitModel(model, match_plan(model, plan), world(), sequence_parallel=True)
+        split = SplitModel(model, match_plan(model, plan), all_ranks(), sequence_parallel=True)
         torch.manual_seed(1)
         result = model(x)
         assert isinstance(result, DimShardedTensor)
@@ -268,7 +262,7 @@ def test_checkpointed_blocks_recompute_the_same(reentrant: bool) -> None:
 
     def gradients(*, is_on: bool) -> list[Tensor | None]:
         model: Any = made(gpt)
-        SplitModel(model, match_plan(model, GPT_PLAN), world(), sequence_parallel=True)
+        SplitModel(model, match_plan(model, GPT_PLAN), all_ranks(), sequence_parallel=True)
         model.blocks = nn.ModuleList(Checkpointed(block, is_on) for block in model.blocks)
         torch.manual_seed(1)
         gpt_loss(model).backward()
@@ -285,7 +279,7 @@ def test_checkpointed_blocks_recompute_the_same(reentrant: bool) -> None:
 def test_an_odd_length_is_refused_in_training_and_full_without_gradients() -> None:
     def fn(rank: int) -> None:
         model, full = made(gpt), made(gpt)
-        SplitModel(model, match_plan(model, GPT_PLAN), world(), sequence_parallel=True)
+        SplitModel(model, match_plan(model, GPT_PLAN), all_ranks(), sequence_parallel=True)
         odd = TEXT[:, :7]
         with pytest.raises(ConfigError, match=r"\(3, 7, 16\) into 2 slices.* Pad the batches"):
             model(odd)
@@ -297,7 +291,7 @@ def test_an_odd_length_is_refused_in_training_and_full_without_gradients() -> No
 
 def test_under_autocast_what_enters_is_gathered_in_the_narrow_type() -> None:
     def fn(rank: int) -> None:
-        model, group = nn.Linear(4, 4), world()
+        model, group = nn.Linear(4, 4), all_ranks()
         wrapped = nn.ModuleDict({"up": model})
         SplitModel(wrapped, match_plan(wrapped, {"up": "colwise"}), group, sequence_parallel=True)
         local = torch.ones(2, 2, 4, requires_grad=True)

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.train_gpt import GPT
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 GPT_PLAN = {
     "byte_embedding": "embedding_rowwise",
@@ -25,11 +24,6 @@ GPT_PLAN = {
     "blocks.*.down": "rowwise",
     "head": "colwise_gather_output",
 }
-
-
-def group_of_all() -> Collectives:
-    assert dist.group.WORLD is not None
-    return Collectives(dist.group.WORLD)
 
 
 def small_gpt(**options: Any) -> GPT:
@@ -50,7 +44,7 @@ def compare(
     def fn(rank: int) -> None:
         model = make()
         before = copy.deepcopy(model.state_dict())
-        split = SplitModel(model, match_plan(model, plan), group_of_all())
+        split = SplitModel(model, match_plan(model, plan), all_ranks())
         own = loss(model)
         torch.testing.assert_close(own, expected_loss)
         own.backward()
@@ -86,7 +80,7 @@ def test_the_example_gpt(num_ranks: int, tied: bool) -> None:
 def test_projections_of_one_activation_sum_its_gradient_once() -> None:
     def fn(rank: int) -> int:
         model = nn.ModuleDict({name: nn.Linear(4, 4) for name in "qkv"})
-        group = group_of_all()
+        group = all_ranks()
         SplitModel(model, match_plan(model, {"*": "colwise"}), group)
         x = torch.ones(2, 4, requires_grad=True)
         sum(layer(x).sum() for layer in model.values()).backward()
@@ -113,7 +107,7 @@ def test_a_wrong_plan_is_refused(plan: dict[str, str], message: str) -> None:
     def fn(rank: int) -> None:
         model = small_gpt()
         with pytest.raises(ConfigError, match=message):
-            SplitModel(model, match_plan(model, plan), group_of_all())
+            SplitModel(model, match_plan(model, plan), all_ranks())
 
     run_ranks(fn, 1)
 
@@ -124,7 +118,7 @@ def test_more_ranks_than_heads_names_the_sizes_that_work() -> None:
         with pytest.raises(
             ConfigError, match=r"Block\.num_heads is 4, which 8 ranks .* of 1, 2, 4"
         ):
-            SplitModel(model, match_plan(model, GPT_PLAN), group_of_all())
+            SplitModel(model, match_plan(model, GPT_PLAN), all_ranks())
 
     run_ranks(fn, 8)
 
@@ -135,6 +129,6 @@ def test_a_tied_weight_that_is_cut_in_two_ways_is_refused() -> None:
     def fn(rank: int) -> None:
         model = small_gpt(tie_embeddings=True)
         with pytest.raises(ConfigError, match=r"head\.weight is tied .* along dimension 1, but"):
-            SplitModel(model, match_plan(model, plan), group_of_all())
+            SplitModel(model, match_plan(model, plan), all_ranks())
 
     run_ranks(fn, 2)

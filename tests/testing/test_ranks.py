@@ -12,6 +12,7 @@ from lightning_shard.backends.in_process.world import ElasticWorld
 from lightning_shard.backends.traffic import OPERATIONS
 from lightning_shard.errors import ConfigError, DeadlockError, RankFailedError
 from lightning_shard.testing import Expected, Fault, assert_traffic, injected_faults, run_ranks
+from tests.groups import all_ranks
 
 
 def test_results_come_in_rank_order() -> None:
@@ -256,14 +257,9 @@ def test_asking_often_is_no_deadlock_while_a_rank_is_delayed() -> None:
     assert run_ranks(fn, 2, faults=[Fault(1, 1, "delay", 0.3)])[1] == 0
 
 
-def world() -> Collectives:
-    assert dist.group.WORLD is not None
-    return Collectives(dist.group.WORLD)
-
-
 def test_expected_traffic_passes() -> None:
     def body(rank: int) -> None:
-        collectives = world()
+        collectives = all_ranks()
         collectives.all_reduce(torch.ones(4))  # before the block: not counted
         with assert_traffic(
             collectives,
@@ -293,7 +289,7 @@ def send_more_than_expected(collectives: Collectives) -> None:
 def test_the_error_lists_what_was_got_and_expected() -> None:
     def body(rank: int) -> str:
         with pytest.raises(AssertionError) as caught:
-            send_more_than_expected(world())
+            send_more_than_expected(all_ranks())
         return str(caught.value)
 
     for rank, message in enumerate(run_ranks(body, 2)):
@@ -310,7 +306,7 @@ def test_the_error_lists_what_was_got_and_expected() -> None:
 
 def test_an_expected_operation_that_never_comes() -> None:
     def body(rank: int) -> None:
-        with assert_traffic(world(), reduce_scatter=Expected(calls=1)):
+        with assert_traffic(all_ranks(), reduce_scatter=Expected(calls=1)):
             pass
 
     with pytest.raises(AssertionError, match=r"reduce_scatter +calls +0 +1"):
@@ -319,7 +315,7 @@ def test_an_expected_operation_that_never_comes() -> None:
 
 def test_an_error_inside_comes_out_as_it_is() -> None:
     def body(rank: int) -> None:
-        with assert_traffic(world(), all_reduce=Expected(calls=1)):
+        with assert_traffic(all_ranks(), all_reduce=Expected(calls=1)):
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -328,7 +324,7 @@ def test_an_error_inside_comes_out_as_it_is() -> None:
 
 def test_a_misspelt_operation_is_refused() -> None:
     def body(rank: int) -> None:
-        with assert_traffic(world(), allgather=Expected(calls=0)):
+        with assert_traffic(all_ranks(), allgather=Expected(calls=0)):
             pass
 
     with pytest.raises(ConfigError, match="got allgather, expected names of operations"):
@@ -337,7 +333,7 @@ def test_a_misspelt_operation_is_refused() -> None:
 
 def test_every_counted_operation_has_a_name_to_expect() -> None:
     def body(rank: int) -> set[str]:
-        collectives = world()
+        collectives = all_ranks()
         box = torch.zeros(2)
         collectives.all_reduce(box)
         collectives.reduce_scatter(torch.zeros(1), box)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.backends.mpi.backend import BACKEND_NAME, INIT_METHOD
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.errors import RankFailedError
+from tests.groups import all_ranks
 from tests.mpirun import run_mpi
 
 pytestmark = pytest.mark.mpi
@@ -25,8 +25,7 @@ def join() -> int:
 
 def miss_rank_1(operation: str) -> str:
     rank = join()
-    assert dist.group.WORLD is not None
-    collectives = get_backend("mpi").collectives(dist.group.WORLD)
+    collectives = all_ranks("mpi")
     shard = torch.zeros(4)
     collectives.reduce_scatter(shard, torch.ones(8))
     if rank == 1:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.in_process.world import current_world
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.async_sgd.async_sgd import AsyncSGD
 from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine, Update
 from lightning_shard.data_parallel.async_sgd.mailbox import mailbox_type
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from tests.groups import all_ranks
 
 
 def let_others_run(turns: int) -> None:
@@ -33,7 +33,6 @@ class Event:
     """An update as an owner has applied it.
 
     Attributes:
-        ranks: Whose gradients.
         owner_step: Steps that the owner itself had taken.
     """
 
@@ -46,7 +45,6 @@ class Recording:
     """What one rank has seen.
 
     Attributes:
-        events: In the order in which this rank applied them.
         held: At the start of each step, the version of each shard.
     """
 
@@ -93,8 +91,7 @@ class Worker:
         backend: str = "in_process",
     ) -> "Worker":
         """Make this rank's; each rank must call."""
-        assert torch.distributed.group.WORLD is not None
-        ranks = get_backend(backend).collectives(torch.distributed.group.WORLD)
+        ranks = all_ranks(backend)
         engine = AsyncEngine(model, ranks, EngineOptions(stage=1))
         optimizer = make_optimizer(model.parameters())
         sharded = ShardedOptimizer(optimizer, engine)

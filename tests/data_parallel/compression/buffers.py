@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.core.layout import build_layout
 from lightning_shard.data_parallel.compression import (
     BF16,
@@ -23,6 +21,7 @@ from lightning_shard.data_parallel.compression import (
     Turn,
 )
 from lightning_shard.data_parallel.compression.state import mean_of_ranks
+from tests.groups import all_ranks
 
 SHIPPED: dict[str, Compressor] = {
     "fp16": FP16(),
@@ -47,8 +46,7 @@ class Exact(Codec):
 
 
 def world(backend: str) -> Collectives:
-    assert dist.group.WORLD is not None
-    return get_backend(backend).collectives(dist.group.WORLD)
+    return all_ranks(backend)
 
 
 def make_exchange(

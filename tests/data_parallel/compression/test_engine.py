@@ -15,15 +15,11 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.testing import run_ranks
+from tests.groups import engine_of
 
 
 def make_engine(model: nn.Module, compression: Compressor, stage: int) -> DataParallelEngine:
-    assert dist.group.WORLD is not None
-    return DataParallelEngine(
-        model,
-        get_backend("in_process").collectives(dist.group.WORLD),
-        EngineOptions(stage=stage, bucket_mb=1e-9, compression=compression),
-    )
+    return engine_of(model, stage=stage, bucket_mb=1e-9, compression=compression)
 
 
 def watch(engine: DataParallelEngine, events: list[str]) -> None:

@@ -4,13 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.gradient_buffer import (
     GradientBuffer,
@@ -18,9 +15,9 @@ from lightning_shard.data_parallel.gradients.gradient_buffer import (
     KeptViews,
 )
 from lightning_shard.data_parallel.memory.flat_memory import FlatMemory
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.one_step import forward_and_backward
+from tests.groups import engine_of
 
 
 class Memory(FlatMemory):
@@ -82,10 +79,8 @@ def backward(engine: DataParallelEngine, model: nn.Module, factor: float) -> Non
 
 def memories_of_averages(rank: int) -> tuple[list[int], int]:
     """Return which objects the averages of four backwards were, and the bytes held after them."""
-    assert dist.group.WORLD is not None
-    ranks: Collectives = get_backend("in_process").collectives(dist.group.WORLD)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
-    engine = DataParallelEngine(model, ranks, EngineOptions(stage=3, bucket_mb=1e-5))
+    engine = engine_of(model, stage=3, bucket_mb=1e-5)
     buffer: GradientBuffer = engine.gradients[0].buffer  # whose gradients come last
     made: list[int] = []
     for _ in range(4):
@@ -106,10 +101,8 @@ def test_views_of_averages_are_made_once_and_hold_no_memory_between() -> None:
 
 def spares_of_a_dropped_buffer(rank: int) -> list[bool]:
     """Return whether a buffer has views for the next backward, before and after it lets go."""
-    assert dist.group.WORLD is not None
-    ranks: Collectives = get_backend("in_process").collectives(dist.group.WORLD)
     model = nn.Linear(6, 2)
-    engine = DataParallelEngine(model, ranks, EngineOptions(stage=2))
+    engine = engine_of(model, stage=2)
     backward(engine, model, 1.0)
     buffer: GradientBuffer = engine.gradients[0].buffer
     had_some = buffer._spare._kept is not None

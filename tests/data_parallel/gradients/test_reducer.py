@@ -6,13 +6,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.gradients.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.copies import in_copies
+from tests.groups import engine_of
 
 
 class Branches(nn.Module):
@@ -29,12 +29,7 @@ class Branches(nn.Module):
 
 
 def make_engine(model: nn.Module, stage: int) -> DataParallelEngine:
-    assert dist.group.WORLD is not None
-    return DataParallelEngine(
-        model,
-        get_backend("in_process").collectives(dist.group.WORLD),
-        EngineOptions(stage=stage, bucket_mb=1e-9),
-    )
+    return engine_of(model, stage=stage, bucket_mb=1e-9)
 
 
 def backward(engine: DataParallelEngine, order: list[int]) -> None:

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_shard.backends.registry import get_backend
-from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.usage import UnshardRecord
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.testing import run_ranks
+from tests.groups import engine_of
 
 
 def digest_of(*indices: int) -> bytes:
@@ -51,9 +48,7 @@ def test_different_blocks_of_one_size_trained_silently_wrong() -> None:
     def fn(rank: int) -> None:
         torch.manual_seed(0)
         model = Experts()
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
-        engine = DataParallelEngine(model, collectives, EngineOptions(stage=3, bucket_mb=1e-6))
+        engine = engine_of(model, stage=3, bucket_mb=1e-6)
         with engine.step():
             loss = model(torch.ones(2, 8, requires_grad=True) * 1, chosen=rank)
         with engine.backward():

@@ -4,16 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.offload.test_training import PLACES
 from tests.data_parallel.test_training import SMALL_BUCKET_MB, Net
+from tests.groups import engine_of
 
 STEPS = 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -54,8 +52,7 @@ def on_ranks(rank: int, device: str, options: dict[str, Any]) -> dict[str, Tenso
     torch.manual_seed(0)
     model = Net().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    ranks = get_backend("in_process").collectives(dist.group.WORLD)
-    engine = DataParallelEngine(model, ranks, EngineOptions(bucket_mb=SMALL_BUCKET_MB, **options))
+    engine = engine_of(model, bucket_mb=SMALL_BUCKET_MB, **options)
     sharded = ShardedOptimizer(optimizer, engine)
     for batch in batches(device):
         optimizer.zero_grad()

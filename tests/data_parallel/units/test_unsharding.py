@@ -4,24 +4,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.units.unit import HERE, Unit
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.test_training import SMALL_BUCKET_MB, Net
+from tests.groups import engine_of
 
 
 def make_engine(model: nn.Module) -> DataParallelEngine:
-    assert dist.group.WORLD is not None
-    return DataParallelEngine(
-        model,
-        get_backend("in_process").collectives(dist.group.WORLD),
-        EngineOptions(stage=3, bucket_mb=SMALL_BUCKET_MB),
-    )
+    return engine_of(model, stage=3, bucket_mb=SMALL_BUCKET_MB)
 
 
 def full_bytes(engine: DataParallelEngine) -> list[int]:

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.strategies.trainer.layer_sync import sync_batch_norm
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 SHAPES = {"1d": (7, 3), "sequence": (7, 3, 5), "2d": (7, 3, 4, 2)}
 CUTS = [(0, 4), (4, 6), (6, 7)]
@@ -41,8 +40,7 @@ def test_equals_the_full_batch(shape: str, momentum: float | None, affine: bool)
     (expected * weights).sum().backward()
 
     def fn(rank: int) -> tuple[Tensor, Tensor, nn.Module]:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        collectives = all_ranks()
         module, part = norm(momentum, affine, shape), slice(*CUTS[rank])
         mine = batch[part].clone().requires_grad_()
         out = sync_batch_norm(module, mine, collectives)
@@ -68,8 +66,7 @@ def test_equals_the_full_batch(shape: str, momentum: float | None, affine: bool)
 
 def test_narrow_types_keep_theirs() -> None:
     def fn(rank: int) -> torch.dtype:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        collectives = all_ranks()
         batch = torch.randn(4, 3, 2, 2, dtype=torch.bfloat16)
         return sync_batch_norm(norm(), batch, collectives).dtype
 
@@ -80,8 +77,7 @@ def test_a_batch_of_the_wrong_shape_is_refused() -> None:
     """A batch of the wrong shape was normalised."""
 
     def fn(rank: int) -> None:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        collectives = all_ranks()
         sync_batch_norm(norm(shape="2d"), torch.randn(4, 3), collectives)
 
     with pytest.raises(ValueError, match="expected 4D input"):
@@ -102,8 +98,7 @@ def test_a_penalty_of_gradients_is_that_of_the_full_batch() -> None:
     penalty(expected_in, full(expected_in)).backward()
 
     def fn(rank: int) -> tuple[Tensor, Tensor]:
-        assert dist.group.WORLD is not None
-        collectives = get_backend("in_process").collectives(dist.group.WORLD)
+        collectives = all_ranks()
         module = norm(shape="1d").double()
         mine = batch[slice(*CUTS[rank])].clone().requires_grad_()
         penalty(mine, sync_batch_norm(module, mine, collectives)).backward()
