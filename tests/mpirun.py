@@ -113,15 +113,7 @@ def mpirun(
     options: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start `mpirun -n num_ranks command`, and leave no process of it behind.
-
-    Args:
-        command: Of each rank.
-        num_ranks: How many.
-        folder: For the ranks' output; see `read_log`.
-        options: More options of mpirun.
-        variables: More environment variables of every rank.
-    """
+    """Start `mpirun -n num_ranks command`, and leave no process of it behind."""
     with (folder / _OWN_LOG).open("wb") as stream:
         process = subprocess.Popen(
             [*_mpirun(num_ranks), *options, "sh", "-c", _LOGGED, "sh", *command],

@@ -94,11 +94,7 @@ def time_checkouts(
     num_rounds: int,
     num_steps: int,
 ) -> list[dict[str, Record]]:
-    """Time contenders with the packages of two checkouts, turn by turn.
-
-    Raises:
-        RuntimeError: Ranks of one have failed; their errors are on the terminal.
-    """
+    """Time contenders with the packages of two checkouts, turn by turn."""
     store = make_store(0, is_master=True)
     sizes = [str(size) for size in (num_rounds, num_steps)]
     with ExitStack() as stack:

@@ -37,10 +37,6 @@ class Result:
 
     Attributes:
         rounds: Seconds of the first `bound` steps of each round.
-        sustained: Steps per second.
-        max_staleness: The largest observed.
-        gradients: Applied to its shard.
-        waits: Steps before which it waited.
     """
 
     rounds: list[float]

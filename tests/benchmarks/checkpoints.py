@@ -62,11 +62,7 @@ ONE_WRITES = ("Lightning ddp", "full shard_ddp", "full zero3")
 
 
 class Block(nn.Module):
-    """An MLP with a residual.
-
-    Args:
-        width: Number of features.
-    """
+    """An MLP with a residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,11 +74,7 @@ class Block(nn.Module):
 
 
 class Model(L.LightningModule):
-    """Blocks of 8 * width ** 2 parameters.
-
-    Args:
-        width: Number of features.
-    """
+    """Blocks of 8 * width ** 2 parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -115,16 +107,9 @@ class Model(L.LightningModule):
 class Saving(L.Callback):
     """Saves a few times after the second step, and measures it.
 
-    Args:
-        name: The contender.
-        folder: Where to save.
-        num_saves: How often.
-
     Attributes:
         measured: Of each save its seconds, those until all is on the disk, those of the yardsticks,
             bytes, and the peak of this rank's own memory above training's.
-        last: The checkpoint that is left.
-        load: Seconds that DCP alone takes to load.
     """
 
     last: Path
@@ -202,11 +187,7 @@ class Saving(L.Callback):
 
 
 class Begun(L.Callback):
-    """Notes when a fit comes to its first step.
-
-    Attributes:
-        at: The time.
-    """
+    """Notes when a fit comes to its first step."""
 
     at: float
 

@@ -56,14 +56,7 @@ def main() -> None:
 def time_collectives(
     rank: int, megabytes: int, rounds: int, calls: int
 ) -> dict[tuple[str, str], Turns]:
-    """Time every operation of both contenders in turns; collective.
-
-    Args:
-        rank: This rank; unused.
-        megabytes: Of the full tensor, which each rank holds.
-        rounds: How often each contender has its turn.
-        calls: Of a turn.
-    """
+    """Time each operation of both in turns, on tensors of so many megabytes; each rank calls."""
     del rank
     assert dist.group.WORLD is not None
     contenders = make_contenders(ExchangeCollectives(dist.group.WORLD), megabytes << 20)

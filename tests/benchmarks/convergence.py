@@ -66,9 +66,7 @@ class Method:
     """One way to train.
 
     Attributes:
-        strategy: Makes it from common options.
         bound: How far its loss may lie above dense's, as a share of that.
-        options: Its own.
         delay: How far the others run before each step of the last rank; see `Late`.
     """
 
@@ -123,10 +121,6 @@ class Run:
     """One training.
 
     Attributes:
-        task: One of `TASKS`.
-        name: One of `METHODS`.
-        seed: Of everything.
-        num_steps: Its length.
         losses: Of the validations on the way, the last one at the end.
         sent_bytes: What a rank has sent until then.
         staleness: Of rank 0's parameters under asynchronous SGD, in steps, the mean over its own.
@@ -147,11 +141,7 @@ class Run:
 
 
 class Late(L.Callback):
-    """Makes the last rank slow: before each of its steps the others run, until they must wait.
-
-    Args:
-        turns: How often each of them goes on as far as it can.
-    """
+    """Makes the last rank slow: before each of its steps the others run, until they must wait."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
@@ -205,16 +195,7 @@ def train(run: Run) -> Run:
 def train_all(
     runs: Sequence[Run], results: Path | None = None, num_processes: int | None = None
 ) -> list[Run]:
-    """Train what has not been trained, several at a time; print each result as it comes.
-
-    Args:
-        runs: What is to be done.
-        results: Where runs are kept, one a line; None keeps nothing.
-        num_processes: How many at a time; None for as many as there are cores.
-
-    Returns:
-        The runs in the same order, with what has come of them.
-    """
+    """Train what `results` does not have yet, several at a time; print each result as it comes."""
     known = kept(results)
     done = {run.key: known[run.key] for run in runs if run.key in known}
     todo = [run for run in runs if run.key not in done]

@@ -41,11 +41,9 @@ class Recovery:
     """From a kill to the end of the next step.
 
     Attributes:
-        rank: Who was killed.
         seconds: Until the last of those left had finished it.
         steps_lost: Finished before the kill, and done again.
         parts: Seconds of each part, on the rank that was last.
-        step_seconds: Of an ordinary step before the kill.
     """
 
     rank: int
@@ -60,7 +58,6 @@ class Cost:
     """What a contender took in its turns.
 
     Attributes:
-        record: Seconds of a step by round, and processor seconds of all ranks.
         held_bytes: Parameters, gradients and optimizer state of the rank that has most.
         snapshot_bytes: Host memory for snapshots of the rank that has most.
     """
@@ -71,13 +68,7 @@ class Cost:
 
 
 def measure_kills(options: Options, num_kills: int, *, restarts: bool) -> list[Recovery]:
-    """Kill a rank so many times, whichever; in place a newcomer is let in after each but the last.
-
-    Args:
-        options: Of the job.
-        num_kills: How many.
-        restarts: Under torchrun, instead of in place.
-    """
+    """Kill any rank so many times; in place a newcomer is let in after each but the last."""
     chance = random.Random(0)
     recoveries: list[Recovery] = []
     if num_kills == 0:

@@ -50,9 +50,6 @@ PARTS = (
 class Timed(ElasticStrategy):
     """Notes when each part of a recovery ends.
 
-    Args:
-        snapshot_every: Optimizer steps.
-
     Attributes:
         marks: By part, when it ended in the last recovery.
     """
@@ -139,7 +136,6 @@ class Diary(L.Callback):
     """Writes down each step of this rank; takes turns with other jobs if told to.
 
     Args:
-        folder: Where the file goes.
         takes_turns: Whether rank 0 reads a line before each turn: `snapshot_every` from now on.
     """
 

@@ -78,14 +78,7 @@ class Job:
     """Processes that train until the end of the context.
 
     Args:
-        options: Of the job.
-        folder: For the ranks' diaries and what they print.
-        scheme: "elastic" or "zero2".
-        takes_turns: Whether it goes on only in `take_turn`.
         num_restarts: Under torchrun, which may start it anew so often; 0 does without torchrun.
-
-    Attributes:
-        steps: Those that were read, by process in order.
     """
 
     options: Options

@@ -48,16 +48,7 @@ _QUIET: dict[str, Any] = {"announce": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """How to make a contender, and what to say of it.
-
-    Attributes:
-        make: Makes it of a model that lies on its rank's device.
-        label: Its name in tables.
-        in_default_run: Whether it runs where none are named.
-        same_losses: Whether its losses must be torch DDP's.
-        devices: Types of devices that it runs on.
-        needs_mpi: Whether its ranks must be started by mpirun.
-    """
+    """How to make a contender, and what to say of it."""
 
     make: Callable[[nn.Module], Contender]
     label: str

@@ -30,12 +30,7 @@ _MANY = 1_000_000  # steps: a loader without a length is read one batch ahead
 
 
 class Fitted(Contender):
-    """A Trainer's fit.
-
-    Args:
-        model: Returns the loss of a batch.
-        strategy: Makes the strategy.
-    """
+    """A Trainer's fit."""
 
     def __init__(self, model: nn.Module, *, strategy: Callable[[], Any]) -> None:
         self.module = model

@@ -96,7 +96,6 @@ class Cost:
     """What one step costs the host.
 
     Attributes:
-        calls: Calls of Python functions.
         builtins: Calls from Python of functions written in C.
         microseconds: Processor time of the main thread.
     """
@@ -122,9 +121,6 @@ class Fit:
     """One kind of cost per parameter, unit and step.
 
     Attributes:
-        per_param: Cost of one more parameter.
-        per_unit: Cost of one more unit.
-        per_step: Cost of a step that neither pays for.
         misfit: Distance of the worst point from the plane, over the largest cost.
     """
 
@@ -178,13 +174,7 @@ MAKERS: dict[str, Callable[[nn.Module], Contender]] = {
 
 
 def measure(rank: int, names: Sequence[str], num_steps: int) -> dict[str, dict[Size, Cost]]:
-    """Count and time the steps of each contender at each size; each rank calls.
-
-    Args:
-        rank: This rank, whose figures are returned.
-        names: Keys of `MAKERS`.
-        num_steps: Timed steps of each size.
-    """
+    """Count and time the steps of each contender at each size; each rank calls."""
     return {name: {size: _cost(name, size, num_steps) for size in SIZES} for name in names}
 
 

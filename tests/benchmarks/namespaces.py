@@ -18,13 +18,7 @@ _QUEUE = "200ms"  # what may wait to leave, as time at the rate
 
 
 class Host(NamedTuple):
-    """One of the two.
-
-    Attributes:
-        namespace: Its name.
-        interface: Its end of the cable.
-        address: Its own.
-    """
+    """One of the two."""
 
     namespace: str
     interface: str
@@ -52,11 +46,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_hosts(megabits: float) -> Iterator[tuple[Host, Host]]:
-    """Make two hosts, each of which sends at most so many Mbit/s to the other.
-
-    Raises:
-        subprocess.CalledProcessError: The system refuses.
-    """
+    """Make two hosts, each of which sends at most so many Mbit/s to the other."""
     number = os.getpid()
     hosts = tuple(
         Host(f"ls{number}{end}", f"v{number}{end}", f"10.77.0.{place}")

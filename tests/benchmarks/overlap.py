@@ -17,12 +17,7 @@ NUM_STEPS = 3
 
 
 def hidden_share(communication: Iterable[Span], computing: Iterable[Span]) -> float:
-    """Return the share of communication's time in which something is computed; 0 where none is.
-
-    Args:
-        communication: When kernels communicate.
-        computing: When kernels compute; they may overlap each other.
-    """
+    """Return the share of communication's time in which something is computed; 0 where none is."""
     busy, total, hidden = _joined(computing), 0.0, 0.0
     for begin, end in communication:
         total += end - begin
@@ -41,13 +36,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def hidden_shares(rank: int, model_name: str, names: Sequence[str]) -> dict[str, float]:
-    """Profile steps of each contender on GPUs; return what each hides on this rank.
-
-    Args:
-        rank: This rank; each calls.
-        model_name: A model of `model.MODELS`.
-        names: Keys of `CONTENDERS`.
-    """
+    """Profile steps of each contender on GPUs; return what each hides on this rank."""
     return {name: _hidden_share(rank, model_name, name) for name in names}
 
 

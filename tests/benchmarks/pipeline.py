@@ -154,11 +154,7 @@ def inside_trainers(
 def time_contenders(
     rank: int, size: str, schedule: str, num_microbatches: int, num_rounds: int, num_steps: int
 ) -> tuple[dict[str, Record], list[IdleShares]]:
-    """Train every contender in interleaved rounds, then take ours' timelines; each rank calls.
-
-    Raises:
-        LossMismatchError: A loss is further than `LOSS_TOLERANCE` from `torch`'s.
-    """
+    """Train every contender in interleaved rounds, then take ours' timelines; each rank calls."""
     width, _, samples = SIZES[size]
     shape = (num_microbatches * samples, LENGTH, width)
 

@@ -73,8 +73,6 @@ class Profile:
     Attributes:
         wall_seconds: Median seconds of each of `PHASES` and of "total", by contender.
         cpu_seconds: The same of the processor's time.
-        operators: torch.profiler's table of the first contender.
-        functions: cProfile's table of the first contender.
     """
 
     wall_seconds: dict[str, dict[str, float]]

@@ -49,13 +49,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many ranks, and on what.
-
-    Attributes:
-        size: Number of ranks.
-        device_type: "cpu" for ranks over Gloo, "cuda" for ranks of a GPU each over NCCL.
-        under_mpi: Whether mpirun starts them, so that they reach each other over MPI, too.
-    """
+    """How many ranks, and on what."""
 
     size: int = NUM_RANKS
     device_type: str = "cpu"
@@ -76,16 +70,7 @@ class Ranks:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Run `fn(rank, *args, **kwargs)` on every rank and return rank 0's result.
-
-        Args:
-            fn: A module-level function; `torch.distributed` is initialised when it is called.
-            *args: Picklable.
-            **kwargs: Picklable.
-
-        Raises:
-            torch.multiprocessing.ProcessRaisedException: A rank raised; holds its traceback.
-        """
+        """Run a function of a module on every rank, its number first; return rank 0's result."""
         store = make_store(0, is_master=True)
         if self.under_mpi:
             return self._run_under_mpi(store.port, fn, args, kwargs)

@@ -45,11 +45,7 @@ class Results:
     """All that one run measured.
 
     Attributes:
-        ranks: The ranks, in words.
-        settings: The command line's.
         load: The machine's one-minute load average before and after; the two ranks are 2 of it.
-        records: Times and losses by contender.
-        footprints: Bytes by contender; empty when memory was not measured.
     """
 
     ranks: str

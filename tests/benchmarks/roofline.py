@@ -15,11 +15,7 @@ NUM_TURNS = 5
 
 
 def flops_per_second() -> float:
-    """Return this rank's rate; each rank calls.
-
-    Returns:
-        Additions and multiplications of matrices of fp32, as torch is set to compute them.
-    """
+    """Return this rank's rate; each rank calls."""
     device = own_device()
     width = WIDTHS[device.type]
     left, right = (torch.ones(width, width, device=device) for _ in range(2))

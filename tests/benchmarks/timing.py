@@ -87,20 +87,7 @@ def time_contenders(
     report: Callable[[str], None] = print,
     turn: Turn = nullcontext,
 ) -> dict[str, Record]:
-    """Train every contender in interleaved rounds; each rank calls.
-
-    Args:
-        rank: This rank; rank 0 reports.
-        model_name: A model of `model.MODELS`.
-        names: Keys of `CONTENDERS`.
-        num_rounds: Turns of each contender.
-        num_steps: Steps of a turn.
-        report: Takes a line on the progress.
-        turn: Encloses each turn.
-
-    Raises:
-        LossMismatchError: A loss is further than `LOSS_TOLERANCE` from torch DDP's.
-    """
+    """Train every contender in interleaved rounds, each turn inside `turn`; each rank calls."""
     device = own_device()
     models = {name: build_model(model_name).to(device) for name in names}
     seconds = step_flops(models[names[0]], device) / flops_per_second()
@@ -142,11 +129,7 @@ def _take_turn(rank: int, contender: Contender, record: Record, num_steps: int) 
 
 
 def check_losses(records: Mapping[str, Record], reference: str = REFERENCE) -> None:
-    """Raise unless every contender that trains the same thing has the reference's losses.
-
-    Raises:
-        LossMismatchError: Names the contender, the step and both losses.
-    """
+    """Raise unless every contender that trains the same thing has the reference's losses."""
     if reference not in records:
         return
     expected_losses = records[reference].losses

@@ -44,12 +44,7 @@ IGNORED = [*UPSTREAM_WARNINGS, "Be aware that when using `ckpt_path`"]
 
 
 class Dropping(L.LightningModule):
-    """Blocks with dropout between them.
-
-    Args:
-        optimizer: Makes the optimizer from parameters.
-        workers: Number of worker processes of the loader.
-    """
+    """Blocks with dropout between them."""
 
     def __init__(self, optimizer: Any = None, workers: int = 0) -> None:
         super().__init__()

@@ -10,12 +10,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 def forward_and_backward(
     engine: DataParallelEngine | None, forward: Callable[[], Tensor]
 ) -> Tensor:
-    """Return the loss that `forward` computes, once its gradients are there.
-
-    Args:
-        engine: The rank's engine; None on a single device.
-        forward: Runs the model and returns its loss.
-    """
+    """Return the loss that `forward` computes, once its gradients are there."""
     if engine is None:
         loss = forward()
         loss.backward()

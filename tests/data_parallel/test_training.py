@@ -93,11 +93,7 @@ class Case:
     """One way of training.
 
     Attributes:
-        model: Called with a seed set.
         loss: From the model and this rank's batch, shape (B, 4); a mean over it.
-        update: One whole step, which returns the loss.
-        optimizer: On the model.
-        data: The global batches.
     """
 
     model: Callable[[], nn.Module]

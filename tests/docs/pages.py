@@ -20,9 +20,6 @@ class Block:
     """A fenced block of a page.
 
     Attributes:
-        language: As the fence says.
-        source: What stands in it.
-        line: Of its first line, for tracebacks.
         follows_directly: Whether nothing stands between it and the block before.
     """
 

@@ -30,10 +30,7 @@ class Seen:
     """What the journals say so far.
 
     Attributes:
-        attempts: See `Journal`.
-        steps: What each process has written at the beginning of a batch, in order.
         ended: The last validation's loss of each process that has come to the end.
-        up: Processes that fit.
     """
 
     attempts: list[Attempt] = field(default_factory=list)
@@ -106,8 +103,6 @@ class Chaos:
     """Disturbs one job.
 
     Args:
-        job: The job.
-        seed: Of what is done when.
         by_launcher: Start with Lightning's launcher, and newcomers by the printed command at times.
     """
 
@@ -126,9 +121,6 @@ class Chaos:
         Args:
             kinds: See `_KINDS`; "any" for a random one. Also "first" and "server".
             ends_well: Whether the training is to come to its end.
-
-        Raises:
-            AssertionError: Whatever went wrong, with all that the processes have said.
         """
         try:
             self._open_gate(0)

@@ -41,11 +41,6 @@ class Job:
 
     Attributes:
         folder: Of the gate, journals, logs and checkpoints.
-        num_ranks: To begin with.
-        max_epochs: How long.
-        scheme: Of `ElasticStrategy`, as are the next two.
-        snapshot_every: Steps.
-        timeout: Seconds.
         saves_every: Steps between checkpoints; 0 for none.
     """
 

@@ -27,11 +27,7 @@ _FORKS.set_forkserver_preload(["tests.elastic.chaos_job"])
 
 
 class Processes:
-    """All processes that a job has had.
-
-    Args:
-        job: The job.
-    """
+    """All processes that a job has had."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -140,11 +136,7 @@ class Processes:
         return {process: status for process, status in ended.items() if status is not None}
 
     def wait_until_all_have_ended(self, seconds: float) -> None:
-        """Wait for ranks, rendezvous server and whatever else the job has started.
-
-        Raises:
-            TimeoutError: They have not.
-        """
+        """Wait for ranks, rendezvous server and whatever else the job has started."""
         await_that(lambda: not self.living(), "all processes of the job have ended", seconds)
 
     def report(self) -> str:
@@ -171,11 +163,7 @@ class Processes:
 
 
 def await_that(is_so: Callable[[], bool], what: str, seconds: float) -> None:
-    """Wait until it is so.
-
-    Raises:
-        TimeoutError: It does not become so.
-    """
+    """Wait until it is so."""
     for _ in ticks(seconds):
         if is_so():
             return

@@ -17,7 +17,6 @@ class RunningServer:
     """A `RendezvousServer` on a thread.
 
     Attributes:
-        job: Where it is to be reached.
         server: The server; its membership table belongs to the thread.
     """
 

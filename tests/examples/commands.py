@@ -41,12 +41,7 @@ def run_example(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> 
 
 
 def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `lightning-shard <arguments>` in the repository, each process with one thread.
-
-    Args:
-        folder: Where checkpoints and logs go.
-        *arguments: A subcommand and its options.
-    """
+    """Run `lightning-shard <arguments>` in the repository, each process with one thread."""
     command = str(Path(sys.executable).parent / "lightning-shard")
     outputs = [
         f"--trainer.default_root_dir={folder}",

@@ -31,7 +31,6 @@ class Column:
 
     Attributes:
         make: Makes the strategy, anew for each run; None for a single device.
-        num_ranks: Threads of this process.
         num_batches: Into how many the ranks divide a global batch.
     """
 

@@ -115,7 +115,6 @@ class Comparison:
     """How what was done is compared with what one device does.
 
     Attributes:
-        rtol: Of numbers.
         own: Whether numbers are only to be finite.
     """
 
@@ -123,11 +122,7 @@ class Comparison:
     own: bool
 
     def check(self, got: Any, expected: Any, path: str = "") -> None:
-        """Compare.
-
-        Raises:
-            AssertionError: Something differs; it says what.
-        """
+        """Compare, and raise an AssertionError that says what differs."""
         if isinstance(expected, Mapping):
             assert got.keys() == expected.keys(), f"{path}: {list(got)}, expected {list(expected)}"
             for key, value in expected.items():

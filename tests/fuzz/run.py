@@ -57,7 +57,6 @@ class Outcome:
 
     Attributes:
         kind: Of a defect, what its verdict is grouped by.
-        text: The difference, or the error.
     """
 
     verdict: str

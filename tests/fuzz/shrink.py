@@ -11,14 +11,7 @@ Judge = Callable[[tuple[str, ...]], Outcome]
 def shrunk(
     features: Sequence[str], outcome: Outcome, judge: Judge, max_runs: int = 60
 ) -> tuple[tuple[str, ...], Outcome]:
-    """Leave out features, halves of them first, as long as the outcome stays of its kind.
-
-    Args:
-        features: Of a program that is a defect.
-        outcome: What came of it.
-        judge: Runs a program of fewer features.
-        max_runs: After which what has been found by then is enough.
-    """
+    """Drop features, halves first, while the outcome stays of its kind, within so many runs."""
     found, size = tuple(features), max(1, len(features) // 2)
     runs = 0
     while found:

@@ -34,9 +34,6 @@ class Scheme:
     """One strategy.
 
     Attributes:
-        strategy: Name of its class.
-        options: Its options.
-        model: Name of the model, see `tests.strategies.models`.
         divisor: What the number of ranks is a multiple of.
         tolerance: By how much two devices may differ: losses and norms relatively, and weights.
         clips_early: Whether gradients are clipped before they are sent.
@@ -102,11 +99,7 @@ SCHEMES = {
 
 
 def train_scheme(name: str, num_ranks: int, backend: str, accelerator: str = "cpu") -> Run:
-    """Train under a scheme; processes of one rank each all call, those of one process share a GPU.
-
-    Returns:
-        Curves and full weights, which lie in host memory.
-    """
+    """Train under a scheme; processes of one rank each all call, ranks of one share a GPU."""
     ignore_upstream_warnings()
     warnings.filterwarnings("ignore", ".*saves nothing on CPU ranks")
     scheme = SCHEMES[name]

@@ -40,11 +40,7 @@ REASONS_ON_GPUS = (
 
 
 class SyncWatch:
-    """Counts what torch warns of, for the ranks that are within a counted step.
-
-    Attributes:
-        found: How often each wait was seen.
-    """
+    """Counts what torch warns of, for the ranks that are within a counted step."""
 
     def __init__(self) -> None:
         self.found: Counter[Wait] = Counter()
@@ -78,14 +74,7 @@ class SyncWatch:
 
 
 def fit_on_gpu(name: str, precision: str, backend: str, num_ranks: int | None = None) -> Seen:
-    """Fit as `gpu_like.fits.fit` does, on the first GPU; ranks of one process share it.
-
-    Args:
-        name: A case of `gpu_like.fits.CASES`.
-        precision: As the Trainer has it.
-        backend: "in_process" or "nccl".
-        num_ranks: Number of ranks, by default the case's.
-    """
+    """Fit as `gpu_like.fits.fit` does, on the first GPU; ranks of one process share it."""
     watch, seen, case = SyncWatch(), Seen(), CASES[name]
     case = replace(case, num_ranks=num_ranks or case.num_ranks)
     torch.manual_seed(0)

@@ -41,13 +41,8 @@ class Case:
     """One way to train.
 
     Attributes:
-        strategy: Name of the strategy's class.
-        options: Its options.
-        num_ranks: Number of ranks.
-        accumulates: Micro-batches of a step.
         ranks: Ranks that are tried, those that do different things.
         refuses: Precision that the strategy refuses, with its reason, or "".
-        has_unused: Whether the model has a layer that no step uses.
     """
 
     strategy: str
@@ -107,11 +102,7 @@ class Seen:
 
     Attributes:
         waits: For each place that had the host wait: what for, where, from where, how often.
-        num_operations: Operations on the device, to know that there were any.
-        num_steps: Steps that were counted.
-        error: The error that ended the fit, or "".
         races: Uses of memory without an order in all of the fit: both, and how often.
-        num_uses: Uses of memory that were looked at.
     """
 
     waits: list[tuple[str, str, str, int]] = field(default_factory=list)

@@ -15,24 +15,14 @@ from tests.gpu_like.watch import Watch
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """A mark on a stream.
-
-    Attributes:
-        device: The device.
-        clock: What the stream has done by then.
-    """
+    """A mark on a stream."""
 
     device: torch.device
     clock: Clock
 
 
 class WatchedStreams:
-    """Streams of the device; `backends.streams.Streams` has what each method does.
-
-    Args:
-        watch: Is told when the host waits, and knows the order of things.
-        device: The device.
-    """
+    """Streams of the device; `backends.streams.Streams` has what each method does."""
 
     def __init__(self, watch: Watch, device: torch.device) -> None:
         self._watch, self._tracker, self._device = watch, watch.tracker, device

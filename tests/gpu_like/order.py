@@ -32,7 +32,6 @@ class Agent:
     """Does one thing after the other: the host, a stream, a process group.
 
     Attributes:
-        name: Its name.
         clock: How much it has done, and how far it has followed the others.
     """
 
@@ -54,8 +53,6 @@ class Span(NamedTuple):
     """Some bytes of a memory.
 
     Attributes:
-        key: The memory.
-        start: First byte.
         stop: One past the last byte.
     """
 
@@ -72,11 +69,7 @@ class Use(NamedTuple):
     """What was done with a span.
 
     Attributes:
-        span: The bytes.
-        agent: Who did it.
         number: What its clock said then.
-        writes: Whether it wrote.
-        what: What it was, and where it was asked for.
     """
 
     span: Span
@@ -91,12 +84,7 @@ class Use(NamedTuple):
 
 
 class Race(NamedTuple):
-    """Two uses of the same bytes without an order.
-
-    Attributes:
-        first: Who did what first, as the host asked for it.
-        second: Who did what then.
-    """
+    """Two uses of the same bytes without an order."""
 
     first: str
     second: str
@@ -110,13 +98,7 @@ class _Memory:
 
 
 class Order:
-    """The clocks of the host, streams and groups, and all uses of memory that still count.
-
-    Attributes:
-        host: The host.
-        races: How often each race was found.
-        num_uses: Uses that were looked at.
-    """
+    """The clocks of the host, streams and groups, and all uses of memory that still count."""
 
     def __init__(self) -> None:
         self.host = Agent("host")
@@ -130,14 +112,7 @@ class Order:
         return key in self._memories
 
     def made(self, key: int, num_bytes: int, by: Agent | None, what: str) -> None:
-        """Note new memory.
-
-        Args:
-            key: The memory.
-            num_bytes: Its size.
-            by: The stream on which it was made; None for memory of the host.
-            what: Which it is.
-        """
+        """Note new memory, which the stream `by` has made; None for memory of the host."""
         with self._lock:
             self._memories[key] = _Memory(by)
             if by is not None:
@@ -197,12 +172,7 @@ _DOES: dict[bool, str] = {False: "reads", True: "writes"}
 
 
 class Marks:
-    """Marks of what has been launched, to be followed later, each with what it keeps alive.
-
-    Args:
-        order: The order that they are of.
-        current: Returns the stream on which things are done now.
-    """
+    """Marks of what has been launched, to be followed later, each with what it keeps alive."""
 
     def __init__(self, order: Order, current: Callable[[], Agent]) -> None:
         self._order, self._current = order, current

@@ -41,11 +41,7 @@ def recording() -> Iterator[dict[int, Told]]:
 
 
 class _Recorder:
-    """Makes operations that record what the originals bring.
-
-    Attributes:
-        told: By rank, what it was told.
-    """
+    """Makes operations that record what the originals bring."""
 
     def __init__(self) -> None:
         self.told: dict[int, Told] = defaultdict(lambda: defaultdict(deque))

@@ -67,12 +67,7 @@ class GpuLikeAccelerator(Accelerator):
 
 
 class Waited:
-    """Stands for the handles of a transfer.
-
-    Args:
-        works: The handles.
-        follow: Is called when they are waited for.
-    """
+    """Stands for the handles of a transfer."""
 
     def __init__(self, works: Sequence[dist.Work], follow: Callable[[], None]) -> None:
         self._works, self._follow = works, follow
@@ -172,12 +167,7 @@ class LonelyBackend(Backend):
 
 
 class OneOfSeveral(LightningEnvironment):
-    """Tells a process which rank it is; the others need not be there.
-
-    Args:
-        rank: Rank of this process.
-        size: Number of ranks.
-    """
+    """Tells a process which rank it is; the others need not be there."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size

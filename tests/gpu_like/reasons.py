@@ -14,9 +14,7 @@ class Reason(NamedTuple):
     Attributes:
         place: What its line begins with: file and function.
         upstream: What the other package's line begins with, for a wait that it asks for.
-        what: What the host waits for.
         most: How often at most within a step of the model.
-        why: The reason, in words.
     """
 
     place: str

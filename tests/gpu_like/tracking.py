@@ -29,12 +29,6 @@ class Tracker:
 
     Args:
         is_here: Whether a tensor lies on the device; the others are the host's.
-        where: Returns the place in the code that asks for an operation.
-
-    Attributes:
-        order: What is before what.
-        stream: The stream on which things are done now.
-        marks: Marks of collectives.
     """
 
     def __init__(self, is_here: Callable[[Tensor], bool], where: Callable[[], str]) -> None:

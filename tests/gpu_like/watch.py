@@ -54,8 +54,6 @@ class Wait(NamedTuple):
     """One place that has the host wait for the device.
 
     Attributes:
-        what: What the host waits for.
-        place: Innermost line of this repository, and those that called it.
         upstream: Line of another package from which the operation came, or "".
     """
 
@@ -68,12 +66,8 @@ class Watch(TorchDispatchMode):
     """Carries out operations on the device, which has no elements, and counts waits.
 
     Attributes:
-        found: How often each wait was seen inside `counting`.
-        num_operations: Operations on the device that were seen inside `counting`.
         mixed: The errors of operations on two devices: what calls a backward may get another one,
             as torch's guard cannot call Python while an error is on its way.
-        contents: The few elements that are known.
-        tracker: Follows what is before what.
     """
 
     def __init__(self) -> None:

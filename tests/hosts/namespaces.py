@@ -31,10 +31,6 @@ _OF_JOBS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "G
 class Hosts:
     """Hosts on a switch, made by root.
 
-    Args:
-        prefix: What the names of the namespaces begin with.
-        num: How many.
-
     Attributes:
         hosts_file: What the hosts have as /etc/hosts; None: this machine's, which names none.
     """

@@ -80,11 +80,7 @@ def page(cells: Mapping[tuple[str, str], str]) -> str:
 
 
 def measured() -> dict[tuple[str, str], str]:
-    """Return the cells of what was measured last.
-
-    Raises:
-        FileNotFoundError: A launcher was not measured.
-    """
+    """Return the cells of what was measured last."""
     found = {}
     for launcher in LAUNCHERS:
         told = json.loads(measurement(launcher).read_text())

@@ -129,12 +129,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 class SlurmCluster:
-    """A running SLURM.
-
-    Args:
-        hosts: The two hosts, which have names.
-        folder: For all files of the daemons.
-    """
+    """A running SLURM."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self._hosts = hosts

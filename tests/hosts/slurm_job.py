@@ -24,11 +24,7 @@ TIMEOUT_SECONDS = 15
 
 
 class Journal(Callback):
-    """Notes each step.
-
-    Args:
-        file: Where.
-    """
+    """Notes each step."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

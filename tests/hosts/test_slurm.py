@@ -37,12 +37,7 @@ class Job:
     """A job of two tasks, one on each node.
 
     Args:
-        cluster: Where it runs.
-        folder: For its files.
         words: The arguments of the program after the folder.
-        scheme: What it trains with.
-        srun: Options of srun.
-        sbatch: Options of sbatch.
     """
 
     def __init__(

@@ -23,15 +23,7 @@ _PATIENCE_SECONDS = 240.0
 
 
 class Run:
-    """One command on each host.
-
-    Args:
-        hosts: The two hosts.
-        folder: Takes what each has printed.
-        commands: The commands of the hosts.
-        address: Of rank 0's host.
-        tokens: The token that each is given.
-    """
+    """One command on each host."""
 
     def __init__(
         self,

@@ -32,7 +32,6 @@ class Census(L.Callback):
     """Counts on every rank; after the fit rank 0's copy has the figures of all ranks.
 
     Attributes:
-        held: Each rank's bytes inside the last step.
         sent: Each rank's bytes of the last step, along each axis.
     """
 

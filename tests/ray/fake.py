@@ -14,15 +14,8 @@ class FakeWorker:
     """One worker, as Ray's context tells of it, and what it reports.
 
     Attributes:
-        rank: Its rank in the group.
-        size: Workers of the group.
-        local_rank: Its rank on the node.
-        local_size: Workers on the node.
-        folder: Where the run's folder lies.
-        filesystem: Pyarrow's name of the filesystem.
         rows: Batches of its shard.
         checkpoint: What was reported last.
-        reports: The metrics, checkpoints and options of each report.
     """
 
     rank: int = 0

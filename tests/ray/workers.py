@@ -85,11 +85,7 @@ class Net(L.LightningModule):
 
 
 class Losses(L.Callback):
-    """Notes each step's loss, averaged over the ranks, and the number of ranks.
-
-    Args:
-        log: Where rank 0 writes it down, too, for those that come after it.
-    """
+    """Notes each step's loss, averaged over the ranks, and the number of ranks."""
 
     def __init__(self, log: Path | None = None) -> None:
         self.noted: list[float] = []
@@ -107,8 +103,6 @@ class Kill(L.Callback):
     """Kills the process of one rank behind a step, once.
 
     Args:
-        rank: The rank.
-        step: The step.
         mark: A file that says that it was done.
     """
 

@@ -39,15 +39,9 @@ class Mark:
 class Attacker:
     """Attacks places; a connection that it leaves half open stays so until `close`.
 
-    Args:
-        seed: Of the garbage.
-        mark: A file that is made should anybody unpickle what the attacker sends.
-        transcripts: What others have said in handshakes, overheard.
-
     Attributes:
         heard: What the attacked have answered, all of it.
         admitted: The attacks that were let in; there should be none.
-        kinds: The attacks by name.
     """
 
     def __init__(self, seed: int, mark: Path, transcripts: list[bytes]) -> None:

@@ -30,10 +30,7 @@ class RunningJob:
     """A job of two ranks that waits to be attacked.
 
     Attributes:
-        folder: Where it writes.
-        process: The launcher.
         mark: NAME=value that each of its processes has in its environment.
-        master_port: The port that it was told, where it was told one.
     """
 
     folder: Path
@@ -64,11 +61,7 @@ class RunningJob:
 
 
 class ForkedJob:
-    """A job whose ranks the tests' rank server forks, as fast as can be.
-
-    Attributes:
-        folder: Where it writes.
-    """
+    """A job whose ranks the tests' rank server forks, as fast as can be."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

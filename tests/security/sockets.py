@@ -14,7 +14,6 @@ class Listener:
 
     Attributes:
         address: Of the interface; "0.0.0.0" or "::" for all.
-        port: Its port.
         process: Whose it is, the last words of its command line.
     """
 

@@ -192,14 +192,7 @@ class Deed:
 
 
 def drawn(seed: int, *, nonlinear: bool = True, state: bool = True, number: int = 3) -> list[Deed]:
-    """Return some deeds, the same for a seed.
-
-    Args:
-        seed: Says which.
-        nonlinear: Whether gradients may be changed by what is not linear in them.
-        state: Whether the optimizer's state may be changed.
-        number: How many.
-    """
+    """Return some deeds, the same for a seed."""
     generator = random.Random(seed)
     edits = [*OF_WEIGHTS, *LINEAR, *(OTHERS if nonlinear else ()), *(OF_STATE if state else ())]
     chosen = generator.sample(edits, number)

@@ -96,14 +96,7 @@ class CountGraphs:
 
 
 class Compiled(Trained):
-    """A classifier of vectors.
-
-    Args:
-        way: In which it is compiled.
-        backend: Of torch.compile.
-        net: Its network.
-        fullgraph: Whether each compiled part is to be one graph.
-    """
+    """A classifier of vectors."""
 
     def __init__(
         self,

@@ -24,13 +24,7 @@ from tests.strategies.parity import ignore_upstream_warnings
 
 
 class Sends(L.Callback):
-    """Sends this process a signal, twice at once, in the first of such hooks of one rank.
-
-    Args:
-        hook: Name of the hook.
-        step: Number of optimizer steps after which.
-        signum: The signal.
-    """
+    """Sends this process a signal, twice at once, in the first of such hooks of one rank."""
 
     def __init__(self, hook: str, step: int, signum: int = signal.SIGTERM) -> None:
         self._when, self._signum = (hook, step, 1), signum

@@ -47,14 +47,9 @@ class Training:
     """What every rank is told.
 
     Attributes:
-        backend: "gloo" or "mpi".
-        timeout: Of the strategy, in seconds.
         victim: The rank to which something happens, or EVERYBODY.
         event: What it does by itself: "raise" or "exit" in its fourth step, "end early" one step
             before the others, "hang" if the last rank never ends its second; "" for nothing.
-        num_workers: Of each rank's DataLoader.
-        max_steps: When the run ends by itself.
-        saves: Whether the ranks save a checkpoint when they stop.
         grace: Seconds in which their next step must come after SIGTERM.
     """
 
@@ -73,10 +68,8 @@ class End:
     """How a rank ended.
 
     Attributes:
-        rank: The rank.
         error: The type of what `trainer.fit` raised; "" for nothing, "none in time" when the rank
             was ended before.
-        message: What it says.
         seconds: When, after what happened to the victim.
         output: All that the rank printed; under mpirun all that any rank did.
     """
@@ -167,13 +160,7 @@ def _write(file: Path, text: str) -> None:
 def ends(
     training: Training, sent: signal.Signals | None = None, folder: Path | None = None
 ) -> list[End]:
-    """Run a training and return how each rank ended.
-
-    Args:
-        training: The training.
-        sent: What is sent to the victim's process once every rank has made some steps.
-        folder: Where the ranks write; a temporary one when left out.
-    """
+    """Return how each rank ended; the victim is sent a signal once all have made some steps."""
     if folder is None:
         with tempfile.TemporaryDirectory() as name:
             return ends(training, sent, Path(name))

@@ -106,10 +106,6 @@ class Small:
     Attributes:
         name: The configuration is named `{name}Config`.
         kind: The model is named `{name}{kind}`.
-        sizes: Arguments of the configuration.
-        module: Makes the LightningModule of the network.
-        data: Makes the samples.
-        flags: Options of the Trainer.
     """
 
     name: str

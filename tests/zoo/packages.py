@@ -27,9 +27,6 @@ def import_torchvision() -> None:
     timm and lightly import it, and nothing here calls an operator of its own. It describes some of
     them to torch when it is imported, which fails where they could not be loaded: they are declared
     first then, without an implementation. Where the operators load, nothing is declared.
-
-    Raises:
-        RuntimeError: Something else is wrong with it.
     """
     import torch
 

@@ -18,12 +18,7 @@ VOCABULARY, CONTEXT = 32, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is trained.
-
-    Attributes:
-        collate: Makes a batch of samples; torch's own if None.
-        flags: Of the Trainer.
-    """
+    """What is trained."""
 
     module: L.LightningModule
     data: Dataset[Any]

@@ -110,8 +110,6 @@ class RankRun:
     """One rank's run of a program.
 
     Args:
-        program: What to run.
-        rank: The rank.
         tolerated: An error that ends a step, and not the program; it is the step's result.
     """
 

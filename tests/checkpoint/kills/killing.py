@@ -88,12 +88,7 @@ def start(case: Case, train: Callable[[], Any]) -> list[int]:
 
 
 def digests_of(case: Case, folder: Path | None = None) -> dict[int, str]:
-    """Train to the end in other processes; return the digest of each step that was trained.
-
-    Args:
-        case: What trains; nothing is saved.
-        folder: Holds the checkpoint to go on from; None to begin.
-    """
+    """Train from the start, or from a folder, to the end; return the digest of each step."""
     with tempfile.TemporaryDirectory() as scratch:
         kept = Path(scratch, "digests")
 
@@ -121,11 +116,6 @@ def table(case: Case) -> dict[int, str]:
 
 def after_a_kill(case: Case, rank: int, step: int) -> tuple[dict[int, str], dict[int, str]]:
     """Train with a kill in the middle of an epoch, and go on from the last checkpoint.
-
-    Args:
-        case: What trains.
-        rank: The rank that kills its process; others end by themselves, some seconds later.
-        step: Number of optimizer steps before.
 
     Returns:
         The digests of an undisturbed training, by step, and those after the kill.
@@ -183,14 +173,7 @@ def _kill(processes: list[int], rng: random.Random, seconds: float) -> list[int]
 
 
 class Folder:
-    """A folder in which trainings are killed.
-
-    Args:
-        path: The folder.
-        case: What trains.
-        digests: What each step's checkpoint holds.
-        rng: Says when to kill.
-    """
+    """A folder in which trainings are killed."""
 
     def __init__(self, path: Path, case: Case, digests: dict[int, str], rng: random.Random) -> None:
         self._path, self._case, self._digests, self._rng = path, case, digests, rng
@@ -233,14 +216,7 @@ class Folder:
 
 
 def kill_many(case: Case, root: str | None, *, kills: int, seed: int) -> dict[str, int]:
-    """Kill trainings in a folder of their own; return counts of what was seen.
-
-    Args:
-        case: What trains.
-        root: Where to make the folder; None for the usual place of temporary files.
-        kills: Number of kills.
-        seed: Of the moments.
-    """
+    """Kill trainings in a folder of their own; return counts of what was seen."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # a training that collects garbage would copy all of it

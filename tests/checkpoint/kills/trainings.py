@@ -102,12 +102,7 @@ class Saves(ModelCheckpoint):
 
 
 class Dies(L.Callback):
-    """Has a rank kill its process before a batch.
-
-    Args:
-        rank: The rank.
-        step: Number of optimizer steps before.
-    """
+    """Has a rank kill its process before a batch."""
 
     def __init__(self, rank: int, step: int) -> None:
         self._at = rank, step

@@ -12,11 +12,7 @@ from typing_extensions import override
 
 
 class AliveBytes(TorchDispatchMode):
-    """Counts, on one thread, the storages that operations inside have made.
-
-    Attributes:
-        peak: The most bytes that were alive after an operation.
-    """
+    """Counts, on one thread, the storages that operations inside have made."""
 
     def __init__(self) -> None:
         super().__init__()

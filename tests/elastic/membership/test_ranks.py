@@ -38,10 +38,7 @@ class Job:
     """Ranks that take steps, agree on how far they are, and survive each other's loss.
 
     Args:
-        faults: What goes wrong.
-        step: What each does in a step, called with its number.
         rolls_back: Do all steps of a generation again when it has lost a rank.
-        bounds: Of the membership.
     """
 
     def __init__(

@@ -157,9 +157,7 @@ class Taught(L.LightningModule):
     """Learns from labels, and to be like its teacher.
 
     Args:
-        update: What moves the teacher.
         hook: The hook in which it is called; "training_step" for the beginning of that.
-        trains_teacher: Whether the teacher's parameters require gradients.
         built_in: Where the teacher is built.
     """
 

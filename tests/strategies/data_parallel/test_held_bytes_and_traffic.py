@@ -38,8 +38,6 @@ class Census(L.Callback):
     """Counts on every rank; after the fit rank 0's copy has the figures of all ranks.
 
     Attributes:
-        held: Each rank's bytes inside the last step.
-        sent: Each rank's traffic of each batch but the first, which is warm-up.
         blocks: Elements of the units of repeated blocks, padding included.
         root_numel: Of the other units.
         num_params: Parameter tensors, each with one byte in the agreement on usage.

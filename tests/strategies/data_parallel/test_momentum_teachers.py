@@ -181,11 +181,7 @@ def test_copy_of_full_tensors_meets_shards_as_it_meets_full_ones() -> None:
 
 
 class Wrong(Taught):
-    """Does in its hook what cannot work on shards.
-
-    Args:
-        act: What.
-    """
+    """Does in its hook what cannot work on shards."""
 
     def __init__(self, act: Callable[["Wrong"], None]) -> None:
         super().__init__("in_place", "never")

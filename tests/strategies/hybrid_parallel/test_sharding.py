@@ -151,9 +151,7 @@ class Census(L.Callback):
     """After the fit rank 0's copy has the figures of all ranks.
 
     Attributes:
-        held: Each rank's bytes inside the last step.
         sent: Elements that each rank sends in a step but the first, by group and operation.
-        shards: Each rank's shards of the parameters.
     """
 
     held: list[HeldBytes] = field(default_factory=list)

@@ -112,10 +112,7 @@ class ByHand:
     """Ranks as copies in a list.
 
     Attributes:
-        copies: The ranks' models.
-        optimizers: Theirs.
         common: The parameters that DiLoCo keeps.
-        momentum: Of the outer optimizer.
     """
 
     copies: list[Tiny]

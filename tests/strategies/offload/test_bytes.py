@@ -27,7 +27,6 @@ class Count(L.Callback):
 
     Attributes:
         copied: Bytes (down, up) of each batch.
-        held: After the last batch.
         blocks: Elements of this rank's shards of blocks, padding included.
         rest: Of all other shards.
         compute: Bytes of this rank's shards of everything on the device.

@@ -52,11 +52,7 @@ class Block(nn.Module):
 
 
 class Watching(L.LightningModule):
-    """Logs what its modules give, and trains what some of them gave, too.
-
-    Args:
-        since: The hook of Lightning's by which it registers its hooks on modules.
-    """
+    """Logs what its modules give, and trains what some of them gave, too."""
 
     def __init__(self, since: str) -> None:
         super().__init__()

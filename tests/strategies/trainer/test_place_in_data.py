@@ -29,7 +29,6 @@ class Seeing(L.LightningModule):
 
     Args:
         data: Loader of the samples 0, 1, 2 ...; None for one whose sampler is Lightning's.
-        batch: Number of samples in a batch.
     """
 
     def __init__(self, data: Any = None, batch: int = BATCH) -> None:
@@ -237,11 +236,7 @@ def test_a_data_module_that_loads_a_state_is_left_alone(tmp_path: Path) -> None:
 
 
 class OwnOrder:
-    """A sampler that draws each order from a generator of its own, as torchdata's does.
-
-    Args:
-        kind: Whose generator.
-    """
+    """A sampler that draws each order from a generator of its own, as torchdata's does."""
 
     def __init__(self, kind: str = "torch") -> None:
         self.generator: Any = {

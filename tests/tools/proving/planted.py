@@ -334,8 +334,6 @@ class Planted:
     """A mistake, and what names it: the step, kind and name of the first value that differs.
 
     Attributes:
-        name: Name of the parameter, buffer, module or metric.
-        cause: `Cause.name`.
         rank: Rank whose value it is, where it is one rank's alone.
     """
 
