@@ -32,7 +32,7 @@ def test_a_few_cases_are_as_many_as_were_asked_for(name: str, num_cases: int, as
 
 
 @pytest.mark.parametrize("name", ["a test", "another", "one more"])
-def test_few_cases_of_a_product_were_all_of_one_value(name: str) -> None:
+def test_few_cases_of_a_product_have_different_values(name: str) -> None:
     """As many layouts as the inner parameter has, evenly spread, were of the same layout."""
     cases = [
         {("model", model), ("layout", layout)} for model in "abcde" for layout in ("x", "y", "z")
@@ -51,7 +51,7 @@ def test_what_shares_the_cores_takes_longer(
 
 
 @pytest.mark.timeout(50)
-def test_a_busy_machine_ended_tests_that_only_waited_for_their_turn(
+def test_a_busy_machine_does_not_end_tests_that_only_wait_for_their_turn(
     request: pytest.FixtureRequest,
 ) -> None:
     """The time-out of a test, of starting processes, and of an example of a property."""

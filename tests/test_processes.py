@@ -64,7 +64,11 @@ def test_a_forked_rank_has_no_more_than_a_launcher_would_give_it() -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_call_left_its_reply_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_does_not_leave_its_reply_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An interrupted call left its reply to the next."""
+
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 

@@ -47,7 +47,7 @@ OLDEST = "3.11.0"
 CHECKED_AT_LEAST = 50
 
 
-def test_a_pinned_package_refused_the_python_of_a_distribution() -> None:
+def test_no_pinned_package_refuses_the_python_of_a_distribution() -> None:
     """Debian 12 has 3.11.2, and `make demo` ended there: a package of the docs wanted 3.11.5."""
     pinned = set(re.findall(r"^([\w.-]+)==", CONSTRAINTS.read_text().lower(), re.MULTILINE))
     wanted = {

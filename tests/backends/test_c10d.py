@@ -79,7 +79,7 @@ def test_object_collectives_pack_and_unpack_with_the_functions_that_are_replaced
         assert "_tensor_to_object(" in inspect.getsource(getattr(c10d, name))
 
 
-def test_object_collectives_of_torch_2_14_gave_one_argument_more() -> None:
+def test_object_collectives_take_the_argument_that_torch_2_14_adds() -> None:
     """Its `weights_only`: what comes is loaded as `torch.load` does, which runs no code."""
     guard_torch()
     for weights_only in ((), (False,), (True,)):

@@ -111,7 +111,8 @@ def test_idle_bytes_stay_below_the_limit() -> None:
     assert pool.lend(300) is buffers[2]
 
 
-def test_the_buffers_of_buckets_were_held_between_steps() -> None:
+def test_the_buffers_of_buckets_are_not_held_between_steps() -> None:
+    """The buffers of buckets were held between steps."""
     pool = ScratchPool()
     pool.give_back(pool.lend(25 << 20))
     assert pool.idle_bytes == 0

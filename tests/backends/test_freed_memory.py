@@ -43,7 +43,8 @@ def faults_of_a_step_of_a_thread() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("faults", [faults_of_a_step, faults_of_a_step_of_a_thread])
-def test_a_step_faulted_in_what_the_last_one_had_freed(faults: Callable[[], int]) -> None:
+def test_a_step_uses_again_what_the_last_one_has_freed(faults: Callable[[], int]) -> None:
+    """A step faulted in what the last one had freed."""
     (found,) = run_processes(faults, 1, fresh=True)
     assert found <= 100  # of 102,400 pages
 

@@ -32,7 +32,8 @@ def test_all_ranks_of_a_meeting_share_a_store_and_no_other_meeting_does() -> Non
         assert {one.get("whose") for one in ranks} == {str(number).encode()}
 
 
-def test_torchruns_restarted_workers_took_the_addresses_of_those_before() -> None:
+def test_torchruns_restarted_workers_have_addresses_of_their_own() -> None:
+    """Torchrun's restarted workers took the addresses of those before."""
     store = HashStore()
     for one in meet(store, 2):
         one.set("address", "of a dead rank")
@@ -55,7 +56,8 @@ def test_a_rank_that_does_not_come_is_an_error() -> None:
         fresh_store(HashStore(), 0, 2, timedelta(seconds=0.1))
 
 
-def test_who_had_not_come_in_time_was_not_said() -> None:
+def test_who_has_not_come_in_time_is_said() -> None:
+    """Who had not come in time was not said."""
     store, patience = HashStore(), timedelta(seconds=0.3)
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(fresh_store, store, rank, 4, patience) for rank in (0, 2)]

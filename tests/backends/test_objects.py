@@ -58,9 +58,8 @@ class Marks:
 
 
 @pytest.mark.parametrize("code", [bytes(CODE_BYTES), b"", b"x" * CODE_BYTES])
-def test_a_stranger_in_a_group_had_its_pickles_run(
-    code: bytes, token: None, tmp_path: Path
-) -> None:
+def test_a_stranger_in_a_group_has_no_pickle_run(code: bytes, token: None, tmp_path: Path) -> None:
+    """A stranger in a group had its pickles run."""
     mark = tmp_path / "mark"
     with pytest.raises(RankFailedError, match=r"test: got .* bytes that do not bear this job's"):
         unpack(code + b"p" + pickle.dumps(Marks(mark)), "test")

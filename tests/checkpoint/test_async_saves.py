@@ -224,9 +224,11 @@ def test_the_best_and_the_last(tmp_path: Path) -> None:
         assert len(again.losses) == (2 if name == "step=3.ckpt" else 1)
 
 
-def test_a_thread_asked_which_rank_it_was_and_removed_nothing(
+def test_a_thread_of_saves_removes_what_is_too_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A thread asked which rank it was and removed nothing."""
+
     def rank_of_caller() -> int | None:
         is_writer = threading.current_thread().name.startswith("async-save")
         return 1 if is_writer else current_rank()

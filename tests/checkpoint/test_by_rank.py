@@ -68,7 +68,9 @@ def test_entries_of_other_forms_come_together_on_the_first_rank(tmp_path: Path) 
         assert_same(own_entry(section, MESH, rank), entry_of(rank))
 
 
-def test_entries_came_together_on_the_first_rank_before_a_file_was_written(tmp_path: Path) -> None:
+def test_entries_never_come_together_on_the_first_rank(tmp_path: Path) -> None:
+    """Entries came together on the first rank before a file was written."""
+
     def save(rank: int) -> None:
         file, group = StreamedFile(), world("in_process")
         section = gather_entries(entry_of(rank), MESH, group, CPU, file)
@@ -86,7 +88,8 @@ def test_entries_came_together_on_the_first_rank_before_a_file_was_written(tmp_p
         assert_same(own_entry(section, MESH, rank), entry_of(rank))
 
 
-def test_another_mesh_of_as_many_ranks_took_up_entries_of_other_ranks() -> None:
+def test_another_mesh_of_as_many_ranks_takes_up_no_entries_of_other_ranks() -> None:
+    """Another mesh of as many ranks took up entries of other ranks."""
     section = run_ranks(gathered, 3)[0]
     assert own_entry(section, ParallelMesh(dp=3), 2)
     for mesh in (

@@ -77,7 +77,8 @@ def test_what_hooks_leave_alone_keeps_its_value(strategy: str) -> None:
     assert_same(dict(loads.got), expected)
 
 
-def test_the_state_of_a_complex_parameter_beside_real_ones_did_not_fit() -> None:
+def test_the_state_of_a_complex_parameter_beside_real_ones_fits() -> None:
+    """The state of a complex parameter beside real ones did not fit."""
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.complex64))]
     optimizer = torch.optim.AdamW(params, amsgrad=True)
     for param in params:

@@ -58,9 +58,10 @@ def test_frozen_parameters_are_not_saved_and_keep_the_values_of_the_run_that_loa
         torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_frozen_parameters_were_gathered_to_be_left_out(
+def test_frozen_parameters_that_are_left_out_are_not_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Frozen parameters were gathered to be left out."""
     gathered: list[str] = []
     bring = arriving.slices_of
 

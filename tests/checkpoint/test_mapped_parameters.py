@@ -44,7 +44,8 @@ def mapped(module: nn.Module, path: Path) -> Any:
     return read_mapped(path)
 
 
-def test_what_is_more_than_a_copy_was_lent_too(tmp_path: Path) -> None:
+def test_what_is_more_than_a_copy_is_not_lent(tmp_path: Path) -> None:
+    """What is more than a copy was lent too."""
     module = Odd()
     state = mapped(module, tmp_path / "a.pt")
     lent = MappedParameters(module, state)
@@ -102,9 +103,10 @@ class AsksForMore(Asks):
 
 
 @pytest.mark.parametrize("layout", ["zero3-3", "shard_ddp-2"])
-def test_a_model_on_the_cpu_was_there_twice_while_its_file_was_loaded(
+def test_a_model_on_the_cpu_is_there_once_while_its_file_is_loaded(
     layout: str, tmp_path: Path
 ) -> None:
+    """A model on the CPU was there twice while its file was loaded."""
     path = saving(LAYOUTS[layout](), tmp_path)
     saved = torch.load(path, weights_only=False)["state_dict"]
     model = fit(LAYOUTS[layout](), Asks(), ckpt_path=path)
@@ -112,7 +114,8 @@ def test_a_model_on_the_cpu_was_there_twice_while_its_file_was_loaded(
     assert all(torch.equal(value, saved[name]) for name, value in model.seen.items())
 
 
-def test_a_model_whose_optimizer_did_not_fit_kept_what_it_was_lent(tmp_path: Path) -> None:
+def test_a_model_whose_optimizer_does_not_fit_gives_back_what_it_was_lent(tmp_path: Path) -> None:
+    """A model whose optimizer did not fit kept what it was lent."""
     path = saving(LAYOUTS["zero3-3"](), tmp_path)
     model = AsksForMore()
     before = {name: (one.data_ptr(), one.clone()) for name, one in model.state_dict().items()}
@@ -124,7 +127,9 @@ def test_a_model_whose_optimizer_did_not_fit_kept_what_it_was_lent(tmp_path: Pat
         assert torch.equal(value, before[name][1]), name
 
 
-def test_a_run_that_failed_in_between_left_a_module_that_was_mapped(tmp_path: Path) -> None:
+def test_a_run_that_fails_in_between_leaves_no_module_that_is_mapped(tmp_path: Path) -> None:
+    """A run that failed in between left a module that was mapped."""
+
     class Fails(Asks):
         def configure_optimizers(self) -> Any:
             super().configure_optimizers()

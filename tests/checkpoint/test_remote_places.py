@@ -100,7 +100,8 @@ def check_style(style: str, kind: str, memory: Any) -> None:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("style", "kind"), QUICK)
-def test_a_url_was_a_local_folder(style: str, kind: str, memory: Any) -> None:
+def test_a_url_is_no_local_folder(style: str, kind: str, memory: Any) -> None:
+    """A URL was a local folder."""
     check_style(style, kind, memory)
     assert not Path("memory:").exists()
 

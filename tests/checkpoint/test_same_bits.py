@@ -104,7 +104,8 @@ SLOW = ("topk_adam", "onebit_zero1", "int8", "fp16", "local_momentum", "diloco")
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in KEPT]
 )
-def test_a_rank_went_on_from_the_mean_of_what_all_had_kept(name: str, tmp_path: Path) -> None:
+def test_a_rank_goes_on_from_what_it_has_kept(name: str, tmp_path: Path) -> None:
+    """A rank went on from the mean of what all had kept."""
     make, make_module = KEPT[name]
     broken, whole = with_a_break(
         make, tmp_path / "a.ckpt", at=WITHIN, num_steps=NUM_STEPS, make_module=make_module
@@ -116,9 +117,10 @@ def test_a_rank_went_on_from_the_mean_of_what_all_had_kept(name: str, tmp_path: 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("at", [WITHIN, pytest.param(AT_END, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_resumed_fit_dropped_others_and_began_the_epoch_anew(
+def test_a_resumed_fit_draws_the_same_dropout_and_goes_on_in_the_epoch(
     name: str, at: int, tmp_path: Path
 ) -> None:
+    """A resumed fit dropped others and began the epoch anew."""
     broken, whole = with_a_break(SCHEMES[name], tmp_path / "a.ckpt", at=at, num_steps=NUM_STEPS)
     assert broken.losses == whole.losses[at:]
     assert deviation(broken, whole) == 0.0
@@ -126,7 +128,9 @@ def test_a_resumed_fit_dropped_others_and_began_the_epoch_anew(
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("at", [WITHIN, AT_END])
-def test_dropout_of_elastic_ranks_was_that_of_another_run(at: int, tmp_path: Path) -> None:
+def test_dropout_of_elastic_ranks_is_that_of_their_run(at: int, tmp_path: Path) -> None:
+    """Dropout of elastic ranks was that of another run."""
+
     def make() -> ElasticStrategy:
         return ElasticStrategy(**RANKS, scheme="zero2", snapshot_every=1)
 
@@ -135,7 +139,8 @@ def test_dropout_of_elastic_ranks_was_that_of_another_run(at: int, tmp_path: Pat
     assert deviation(broken, whole) == 0.0
 
 
-def test_running_statistics_of_each_rank_were_averaged_under_local_sgd(tmp_path: Path) -> None:
+def test_running_statistics_of_each_rank_are_its_own_under_local_sgd(tmp_path: Path) -> None:
+    """Running statistics of each rank were averaged under local SGD."""
     broken, whole = with_a_break(
         KEPT["local_sgd"][0], tmp_path / "a", at=WITHIN, num_steps=NUM_STEPS, make_module=Normed
     )
@@ -171,9 +176,10 @@ def check(
 
 
 @pytest.mark.parametrize("options", [{}, EPOCHS], ids=["steps", "epochs"])
-def test_the_last_batch_of_an_epoch_was_repeated_after_its_hooks_had_saved(
+def test_the_last_batch_of_an_epoch_is_not_repeated_after_its_hooks_have_saved(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
+    """The last batch of an epoch was repeated after its hooks had saved."""
     saving = SaveAt(tmp_path / "a.ckpt", AT_END, at_epoch_end=True)
     check([saving], lambda: tmp_path / "a.ckpt", **options)
 
@@ -192,9 +198,10 @@ class Beginning(Dropping):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("options", [{}, EPOCHS], ids=["steps", "epochs"])
-def test_an_epoch_was_not_counted_after_the_last_batch_of_another_was_saved(
+def test_an_epoch_counts_after_the_last_batch_of_another_was_saved(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
+    """An epoch was not counted after the last batch of another was saved."""
     make, told = SCHEMES["shard_ddp"], {"make_module": Beginning, **options}
     whole = fit(make(), NUM_STEPS, **told)
     fit(make(), NUM_STEPS, [SaveAt(tmp_path / "a", AT_END)], **told)
@@ -209,9 +216,10 @@ def test_an_epoch_was_not_counted_after_the_last_batch_of_another_was_saved(
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("options", [{}, EPOCHS], ids=["steps", "epochs"])
-def test_a_validation_within_an_epoch_was_repeated_or_left_out(
+def test_a_validation_within_an_epoch_is_neither_repeated_nor_left_out(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
+    """A validation within an epoch was repeated or left out."""
     saving = ModelCheckpoint(tmp_path, "{step}", monitor="error", save_top_k=-1)
     options = options | {"val_check_interval": 2, "enable_checkpointing": True}
     check([saving], lambda: tmp_path / f"step={WITHIN}.ckpt", Validating, **options)
@@ -229,7 +237,8 @@ def test_a_step_of_several_batches_goes_on_with_the_next_batch(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("at_epoch_end", [False, True])
-def test_workers_of_a_loader_shuffled_anew(at_epoch_end: bool, tmp_path: Path) -> None:
+def test_workers_of_a_loader_go_on_in_their_order(at_epoch_end: bool, tmp_path: Path) -> None:
+    """Workers of a loader shuffled anew."""
     at = AT_END if at_epoch_end else WITHIN
     check(
         [SaveAt(tmp_path / "a.ckpt", at, at_epoch_end=at_epoch_end)],
@@ -238,7 +247,8 @@ def test_workers_of_a_loader_shuffled_anew(at_epoch_end: bool, tmp_path: Path) -
     )
 
 
-def test_a_checkpoint_of_a_finished_fit_had_no_random_streams(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_finished_fit_has_random_streams(tmp_path: Path) -> None:
+    """A checkpoint of a finished fit had no random streams."""
     torch.manual_seed(0)
     first, path = Dropping(), tmp_path / "a.ckpt"
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False}

@@ -69,9 +69,8 @@ def fit(strategy: Any, folder: Path, **options: Any) -> type[ReadsCheckpoints]:
     "strategy",
     ["shard_ddp", "zero1", "zero2", "zero3", "tensor_parallel", "pipeline_parallel", "local_sgd"],
 )
-def test_hooks_that_save_found_no_weights_on_ranks_other_than_0(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_hooks_that_save_find_weights_on_every_rank(strategy: str, tmp_path: Path) -> None:
+    """Hooks that save found no weights on ranks other than 0."""
     seen = fit(f"{strategy}_in_process", tmp_path, devices=2).seen
     first, second = (seen[rank][-1] for rank in range(2))
     assert list(second) == list(first)
@@ -89,9 +88,10 @@ def test_hooks_that_save_found_no_weights_on_ranks_other_than_0(
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero3"])
-def test_hooks_that_save_missed_lightnings_keys_in_elastic_snapshots(
+def test_hooks_that_save_find_lightnings_keys_in_elastic_snapshots(
     scheme: Any, tmp_path: Path
 ) -> None:
+    """Hooks that save missed Lightning's keys in elastic snapshots."""
     alone = fit("auto", tmp_path, devices=1).seen[0][-1]
     strategy = lightning_shard.ElasticStrategy(
         backend="in_process", num_ranks=2, scheme=scheme, snapshot_every=1

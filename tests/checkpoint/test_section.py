@@ -38,7 +38,9 @@ def test_a_newer_format_is_refused_with_what_to_do(number: Any) -> None:
         section_of({CHECKPOINT_KEY: {"format": number}})
 
 
-def test_a_run_resumed_from_a_newer_format_as_if_it_knew_it(tmp_path: Path) -> None:
+def test_a_run_does_not_resume_from_a_newer_format(tmp_path: Path) -> None:
+    """A run resumed from a newer format as if it knew it."""
+
     def strategy() -> DDPStrategy:
         return DDPStrategy(**RANKS, compression="int8")
 

@@ -183,7 +183,8 @@ def test_who_reads_a_tensor_that_has_not_come_is_told(tmp_path: Path) -> None:
         fit("zero3", tmp_path, Model(), callbacks=[Looks()])
 
 
-def test_rank_0_was_told_to_read_weights_on_rank_0() -> None:
+def test_rank_0_is_not_told_to_read_weights_on_rank_0() -> None:
+    """Rank 0 was told to read weights on rank 0."""
     with (
         pytest.raises(ConfigError, match=r"until then\. Work with them in on_save_checkpoint"),
         explaining_weights_elsewhere(0),

@@ -58,9 +58,11 @@ def fitted(strategy: Any, num_steps: int, lr: Callable[[], Any], **options: Any)
 
 @pytest.mark.parametrize("lr", [lambda: 0.01, lambda: torch.tensor(0.01)], ids=["number", "tensor"])
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
-def test_rates_in_tensors_and_frozen_integers_did_not_resume(
+def test_rates_in_tensors_and_frozen_integers_resume(
     checkpoint_format: Any, lr: Callable[[], Any], tmp_path: Path
 ) -> None:
+    """Rates in tensors and frozen integers did not resume."""
+
     def strategy() -> ZeRO3Strategy:
         return ZeRO3Strategy(backend="in_process", num_ranks=2, checkpoint_format=checkpoint_format)
 

@@ -179,9 +179,10 @@ print("imported", sorted(heavy & set(sys.modules)))
     ],
     ids=["help", "version", "describe", "consolidate", "nothing", "misspelt"],
 )
-def test_what_needs_neither_torch_nor_lightning_imported_both(
+def test_what_needs_neither_torch_nor_lightning_imports_neither(
     arguments: list[str], said: str, status: int
 ) -> None:
+    """What needs neither torch nor lightning imported both."""
     finished = run_alone("-c", LIGHT, *arguments)
     assert finished.returncode == 0, finished.output
     assert said in finished.output

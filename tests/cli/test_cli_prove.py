@@ -66,9 +66,10 @@ def test_a_refusal_is_exit_code_2(command: Command, capsys: pytest.CaptureFixtur
     assert "REFUSED" in capsys.readouterr().out
 
 
-def test_local_sgd_was_refused_as_a_whole(
+def test_local_sgd_is_compared_between_two_exchanges(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Local SGD was refused as a whole."""
     assert command("gpt_zero3.yaml", *SMALL, "--trainer.strategy=local_sgd") == 0
     assert "between two exchanges" in " ".join(capsys.readouterr().out.split())
 

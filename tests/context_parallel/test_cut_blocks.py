@@ -200,7 +200,9 @@ def replaced(model: Blocks) -> None:
 
 
 @pytest.mark.parametrize("change", [switched, replaced])
-def test_only_the_first_block_of_a_class_was_tried(change: Callable[[Blocks], None]) -> None:
+def test_each_block_of_a_class_is_tried(change: Callable[[Blocks], None]) -> None:
+    """Only the first block of a class was tried."""
+
     class Sometimes(LookingBehind):
         looks = True
 

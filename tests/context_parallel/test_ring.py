@@ -224,7 +224,8 @@ def test_no_matrix_of_all_scores_is_held(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("small_tiles", "no_gathering")
-def test_a_gradient_was_a_constant_to_a_second_derivative() -> None:
+def test_a_second_derivative_of_a_ring_is_refused() -> None:
+    """A gradient was a constant to a second derivative."""
     own = inputs(1, 1)
 
     def of_rank(rank: int) -> None:

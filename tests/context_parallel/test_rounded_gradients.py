@@ -104,7 +104,7 @@ def called(make: Callable[[], nn.Module], dtype: torch.dtype | None = None) -> N
         partial(Attention, 0.2, normed=True),
     ],
 )
-def test_a_gradient_that_is_all_rounding_was_taken_for_wrong(
+def test_a_gradient_that_is_all_rounding_is_not_wrong(
     make: Callable[[], nn.Module], dtype: torch.dtype | None
 ) -> None:
     """It was compared with itself: a block with a key's bias was refused, by its weights' size."""
@@ -130,7 +130,7 @@ class OfOneFormat(Attention):
         return super().forward(x) + (Doubled.apply(self.shift) if is_part else self.shift)
 
 
-def test_what_a_block_raises_where_it_is_tried_in_float64_was_not_told() -> None:
+def test_what_a_block_raises_where_it_is_tried_in_float64_is_told() -> None:
     """The refusal was of float32 alone, unsaid."""
     with pytest.raises(ConfigError, match=r"in float64 it raises TypeError: float32 only\)"):
         called(OfOneFormat)

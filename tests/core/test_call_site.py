@@ -68,7 +68,8 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_mismatch_was_said_to_be_called_by_a_wrapper(name: str) -> None:
+def test_a_mismatch_names_the_line_behind_a_wrapper(name: str) -> None:
+    """A mismatch was said to be called by a wrapper."""
     with pytest.raises((CollectiveMismatchError, DeadlockError)) as caught:
         run_ranks(lambda rank: other_way(rank) if rank else CALLS[name](), 2)
     places = [line for line in str(caught.value).splitlines() if ".py:" in line]
@@ -76,7 +77,7 @@ def test_a_mismatch_was_said_to_be_called_by_a_wrapper(name: str) -> None:
     assert all(__file__ in line for line in places), str(caught.value)
 
 
-def test_a_rank_that_runs_none_of_the_users_code_had_no_caller() -> None:
+def test_a_rank_that_runs_none_of_the_users_code_names_who_began_the_run() -> None:
     """Its thread begins in this package: it names the line that has begun the run."""
     found: dict[str, Any] = {"find": find_call_site}
     exec(compile("def site(rank): return find()", "<frozen nothing>", "exec"), found)

@@ -76,7 +76,8 @@ tp groups, sharing each layer:  0 1 | 2 3 | 4 5 | 6 7
     )
 
 
-def test_copies_of_the_state_could_not_be_seen() -> None:
+def test_copies_of_the_state_are_drawn() -> None:
+    """Copies of the state could not be seen."""
     assert (
         drawing(ParallelMesh(dp=4, tp=2, shard=2))
         == """

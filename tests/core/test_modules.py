@@ -36,7 +36,8 @@ def _extended() -> nn.Module:
 
 
 @pytest.mark.parametrize("order", list(permutations(MIXINS)), ids=lambda one: one[0].__name__)
-def test_whoever_left_first_took_another_mixin_along(order: tuple[type, ...]) -> None:
+def test_whoever_leaves_first_takes_no_other_mixin_along(order: tuple[type, ...]) -> None:
+    """Whoever left first took another mixin along."""
     one, other = _extended(), _extended()
     for number, mixin in enumerate(order):
         give_class_back(one, (mixin,))

@@ -13,7 +13,7 @@ def stand_in(*shape: int, dtype: torch.dtype = torch.float32) -> Placeholder:
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_the_whole_of_a_parameters_part_looked_frozen(is_trained: bool) -> None:
+def test_the_whole_of_a_parameters_part_is_as_trainable(is_trained: bool) -> None:
     """A penalty over `if p.requires_grad` left out split layers of other stages."""
     param = nn.Parameter(torch.empty(0), requires_grad=is_trained)
     part = Placeholder.of(param, (2, 4), "up.weight")
@@ -74,7 +74,7 @@ def test_elements_cannot_be_had(ask: object) -> None:
         lambda known, x: known.__setitem__(0, x[0]),
     ],
 )
-def test_unknown_elements_were_written_into_a_known_tensor(write: object) -> None:
+def test_unknown_elements_are_refused_in_a_known_tensor(write: object) -> None:
     """It then looked known: garbage would have been computed with."""
     known: Tensor = torch.zeros(3, 4)
     with pytest.raises((ConfigError, RuntimeError)):
@@ -89,7 +89,7 @@ def test_another_one_of_the_same_looks_is_another_value() -> None:
     assert "embed.weight" in repr(x)
 
 
-def test_an_operation_was_refused_for_a_gpu_that_is_not_there() -> None:
+def test_an_operation_of_the_cpu_is_not_refused_for_a_gpu() -> None:
     """Meta's `histc` raises for CUDA, which knows no fixed order; the CPU does."""
     torch.use_deterministic_algorithms(mode=True)
     assert torch.histc(stand_in(5), bins=3).shape == (3,)

@@ -110,7 +110,7 @@ def assert_as_alone(script: Script, stage: int, *, expects_edits: bool = False) 
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_layer_that_was_frozen_after_a_step_stayed_in_the_updates(stage: int) -> None:
+def test_a_layer_that_is_frozen_after_a_step_leaves_the_updates(stage: int) -> None:
     """Its old gradient came back, since no reduction asked whether it had been zeroed."""
 
     def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
@@ -126,7 +126,9 @@ def test_a_layer_that_was_frozen_after_a_step_stayed_in_the_updates(stage: int) 
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_layer_that_is_trained_in_turns_got_the_gradients_of_its_last_turn(stage: int) -> None:
+def test_a_layer_that_is_trained_in_turns_gets_no_gradients_of_its_last_turn(stage: int) -> None:
+    """A layer that is trained in turns got the gradients of its last turn."""
+
     def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
         for number in range(4):
             model[0].requires_grad_(number % 2 == 0)
@@ -139,7 +141,9 @@ def test_a_layer_that_is_trained_in_turns_got_the_gradients_of_its_last_turn(sta
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_was_accumulated_before_a_layer_was_frozen_was_lost(stage: int) -> None:
+def test_what_was_accumulated_before_a_layer_is_frozen_counts(stage: int) -> None:
+    """What was accumulated before a layer was frozen was lost."""
+
     def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
         backward(0, syncs=False)
         model[1].requires_grad_(False)
@@ -153,7 +157,9 @@ def test_what_was_accumulated_before_a_layer_was_frozen_was_lost(stage: int) -> 
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_gradient_of_the_users_was_lost_in_a_backward_that_adds_nothing_to_it(stage: int) -> None:
+def test_a_gradient_of_the_users_outlives_a_backward_that_adds_nothing_to_it(stage: int) -> None:
+    """A gradient of the users was lost in a backward that adds nothing to it."""
+
     def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
         spare: Any = model[1].spare
         spare.grad = torch.full_like(spare, 2.0)
@@ -166,7 +172,7 @@ def test_a_gradient_of_the_users_was_lost_in_a_backward_that_adds_nothing_to_it(
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("stage", range(4))
-def test_backwards_that_create_graphs_held_all_of_them(stage: int, set_to_none: bool) -> None:
+def test_backwards_that_create_graphs_hold_none_of_them(stage: int, set_to_none: bool) -> None:
     """Each graph hung on the one before it; zero_grad(set_to_none=False) raised."""
 
     def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> list[bool]:
@@ -213,7 +219,7 @@ def clipped(params: list[Any]) -> None:
 )
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_edit_between_micro_batches_left_out_what_a_rank_had_not_used(
+def test_an_edit_between_micro_batches_reaches_what_a_rank_has_not_used(
     stage: int, set_to_none: bool, edit: Callable[[list[Any]], None]
 ) -> None:
     """Under stage 1 its .grad was None on that rank, which edited the others' shards alone."""
@@ -245,9 +251,7 @@ def test_gradients_that_nobody_expects_to_be_met_are_refused_where_ranks_differ(
 
 @pytest.mark.parametrize("syncs", [True, False])
 @pytest.mark.parametrize("stage", range(3))
-def test_a_gradient_of_the_users_was_overwritten_by_one_of_a_pipeline(
-    stage: int, syncs: bool
-) -> None:
+def test_a_gradient_of_a_pipeline_adds_to_one_of_the_users(stage: int, syncs: bool) -> None:
     """Autograd's own pass adds to what stands in `.grad`; what a pipeline hands over did not."""
 
     def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
@@ -261,7 +265,7 @@ def test_a_gradient_of_the_users_was_overwritten_by_one_of_a_pipeline(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_hook_that_waits_for_gradients_edited_the_average_of_earlier_ones(stage: int) -> None:
+def test_a_hook_that_waits_for_gradients_is_refused_in_the_middle_of_a_backward(stage: int) -> None:
     """The gradient that had just come was left out."""
 
     def fn(rank: int) -> None:
@@ -277,7 +281,9 @@ def test_a_hook_that_waits_for_gradients_edited_the_average_of_earlier_ones(stag
         run_ranks(fn, NUM_RANKS)
 
 
-def test_a_hook_that_waits_for_gradients_was_not_called_by_a_pipeline() -> None:
+def test_a_hook_that_waits_for_gradients_is_refused_by_a_pipeline() -> None:
+    """A hook that waits for gradients was not called by a pipeline."""
+
     def script(model: nn.Sequential, optimizer: SGD, backward: Backward) -> None:
         del optimizer
         weight: Any = model[2].weight

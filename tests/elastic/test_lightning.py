@@ -165,7 +165,7 @@ def test_what_is_due_by_batches_is_asked_in_two_methods() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
-def test_a_rank_lost_before_its_loaders_iterator_was_made_ended_the_others() -> None:
+def test_a_rank_lost_before_its_loaders_iterator_is_made_does_not_end_the_others() -> None:
     """Lightning's fetcher asks for the length of that iterator, where it ends as well."""
     trainer, module = new_trainer(), BoringModel()
     trainer.strategy.connect(module)

@@ -46,7 +46,8 @@ class StopAtStepFive(Callback):
 @pytest.mark.parametrize(
     "faults", [A_LOSS_AND_A_NEWCOMER[:1], A_LOSS_AND_A_NEWCOMER], ids=["lost", "and joined"]
 )
-def test_survivors_still_wanted_to_stop_at_a_step_that_was_taken_back(faults: list[Fault]) -> None:
+def test_survivors_do_not_want_to_stop_at_a_step_that_was_taken_back(faults: list[Fault]) -> None:
+    """Survivors still wanted to stop at a step that was taken back."""
     journal, trainer = fit(faults, trainer_options={"callbacks": [StopAtStepFive()]})
     assert trainer.global_step == 5
     assert sorted(journal.losses()) == list(range(5))
@@ -56,9 +57,10 @@ def test_survivors_still_wanted_to_stop_at_a_step_that_was_taken_back(faults: li
 @pytest.mark.parametrize(
     "faults", [[Fault(2, 2, "drop", at_step=5)], A_LOSS_AND_A_NEWCOMER], ids=["lost", "and joined"]
 )
-def test_a_step_that_was_done_again_was_not_saved_by_ranks_that_had_saved_it(
+def test_a_step_that_is_done_again_is_saved_again_by_all_ranks(
     faults: list[Fault], tmp_path: Path
 ) -> None:
+    """A step that was done again was not saved by ranks that had saved it."""
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, save_last=True)
     options = {"enable_checkpointing": True, "callbacks": [saver], "max_steps": 8}
     _, trainer = fit(faults, trainer_options={**options, "limit_val_batches": 0})
@@ -68,7 +70,8 @@ def test_a_step_that_was_done_again_was_not_saved_by_ranks_that_had_saved_it(
 
 
 @pytest.mark.slow
-def test_a_newcomer_did_not_know_the_metric_by_which_the_others_save(tmp_path: Path) -> None:
+def test_a_newcomer_knows_the_metric_by_which_the_others_save(tmp_path: Path) -> None:
+    """A newcomer did not know the metric by which the others save."""
     saver = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=5, save_top_k=2)
     options = {"val_check_interval": 4, "check_val_every_n_epoch": None}
     fit(
@@ -82,7 +85,9 @@ def test_a_newcomer_did_not_know_the_metric_by_which_the_others_save(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_timer_counted_the_time_before_a_loss_twice() -> None:
+def test_a_timer_counts_the_time_before_a_loss_once() -> None:
+    """A timer counted the time before a loss twice."""
+
     class Late(Timer):
         def on_train_start(self, *args: Any) -> None:
             super().on_train_start(*args)
@@ -110,7 +115,8 @@ class CountsBatches(Callback):
 
 
 @pytest.mark.slow
-def test_the_state_of_a_callback_was_remembered_as_it_was_later() -> None:
+def test_the_state_of_a_callback_is_remembered_as_it_was() -> None:
+    """The state of a callback was remembered as it was later."""
     options = {"callbacks": [CountsBatches()], "max_steps": 6, "limit_val_batches": 0}
     _, trainer = fit(
         [Fault(2, 1, "drop", at_step=4)],
@@ -136,7 +142,8 @@ class Stranger(Classifier):
 
 
 @pytest.mark.slow
-def test_a_newcomer_with_another_order_of_samples_ended_the_job() -> None:
+def test_a_newcomer_with_another_order_of_samples_does_not_end_the_job() -> None:
+    """A newcomer with another order of samples ended the job."""
     journal = Journal()
     trainer = new_trainer()
     with (
@@ -176,7 +183,8 @@ def seeded(kind: type[Classifier]) -> Classifier:
 
 
 @pytest.mark.slow
-def test_batches_of_a_validation_that_was_begun_again_counted_twice() -> None:
+def test_batches_of_a_validation_that_is_begun_again_count_once() -> None:
+    """Batches of a validation that was begun again counted twice."""
     expected, _ = fit(module=seeded(Classifier), max_epochs=1)
     journal, _ = fit(module=seeded(FailsOnceInValidation), max_epochs=1)
     assert journal.validations == pytest.approx(expected.validations, rel=1e-6)
@@ -212,9 +220,10 @@ class DecaysByLosses(DecaysByEpochs):
     [Fault(1, 1, "drop", at_step=2), Fault(1, 1, "leave", at_step=STEPS_PER_EPOCH)],
     ids=["lost within", "left at the end"],
 )
-def test_an_epoch_that_was_taken_up_had_no_step_of_its_scheduler(
+def test_an_epoch_that_is_taken_up_has_a_step_of_its_scheduler(
     kind: type[DecaysByEpochs], fault: Fault
 ) -> None:
+    """An epoch that was taken up had no step of its scheduler."""
     _, trainer = fit([fault], module=seeded(kind), snapshot_every=1, num_ranks=3)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.25)
 
@@ -229,7 +238,7 @@ class FailsAlike(Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("faults", [[], [Fault(1, 1, "drop", at_step=0)]], ids=["", "after a loss"])
-def test_an_error_of_all_ranks_was_followed_by_one_of_a_generation_that_was_left(
+def test_an_error_of_all_ranks_is_followed_by_no_other(
     faults: list[Fault],
 ) -> None:
     """They left it in their teardown, after which they waited for each other in its groups."""

@@ -19,7 +19,8 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_the_port_of_an_elastic_fit_after_others_was_taken_by_theirs(num_nodes: int) -> None:
+def test_the_port_of_an_elastic_fit_after_others_is_free(num_nodes: int) -> None:
+    """The port of an elastic fit after others was taken by theirs."""
     kinds = ["zero3", "fabric", "elastic", "local_sgd", "elastic"]
     expected = [expected_of(kind) for kind in kinds]
     for totals in run_processes(train, NUM_RANKS, kinds=kinds, num_nodes=num_nodes):

@@ -106,7 +106,7 @@ def test_weighted_means_are_the_mean_over_the_step(
 
 
 @pytest.mark.parametrize("num_samples", [8, 16, 12, 24])
-def test_a_shorter_last_step_counted_as_much_as_one_one(num_samples: int) -> None:
+def test_a_shorter_last_step_counts_as_on_one_device(num_samples: int) -> None:
     """One device accumulates three batches of 8 and divides by three, however many there are."""
     for num_ranks, rank_batch in itertools.product(range(1, 6), range(1, 5)):
         shares = EpochShares(

@@ -136,7 +136,7 @@ def test_an_address_of_the_users_stands_for_the_list_of_hosts(
     check("srun")
 
 
-def test_a_rank_that_numbers_hosts_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_numbers_hosts_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under Kubernetes, with `NODE_RANK=$RANK`; Lightning starts each host's other ranks."""
     hosts = {"RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": None}
     set_only(monkeypatch, LIGHTNING | hosts)

@@ -160,7 +160,7 @@ def test_ranks_of_mpirun_inside_a_slurm_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_mpirun_started_another_number_of_ranks(tmp_path: Path) -> None:
+def test_another_number_of_ranks_of_mpirun_is_refused(tmp_path: Path) -> None:
     finished = run_mpi_command(program(tmp_path, "zero2_gloo", 3, 1), 2)
     assert finished[0].returncode
     assert "OMPI_COMM_WORLD_LOCAL_SIZE=2" in "".join(one.output for one in finished)
@@ -168,7 +168,7 @@ def test_mpirun_started_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_started_another_number_of_ranks(tmp_path: Path) -> None:
+def test_another_number_of_ranks_of_torchrun_is_refused(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
     command = [*torchrun, "--nproc-per-node=1", *program(tmp_path, "zero2", 2, 1)]
     (finished,) = run([alone(command, {})])

@@ -90,7 +90,8 @@ def test_ranks_of_mpirun_and_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_a_run_without_mpirun_started_mpi_which_listened_on_all_addresses() -> None:
+def test_a_run_without_mpirun_does_not_start_mpi() -> None:
+    """A run without mpirun started MPI which listened on all addresses."""
     code = (
         "import sys, lightning_shard, lightning.pytorch as pl;"
         "pl.Trainer(accelerator='cpu', devices=1, logger=False, enable_checkpointing=False);"

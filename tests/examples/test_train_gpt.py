@@ -25,7 +25,7 @@ def test_a_later_byte_does_not_change_an_earlier_prediction() -> None:
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
-def test_training_without_an_end_could_not_be_scheduled() -> None:
+def test_training_without_an_end_is_scheduled() -> None:
     """Of `max_epochs=-1` alone Lightning estimates infinitely many steps."""
     assert [warm_up_and_decay(step, 2, math.inf) for step in (0, 2, 10**6)] == [0.5, 1.0, 1.0]
 

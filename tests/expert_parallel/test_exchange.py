@@ -104,7 +104,8 @@ def penalty(result: Tensor, x: Tensor) -> Tensor:
     return grad.square().sum()
 
 
-def test_a_second_derivative_was_scaled_by_the_number_of_ranks() -> None:
+def test_a_second_derivative_is_not_scaled_by_the_number_of_ranks() -> None:
+    """A second derivative was scaled by the number of ranks."""
     ranks, whole = [[[0, 1], [2, 3]], [[3, 0], [1, 2], [0, 2]]], Experts(4)
     expected = []
     for rank, chosen in enumerate(ranks):

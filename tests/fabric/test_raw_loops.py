@@ -396,7 +396,7 @@ def test_a_module_that_shares_parameters_with_another_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_every_module_ever_set_up_stayed_alive() -> None:
+def test_modules_that_nobody_holds_any_more_are_freed() -> None:
     """The strategy held each until the launch ended, and each backward went through all of them."""
     kept: list[nn.Module] = []
 

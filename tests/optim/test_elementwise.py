@@ -167,7 +167,7 @@ class CautiousFromLater(FactorsLargeMatrices):
         (CautiousFromLater, (2, 2)),
     ],
 )
-def test_what_an_optimizer_does_to_large_or_other_tensors_alone_was_not_tried(
+def test_what_an_optimizer_does_to_large_or_other_tensors_alone_is_tried(
     kind: Any, shape: tuple[int, ...]
 ) -> None:
     """Timm's AdamP and Adafactor ("big vision") were silently wrong on shards."""
@@ -399,7 +399,8 @@ def train(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_norms_from_a_later_step_on_passed_the_trial(stage: int) -> None:
+def test_norms_from_a_later_step_on_are_noticed_in_that_step(stage: int) -> None:
+    """Norms from a later step on passed the trial."""
     make = lambda params: NormsAfterWarmUp(params, lr=0.1)  # noqa: E731
     assert why_not_elementwise(make([nn.Parameter(torch.ones(3))])) is None
     assert train(make, stage=stage, num_steps=WARM_UP + 3) == WARM_UP
@@ -419,12 +420,14 @@ def test_norms_of_large_gradients_are_found_before_a_fit() -> None:
     assert why_not_elementwise(optimizer) is not None
 
 
-def test_norms_that_a_scheduler_switches_on_passed_the_trial() -> None:
+def test_norms_that_a_scheduler_switches_on_are_noticed() -> None:
+    """Norms that a scheduler switches on passed the trial."""
     assert train(lambda params: NormsOnDemand(params, lr=0.1), stage=2, num_steps=9) == 6
 
 
 @pytest.mark.parametrize(("kind", "rate"), [(NormsAtLargeRates, 0.1), (NormsAtSmallRates, 1e-5)])
-def test_norms_at_the_users_rate_only_passed_the_trial(kind: Any, rate: float) -> None:
+def test_norms_at_the_users_rate_only_are_noticed(kind: Any, rate: float) -> None:
+    """Norms at the user's rate only passed the trial."""
     assert why_not_elementwise(kind([nn.Parameter(torch.ones(3))], lr=rate)) is None
     assert train(lambda params: kind(params, lr=rate), stage=2, num_steps=3) == 0
 
@@ -458,7 +461,7 @@ def test_an_optimizer_that_cannot_be_tried_beside_the_run_goes_on_with_a_warning
         assert train(lambda params: FailsBesideTheRun(params), stage=2, num_steps=4) == 4
 
 
-def test_an_optimizer_with_an_attribute_could_not_be_tried_once_it_had_loaded_a_state() -> None:
+def test_an_optimizer_with_an_attribute_is_tried_once_it_has_loaded_a_state() -> None:
     """Loading adds `differentiable` to the defaults, which its constructor does not take."""
 
     class Signed(Optimizer):

@@ -98,7 +98,8 @@ def on_ranks(
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_step_that_raised_left_parameters_in_shards(stage: int, failure: Failure) -> None:
+def test_a_step_that_raises_leaves_parameters_full(stage: int, failure: Failure) -> None:
+    """A step that raised left parameters in shards."""
     shapes = []
 
     def fn(_: int, model: nn.Module, optimizer: Fragile, backward: Callable[[int], None]) -> None:
@@ -120,7 +121,7 @@ def test_a_step_that_raised_left_parameters_in_shards(stage: int, failure: Failu
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_step_that_raised_on_one_rank_alone_went_on(stage: int) -> None:
+def test_a_step_that_raises_on_one_rank_alone_ends_all(stage: int) -> None:
     """The other ranks had updated theirs: a state that no single device can be in."""
 
     def fn(
@@ -141,7 +142,7 @@ def test_a_step_that_raised_on_one_rank_alone_went_on(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_that_was_refused_left_half_of_the_model_in_shards(stage: int) -> None:
+def test_a_gradient_that_is_refused_leaves_the_model_full(stage: int) -> None:
     """One in the last layer was found when the first layers showed shards."""
 
     def fn(_: int, model: nn.Module, optimizer: Fragile, backward: Callable[[int], None]) -> None:

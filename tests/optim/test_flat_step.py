@@ -206,7 +206,9 @@ def ranks_of(fn: Callable[[Run], Any], name: str = "AdamW", stage: int = 2) -> l
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_updated_every_shard_by_itself(stage: int) -> None:
+def test_an_optimizer_updates_flat_shards(stage: int) -> None:
+    """An optimizer updated every shard by itself."""
+
     def fn(run: Run) -> tuple[list[int], int]:
         every_way(run)
         every_way(run)
@@ -237,7 +239,9 @@ def test_a_hook_that_runs_inside_a_step_sees_each_parameter() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_step_that_is_cut_short_left_the_groups_without_their_parameters(error: Any) -> None:
+def test_a_step_that_is_cut_short_leaves_the_groups_their_parameters(error: Any) -> None:
+    """A step that is cut short left the groups without their parameters."""
+
     def fn(run: Run) -> tuple[bool, list[int]]:
         optimizer: Any = run.optimizer
         init_group = optimizer._init_group
@@ -260,7 +264,9 @@ def test_a_step_that_is_cut_short_left_the_groups_without_their_parameters(error
         assert set(known) <= set(range(len(list(Branches().parameters()))))
 
 
-def test_a_backward_through_updated_parameters_went_unnoticed() -> None:
+def test_a_backward_through_updated_parameters_raises() -> None:
+    """A backward through updated parameters went unnoticed."""
+
     def fn(run: Run) -> str:
         assert run.engine is not None
         every_way(run)
@@ -281,7 +287,9 @@ def averages_of(run: Run) -> list[Tensor]:
     return [one["exp_avg"] for one in run.optimizer.state.values() if "exp_avg" in one]
 
 
-def test_state_lay_apart_after_it_was_loaded() -> None:
+def test_state_that_is_loaded_lies_flat() -> None:
+    """State lay apart after it was loaded."""
+
     def fn(run: Run) -> list[int]:
         every_way(run)
         for entries in run.optimizer.state.values():
@@ -341,9 +349,10 @@ def edit_past_versions(run: Run) -> None:
     ],
     ids=["watched step", "data of entries", "counts past versions", "branches"],
 )
-def test_state_that_others_have_made_or_moved_was_lost(
+def test_state_that_others_have_made_or_moved_is_that_of_one_device(
     events: tuple[Callable[[Run], Any], ...], name: str, stage: int
 ) -> None:
+    """State that others have made or moved was lost."""
     alone = Run(name, 1, None)
     for event in events:
         event(alone)
@@ -360,7 +369,9 @@ def test_state_that_others_have_made_or_moved_was_lost(
     torch.testing.assert_close(got_state["state"], state["state"], rtol=1e-4, atol=1e-6)
 
 
-def test_an_edit_through_a_tensor_that_a_hook_has_kept_was_ignored() -> None:
+def test_an_edit_through_a_tensor_that_a_hook_has_kept_counts() -> None:
+    """An edit through a tensor that a hook has kept was ignored."""
+
     def fn(run: Run) -> float:
         weights = [param for param, name in run.names.items() if name.endswith("weight")]
         kept = [run.optimizer.state[weight]["sum"] for weight in weights]
@@ -373,7 +384,9 @@ def test_an_edit_through_a_tensor_that_a_hook_has_kept_was_ignored() -> None:
     assert ranks_of(fn, name="Adagrad") == [0.0, 0.0]
 
 
-def test_state_that_user_code_has_given_up_stayed_in_memory() -> None:
+def test_state_that_user_code_has_given_up_is_freed() -> None:
+    """State that user code has given up stayed in memory."""
+
     def fn(run: Run) -> bool:
         every_way(run)
         every_way(run)
@@ -449,7 +462,9 @@ def test_groups_that_alternate_cost_more_on_many_short_pieces(
 
 
 @pytest.mark.parametrize(("eps", "dtype"), [(0.0, torch.float32), (1e-8, torch.float16)])
-def test_padding_became_not_a_number(eps: float, dtype: torch.dtype) -> None:
+def test_padding_stays_finite(eps: float, dtype: torch.dtype) -> None:
+    """Padding became not a number."""
+
     def fn(rank: int) -> bool:
         layer = nn.Sequential(nn.Linear(1, 5), nn.Linear(5, 1)).to(dtype)
         engine = engine_of(layer, stage=1)

@@ -48,7 +48,8 @@ def test_who_reads_all_parameters_is_found_in_tiny_steps(name: str) -> None:
     assert why_not_separate(OF_ALL[name](params())) is not None
 
 
-def test_a_trial_of_a_wrapper_stepped_the_optimizer_that_trains() -> None:
+def test_a_trial_of_a_wrapper_leaves_the_optimizer_that_trains() -> None:
+    """A trial of a wrapper stepped the optimizer that trains."""
     trained = params()
     inner = SGD(trained, lr=0.1)
     for param in trained:

@@ -162,7 +162,7 @@ def test_all_stages_take_the_same_steps_on_what_is_left_of_a_gradient(num_ranks:
             torch.testing.assert_close(result[stage], result[0], rtol=1e-5, atol=1e-6)
 
 
-def test_one_gradient_made_the_second_moment_of_what_was_first_used_later() -> None:
+def test_what_is_first_used_later_has_a_warm_up_of_its_own() -> None:
     """Where gradients travel, Adam's own steps go on until it has seen a warm-up's worth."""
 
     def fn(rank: int) -> None:

@@ -148,7 +148,9 @@ def test_elementwise_groups_stay_in_parts() -> None:
     assert [first[3], second[3]] == [8, 8]  # full on both
 
 
-def test_what_is_held_was_told_as_if_it_lay_in_parts() -> None:
+def test_what_is_held_is_told_in_full() -> None:
+    """What is held was told as if it lay in parts."""
+
     def of_matrices(model: nn.Module) -> Optimizer:
         return optim.Muon([param for param in model.parameters() if param.ndim == 2])
 

@@ -206,6 +206,7 @@ def norm_of_what_was_kept(rank: int) -> str:
     return ""
 
 
-def test_the_norm_of_a_view_of_a_gradient_that_is_gone_was_the_next_one_s() -> None:
+def test_the_norm_of_a_view_of_a_gradient_that_is_gone_is_refused() -> None:
+    """The norm of a view of a gradient that is gone was the next one s."""
     for found in run_ranks(norm_of_what_was_kept, 1):
         assert "Keep p.grad.clone()" in found

@@ -69,7 +69,7 @@ def validated(strategy: Any, num_ranks: int) -> tuple[float, list[Tensor]]:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SOME)
-def test_a_validation_with_averaged_weights_got_state_of_another_shape(scheme: str) -> None:
+def test_a_validation_with_averaged_weights_gets_state_of_their_shape(scheme: str) -> None:
     """`optimizer.eval()` met full weights and a shard of the state."""
     num_ranks, make = SCHEMES[scheme]
     loss, weights = validated(make(), num_ranks)
@@ -129,9 +129,7 @@ def test_only_what_goes_element_by_element_runs_on_shards() -> None:
 
 
 @pytest.mark.parametrize("broken", ["are_steps_alike", "snapshot"])
-def test_an_error_of_the_trials_own_was_taken_for_the_optimizers(
-    broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_trials_own_is_raised(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was raised in a trial counted as "it needs a closure", so that defects were hid."""
 
     def fail(*_: Any) -> Any:
@@ -186,7 +184,7 @@ def _plain_trainer(strategy: Any, num_ranks: int, num_epochs: int) -> L.Trainer:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SOME)
-def test_a_count_of_the_optimizers_own_ended_the_fit(scheme: str, tmp_path: Any) -> None:
+def test_a_count_of_the_optimizers_own_is_kept(scheme: str, tmp_path: Any) -> None:
     """`state["k"]`, which torch allows, was taken for the state of a parameter."""
     num_ranks, make = SCHEMES[scheme]
     torch.manual_seed(0)

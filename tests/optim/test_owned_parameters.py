@@ -90,7 +90,8 @@ class Distributed(Muon):
                 dist.broadcast(param.data, index % dist.get_world_size())
 
 
-def test_an_optimizer_that_sends_messages_itself_hung_in_its_trial() -> None:
+def test_an_optimizer_that_sends_messages_itself_is_not_tried() -> None:
+    """An optimizer that sends messages itself hung in its trial."""
     optimizer = Distributed([{"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True}])
     assert not needs_full_parameters(optimizer, optimizer.param_groups[0])
     assert "sends messages between ranks itself" in str(why_not_elementwise(optimizer))
@@ -116,7 +117,9 @@ def test_state_lies_on_owners_alone(stage: int) -> None:
     torch.testing.assert_close(state["state"], expected.state_dict()["state"])
 
 
-def test_state_of_matrices_was_announced_as_if_they_were_vectors() -> None:
+def test_state_of_matrices_is_announced_as_it_will_be() -> None:
+    """State of matrices was announced as if they were vectors."""
+
     def fn(rank: int) -> tuple[str, ...]:
         model = make_model()
         optimizer = optim.Adafactor(model.parameters())
@@ -139,7 +142,9 @@ class Fails(Muon):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_failed_step_left_the_optimizer_without_other_ranks_parameters(stage: int) -> None:
+def test_a_failed_step_leaves_the_optimizer_all_of_its_parameters(stage: int) -> None:
+    """A failed step left the optimizer without other ranks' parameters."""
+
     def fn(rank: int) -> None:
         model = make_model()
         matrices = [param for param in model.parameters() if param.ndim == 2]

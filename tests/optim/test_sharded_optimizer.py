@@ -230,7 +230,7 @@ class OfAnother(optim.SGD):
 
 @pytest.mark.parametrize("with_closure", [False, True])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_step_that_calls_that_of_its_base_class_left_parameters_in_shards(
+def test_a_step_that_calls_that_of_its_base_class_leaves_parameters_full(
     stage: int, with_closure: bool
 ) -> None:
     """Once the base class was used itself, torch calls the hooks of a step in both."""

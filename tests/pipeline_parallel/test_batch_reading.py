@@ -89,7 +89,8 @@ def test_parts_of_a_batch_are_its_samples_collated(
     assert stop == len(samples)
 
 
-def test_a_list_of_sequences_was_as_long_as_the_first() -> None:
+def test_a_list_of_sequences_is_as_long_as_it_is() -> None:
+    """A list of sequences was as long as the first."""
     sequences = [torch.full((length, 2), float(length)) for length in (5, 6, 7, 5, 6, 7, 5, 6)]
     parts = split_batch(sequences, 4, BatchReader(loader_size=8))
     assert [[len(one) for one in part.content] for part in parts] == [
@@ -107,7 +108,7 @@ def test_earlier_batches_tell_how_the_last_one_is_read() -> None:
     assert reader.num_samples([torch.zeros(3, 2)] * 1) == 1
 
 
-def test_a_last_batch_of_samples_with_as_many_rows_as_the_loader_takes_was_of_so_many() -> None:
+def test_a_last_batch_of_samples_is_of_its_samples_whatever_their_rows() -> None:
     """Three samples of eight rows were taken for the fields of eight samples."""
     reader = BatchReader(loader_size=8)
     samples = [(torch.ones(8), torch.ones(8), torch.tensor(0)) for _ in range(8)]

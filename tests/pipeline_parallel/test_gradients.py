@@ -33,7 +33,8 @@ def test_sums_are_scaled_by_the_gradient_of_the_loss_and_without_the_seed() -> N
     assert param.grad is None
 
 
-def test_memory_that_autograd_gave_to_two_parameters_was_added_to_twice() -> None:
+def test_memory_that_autograd_gives_to_two_parameters_is_added_to_once_for_each() -> None:
+    """Memory that autograd gave to two parameters was added to twice."""
     one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     stash = stash_of(one, two)
     shared = torch.ones(2)

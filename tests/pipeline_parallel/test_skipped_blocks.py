@@ -38,7 +38,8 @@ def test_a_result_that_looks_like_the_argument_is_known_for_all_shapes() -> None
     assert block.runs == 1
 
 
-def test_numbers_in_a_result_were_those_of_the_first_shapes() -> None:
+def test_numbers_in_a_result_are_those_of_its_shapes() -> None:
+    """Numbers in a result were those of the first shapes."""
     block = Counted()
     skipped = SkippedBlock(block)
     results = [skipped(BlockCall(block, (stand_in(n),), {"with_length": True})) for n in (4, 2, 4)]
@@ -46,7 +47,8 @@ def test_numbers_in_a_result_were_those_of_the_first_shapes() -> None:
     assert block.runs == 2
 
 
-def test_a_result_was_that_of_other_settings() -> None:
+def test_a_result_is_that_of_its_settings() -> None:
+    """A result was that of other settings."""
     block = Counted()
     skipped = SkippedBlock(block)
     assert is_placeholder(skipped(BlockCall(block, (stand_in(4),), {"with_length": False})))
@@ -62,7 +64,8 @@ def test_a_block_that_keeps_values_runs_every_time() -> None:
     assert all(map(is_placeholder, block.kept))
 
 
-def test_hooks_of_skipped_blocks_were_not_called() -> None:
+def test_hooks_of_skipped_blocks_are_called() -> None:
+    """Hooks of skipped blocks were not called."""
     block, seen = Counted(), []
     block.register_forward_hook(lambda module, args, output: seen.append(output))
     skipped = SkippedBlock(block)
@@ -73,7 +76,7 @@ def test_hooks_of_skipped_blocks_were_not_called() -> None:
 
 
 @pytest.mark.parametrize("place", ["", "inner"])
-def test_a_hook_that_asks_for_elements_was_left_out(place: str) -> None:
+def test_a_hook_that_asks_for_elements_is_refused(place: str) -> None:
     """What it kept was missing on the ranks that skip the block."""
     block = Counted()
     block.add_module("inner", nn.Identity())

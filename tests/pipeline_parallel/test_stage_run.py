@@ -87,7 +87,8 @@ def test_code_that_catches_exceptions_does_not_see_where_a_stage_ends() -> None:
     assert not issubclass(StepCutShort, Exception)
 
 
-def test_a_tensor_that_is_given_twice_was_received_twice() -> None:
+def test_a_tensor_that_is_given_twice_is_received_once() -> None:
+    """A tensor that is given twice was received twice."""
     run, one = last_stage(torch.ones(2, 3)), stand_in()
 
     def step(call: Call) -> Tensor:

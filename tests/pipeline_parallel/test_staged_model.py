@@ -92,7 +92,7 @@ def test_outside_of_steps_the_model_is_full() -> None:
     assert [sorted(vars(one)) for one in net.modules()] == attributes
 
 
-def test_a_later_stage_of_the_same_rank_counted_the_batches_of_the_first_once_more() -> None:
+def test_a_later_stage_of_the_same_rank_does_not_count_batches_again() -> None:
     """Running statistics without a momentum are weighted by that count."""
     net, alone, x = Net(), Net(), torch.randn(5, 2)
     model, partition = staged(net, [1, 2, 3], rank_stages=[0, 3])

@@ -420,7 +420,7 @@ class Unready(Net):
         raise ValueError("the data's size is not known")
 
 
-def test_a_plan_tells_why_optimizers_could_not_be_made() -> None:
+def test_a_plan_tells_why_optimizers_cannot_be_made() -> None:
     """What configure_optimizers raises was swallowed, and a module's Fabric became its trainer."""
     anatomy: Any = SimpleNamespace(module=Unready(), plan_of=lambda tp: {"blocks.0": "colwise"})
     with _asking(anatomy) as why_not:

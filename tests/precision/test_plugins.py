@@ -68,7 +68,7 @@ def test_is_as_close_to_float32_as_a_single_device(case: Case) -> None:
     _check(case)
 
 
-def test_a_gradient_that_only_another_rank_had_was_memory_without_values() -> None:
+def test_a_gradient_that_only_another_rank_has_is_zeros() -> None:
     """Between micro-batches, where hooks may meet gradients; torch fills such memory with NaN."""
     case = Case(model="mixture", strategy="shard_ddp", num_ranks=2, precision="bf16-mixed")
     torch.use_deterministic_algorithms(True)

@@ -28,9 +28,10 @@ def run(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_zeros_after_torch_s_attention_were_drawn_in_another_order(
+def test_zeros_after_torch_s_attention_are_drawn_in_its_order(
     num_ranks: int, batch_first: bool, sequence_parallel: bool
 ) -> None:
+    """Zeros after torch's attention were drawn in another order."""
     expected = run(encoder(batch_first))
 
     def fn(rank: int) -> None:

@@ -344,7 +344,8 @@ class Grown(FeedForward):
     ("positions", "raised"),
     [(7, "ValueError: takes 7 positions, got 6"), (6, f"ValueError: is {HIDDEN} wide, got")],
 )
-def test_what_a_trial_raised_was_swallowed(positions: int, raised: str) -> None:
+def test_what_a_trial_raises_is_told(positions: int, raised: str) -> None:
+    """What a trial raised was swallowed."""
     block = Grown(positions=positions, hidden=HIDDEN)
     with pytest.raises(ConfigError, match=rf"A trial of 'first' and 'second' raised {raised}"):
         automatic_plan(block, 2)
@@ -516,7 +517,7 @@ class OwnWords(Words):
         return layers | {"words": "embedding_rowwise", "logits": "colwise_rep"}
 
 
-def test_a_vocabulary_of_an_own_plan_that_does_not_divide_was_refused() -> None:
+def test_a_vocabulary_that_does_not_divide_is_not_split() -> None:
     """As `resize_token_embeddings` makes one: 33 words on two ranks."""
     assert found(OwnWords(24))["words"] == "embedding_rowwise"
     plan = found(OwnWords(25))
@@ -589,9 +590,10 @@ def check(block: nn.Module, plan: dict[str, str], num_ranks: int = 2) -> None:
         ),
     ],
 )
-def test_a_fused_projection_cut_in_the_wrong_way_trained_another_model(
+def test_a_fused_projection_cut_in_the_wrong_way_is_refused(
     block: nn.Module, plan: dict[str, str], right: str
 ) -> None:
+    """A fused projection cut in the wrong way trained another model."""
     with pytest.raises(ConfigError, match=f"computed the same with '{right}', expected that"):
         check(block, plan)
 

@@ -196,7 +196,7 @@ def check_gradients(split: SplitModel, net: nn.Module, full: nn.Module) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("watching", [watch, watch_globally])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_hooks_saw_parts(num_ranks: int, watching: Any, sequence: bool) -> None:
+def test_hooks_see_full_features(num_ranks: int, watching: Any, sequence: bool) -> None:
     """A hook on a split layer, or on an activation behind it, got this rank's features."""
     full = make_net()
     expected_loss, expected = run(full, watching)
@@ -276,7 +276,7 @@ def distilled_loss(net: nn.Module, _: str) -> Tensor:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("use", [*EDITS, "kept"])
-def test_what_hooks_returned_or_kept_was_of_this_rank(use: str, num_ranks: int) -> None:
+def test_what_hooks_return_or_keep_is_of_all_ranks(use: str, num_ranks: int) -> None:
     """A factor for each feature did not fit, zeroed features were each rank's first."""
     loss_of = distilled_loss if use == "kept" else edited_loss
     full = make_net()

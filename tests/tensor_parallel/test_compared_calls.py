@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from lightning_shard.tensor_parallel.compared_calls import Called
 
 
-def test_a_cache_that_holds_the_keys_of_an_earlier_block_could_not_be_copied() -> None:
+def test_a_cache_that_holds_the_keys_of_an_earlier_block_is_copied() -> None:
     """As Hugging Face's decoders fill it in training, with `use_cache`, their default."""
     hidden = torch.randn(2, 3, 4, 5, requires_grad=True)
     cache = DynamicCache()

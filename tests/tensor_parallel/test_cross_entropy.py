@@ -141,7 +141,7 @@ def test_a_target_out_of_range_is_refused_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_gradient_was_a_constant_to_a_second_derivative(options: LossOptions) -> None:
+def test_a_gradient_is_no_constant_to_a_second_derivative(options: LossOptions) -> None:
     """`once_differentiable` raises no error where the gradient that comes in is a constant."""
     logits, target = problem()
     if options.ignore_index == 3:

@@ -61,7 +61,8 @@ def check(between: Callable[[Model, Tensor], Tensor], *, train: bool = True) -> 
     run_ranks(fn, 2)
 
 
-def test_a_checkpoint_that_begins_with_a_split_layer_saved_less_the_second_time() -> None:
+def test_a_checkpoint_that_begins_with_a_split_layer_saves_as_much_the_second_time() -> None:
+    """A checkpoint that begins with a split layer saved less the second time."""
     check(lambda model, x: checkpoint(model.one, x, use_reentrant=False))
 
 
@@ -70,9 +71,11 @@ def test_what_has_entered_before_a_checkpoint_enters_again_within() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_activation_changed_in_place_was_still_the_old_one_to_the_next_layer(
+def test_an_activation_changed_in_place_is_new_to_the_next_layer(
     mode: type[torch.no_grad],
 ) -> None:
+    """An activation changed in place was still the old one to the next layer."""
+
     def between(model: Model, x: Tensor) -> Tensor:
         with mode():
             first = model.one(x)

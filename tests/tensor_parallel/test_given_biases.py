@@ -79,7 +79,8 @@ def loss_of(model: nn.Module) -> Tensor:
     return model(x).square().sum()
 
 
-def test_a_bias_of_all_heads_met_an_attention_that_was_told_of_fewer() -> None:
+def test_a_bias_of_all_heads_fits_an_attention_that_is_told_of_fewer() -> None:
+    """A bias of all heads met an attention that was told of fewer."""
     plan = styles(made(Attention, HEADS))
     assert plan["attentions.0.q_proj"].lazy_output
     compare(lambda: made(Attention, HEADS), plan, loss_of, 2)
@@ -90,7 +91,8 @@ def test_an_attention_that_is_given_no_biases_is_told_of_its_heads() -> None:
     assert not plan["attention.q_proj"].full_output
 
 
-def test_what_a_trial_could_not_reach_was_taken_to_be_right() -> None:
+def test_what_a_trial_cannot_reach_is_not_taken_to_be_right() -> None:
+    """What a trial could not reach was taken to be right."""
     model = made(Relative, WIDTH)
     plan = styles(model)
     assert not any(name.startswith("attentions") for name in plan)

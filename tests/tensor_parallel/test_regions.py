@@ -18,9 +18,11 @@ PLANS = [
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_gradient_penalty_had_only_each_rank_s_part_of_the_second_derivative(
+def test_a_gradient_penalty_has_all_of_the_second_derivative(
     plan: dict[str, str], sequence_parallel: bool, num_ranks: int
 ) -> None:
+    """A gradient penalty had only each rank's part of the second derivative."""
+
     def penalty(model: nn.Module) -> Tensor:
         x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)).double()
         x.requires_grad_()
@@ -51,9 +53,10 @@ def test_a_gradient_penalty_had_only_each_rank_s_part_of_the_second_derivative(
 @pytest.mark.parametrize(
     ("kind", "num_bytes"), [(torch.bfloat16, 2), (torch.float16, 4), (None, 4)]
 )
-def test_gradients_of_layers_in_bfloat16_travelled_in_float32(
+def test_gradients_of_layers_in_bfloat16_travel_in_bfloat16(
     kind: torch.dtype | None, num_bytes: int
 ) -> None:
+    """Gradients of layers in bfloat16 travelled in float32."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
 
     def fn(rank: int) -> tuple[int, Tensor]:

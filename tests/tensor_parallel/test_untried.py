@@ -45,7 +45,7 @@ class Around(nn.Module):
         return x + self.attention(x, {"scale": 0.5})
 
 
-def test_an_attention_that_nobody_could_try_out_was_believed_by_its_names() -> None:
+def test_an_attention_that_nobody_can_try_out_is_not_believed_by_its_names() -> None:
     """Its slopes were those of the rank's heads, as if they were all: another loss, no error."""
     assert blocks(Sloped(sloped=True)) == {}
 
@@ -61,7 +61,9 @@ def test_what_cannot_be_tried_out_by_itself_is_with_the_module_around_it() -> No
     }
 
 
-def test_layers_whose_weights_are_used_without_them_were_believed_by_their_names() -> None:
+def test_layers_whose_weights_are_used_without_them_are_not_believed_by_their_names() -> None:
+    """Layers whose weights are used without them were believed by their names."""
+
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -86,7 +88,8 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("norm", [weight_norm, spectral_norm])
-def test_a_parametrized_weight_broke_the_automatic_plan(norm: type) -> None:
+def test_a_parametrized_weight_is_left_out_of_the_automatic_plan(norm: type) -> None:
+    """A parametrized weight broke the automatic plan."""
     model = Net(Pair())
     for layer in (model.block.up, model.block.table, model.block.attention.out_proj):
         norm(layer)

@@ -129,7 +129,7 @@ class Sized(Linear):
         return super().forward(x)
 
 
-def test_what_a_wrapper_raises_in_its_trial_was_not_told() -> None:
+def test_what_a_wrapper_raises_in_its_trial_is_told() -> None:
     """It was said to compute something else in parts."""
     layers = match_plan(made(Sized), {"up": "colwise"})
     with pytest.warns(UserWarning, match="in parts, which raised ValueError: rows were lost; it"):
@@ -180,7 +180,8 @@ def same_as_full(make: Callable[[], nn.Module], plan: dict[str, str] | None) -> 
 
 @pytest.mark.filterwarnings("ignore:.*around a linear layer that computes something else")
 @pytest.mark.parametrize("wrap", WRAPPERS)
-def test_a_wrapper_that_a_plan_names_was_refused_as_no_linear_layer(wrap: Any) -> None:
+def test_a_wrapper_that_a_plan_names_is_split(wrap: Any) -> None:
+    """A wrapper that a plan names was refused as no linear layer."""
     same_as_full(lambda: made(wrap), PLAN)
 
 
@@ -217,7 +218,9 @@ def test_an_automatic_plan_finds_layers_with_adapters() -> None:
     same_as_full(lambda: made(Linear), None)
 
 
-def test_a_dropout_before_adapters_was_drawn_apart_so_that_ranks_parted_ways() -> None:
+def test_a_dropout_before_adapters_is_drawn_alike_on_all_ranks() -> None:
+    """A dropout before adapters was drawn apart so that ranks parted ways."""
+
     def fn(rank: int) -> list[Tensor]:
         torch.manual_seed(5)
         model = made(lambda one: Linear(one, dropout=0.5))

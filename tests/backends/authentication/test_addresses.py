@@ -26,9 +26,11 @@ def test_a_job_of_one_host_listens_on_loopback_alone() -> None:
         ([], [""]),
     ],
 )
-def test_a_host_that_knows_itself_as_loopback_was_not_reached_by_others(
+def test_a_host_that_knows_itself_as_loopback_is_reached_by_others(
     known_as: list[str], listens_on: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A host that knows itself as loopback was not reached by others."""
+
     class Listener:
         def __init__(self, address: tuple[str, int], **_: Any) -> None:
             self.address = address

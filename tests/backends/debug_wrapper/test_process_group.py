@@ -235,9 +235,10 @@ def test_a_group_of_the_same_name_starts_afresh(ranks: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.slow
-def test_a_rank_that_was_early_called_the_addresses_of_the_last_group(
+def test_a_rank_that_is_early_waits_for_the_addresses_of_its_group(
     ranks: list[dict[str, Any]],
 ) -> None:
+    """A rank that was early called the addresses of the last group."""
     assert [r["group_made_again_by_one_rank_first"] for r in ranks] == [[2.0] * 4] * 2
 
 

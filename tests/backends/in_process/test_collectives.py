@@ -185,7 +185,7 @@ def test_sends_and_receives_match_by_peer_and_tag() -> None:
     assert run_ranks(fn, 2)[1] == [1.0, 2.0, 9.0]
 
 
-def test_a_number_could_not_be_received_into_a_row_of_one() -> None:
+def test_a_number_is_received_into_a_row_of_one() -> None:
     """As pipelines of torch 2.11 do, and Gloo and NCCL let them."""
 
     def fn(rank: int) -> list[float]:

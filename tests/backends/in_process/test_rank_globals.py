@@ -108,7 +108,7 @@ def test_a_rank_keeps_its_globals_over_a_switch() -> None:
     run_ranks(fn, 2)
 
 
-def test_what_a_rank_imports_was_broken_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_imports_works_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo's stance was None from the next switch on, if a rank was the first to import it."""
     monkeypatch.setitem(rank_globals._MODULE_GLOBALS, ("imported_late", "stance"), lambda _: [])
 
@@ -180,7 +180,7 @@ class CountOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_rank_that_came_last_saw_the_sum_of_all() -> None:
+def test_every_rank_counts_the_same_operations_of_a_sum() -> None:
     """A checkpoint of activations counts operations, and found others than in forward."""
 
     def operations(rank: int) -> list[str]:

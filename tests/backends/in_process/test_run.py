@@ -38,7 +38,8 @@ class Collecting(Dataset[int]):
 
 
 @pytest.mark.slow
-def test_a_forked_worker_ended_what_its_parent_had_left(tmp_path: Path) -> None:
+def test_a_forked_worker_leaves_what_its_parent_has_left(tmp_path: Path) -> None:
+    """A forked worker ended what its parent had left."""
     notes = tmp_path / "ended_in"
 
     def read(rank: int) -> int:
@@ -73,9 +74,10 @@ def add_dtensors(folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_a_forked_worker_waited_for_a_group_that_torch_remembered_for_another_thread(
+def test_a_forked_worker_does_not_wait_for_a_group_of_another_thread(
     tmp_path: Path,
 ) -> None:
+    """A forked worker waited for a group that torch remembered for another thread."""
     before = sum(remembered_operations())
     add_dtensors(tmp_path)
     assert sum(remembered_operations()) > before

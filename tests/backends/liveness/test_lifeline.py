@@ -186,7 +186,8 @@ def test_a_rank_that_raises_says_so_once(rank: Rank) -> None:
     assert rank.interruptions == []
 
 
-def test_an_error_without_words_was_quoted_with_a_lonely_colon(rank: Rank) -> None:
+def test_an_error_without_words_is_quoted_by_its_type(rank: Rank) -> None:
+    """An error without words was quoted with a lonely colon."""
     rank.lifeline.announce_failure(KeyboardInterrupt())
     assert rank.sent[1:] == [{"kind": "failed", "event": "raised KeyboardInterrupt"}]
 

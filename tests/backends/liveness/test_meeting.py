@@ -165,9 +165,10 @@ def test_silence_is_noticed_on_both_ends() -> None:
         thread.leave()
 
 
-def test_a_system_without_fork_could_not_import_the_package(
+def test_a_system_without_fork_imports_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A system without fork could not import the package."""
     monkeypatch.delattr(os, "register_at_fork")
     assert "start" in runpy.run_path(str(liveness.__file__))
 
@@ -206,9 +207,10 @@ def end_in_an_exception(rank: int, port: int, error: BaseException | None) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [ValueError("on purpose"), SystemExit(3), None, SystemExit(0)])
-def test_a_process_of_multiprocessing_that_raised_had_left_in_order(
+def test_a_process_of_multiprocessing_that_raises_has_not_left_in_order(
     error: BaseException | None,
 ) -> None:
+    """A process of multiprocessing that raised had left in order."""
     seen = error if getattr(error, "code", 1) else None
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

@@ -151,9 +151,10 @@ def raised(room: Room, rank: int, now: float, place: int = 7, number: int = 5) -
     room.hub.heard(rank, message, now)
 
 
-def test_ranks_that_raised_at_one_place_were_each_told_that_the_first_had_failed(
+def test_ranks_that_raise_at_one_place_are_told_that_they_have_it_in_common(
     room: Room,
 ) -> None:
+    """Ranks that raised at one place were each told that the first had failed."""
     for rank in range(3):
         raised(room, rank, 1.0 + rank)
     assert [room.said_to(rank, "common") for rank in range(3)] == [[{"kind": "common"}]] * 3
@@ -184,7 +185,8 @@ def test_nobody_waits_for_long_for_others_to_raise(room: Room) -> None:
     assert room.verdicts == {(2, "raised E: no")}
 
 
-def test_a_rank_many_steps_in_was_said_to_be_before_its_first_operation(room: Room) -> None:
+def test_a_rank_many_steps_in_is_not_said_to_be_before_its_first_operation(room: Room) -> None:
+    """A rank many steps in was said to be before its first operation."""
     doing = "computing for 0.0 s before its first operation"
     room.hub.heard(1, {"kind": "beat", "doing": doing}, 1.0)
     assert room.hub.table(1.5)["1"] == f"was {doing}, 0.5 s ago"

@@ -66,7 +66,8 @@ def halves_and_kinds(hosts: str) -> list[object]:
 
 
 @pytest.mark.slow
-def test_halves_were_rounded_on_each_host() -> None:
+def test_halves_are_rounded_once_for_all_hosts() -> None:
+    """Halves were rounded on each host."""
     found = run_processes(halves_and_kinds, 4, hosts="AABB")
     assert found == [[258.0, TwoLevelGroup, ShmGroup]] * 4
 

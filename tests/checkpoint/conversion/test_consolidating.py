@@ -272,9 +272,8 @@ def test_weights_in_hugging_face_layout_take_the_place_of_earlier_ones(
     assert_same(weights_of(tmp_path / "back.pt"), weights_of(saved["full"]))
 
 
-def test_a_model_whose_index_never_came_was_taken_for_one_of_fewer_tensors(
-    saved: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_model_whose_index_never_came_is_refused(saved: dict[str, Path], tmp_path: Path) -> None:
+    """A model whose index never came was taken for one of fewer tensors."""
     consolidate(saved["full"], tmp_path / "hf", Consolidation(max_shard_bytes=500))
     (tmp_path / "hf" / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match=r"lacks model\.safetensors\.index\.json"):

@@ -197,7 +197,8 @@ def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["data"]
 
 
-def test_notes_in_a_folder_went_with_the_checkpoint_that_was_replaced(tmp_path: Path) -> None:
+def test_notes_in_a_folder_outlive_the_checkpoint_that_is_replaced(tmp_path: Path) -> None:
+    """Notes in a folder went with the checkpoint that was replaced."""
     place = tmp_path / "last.ckpt"
     for content in (b"old", b"new"):
         with new_folder(place) as folder:
@@ -217,9 +218,10 @@ def test_notes_in_a_folder_went_with_the_checkpoint_that_was_replaced(tmp_path: 
 
 
 @pytest.mark.parametrize("found", [errno.ENOENT, errno.ENOTEMPTY])
-def test_another_run_that_saved_to_the_same_place_ended_a_save(
+def test_another_run_that_saves_to_the_same_place_ends_no_save(
     found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another run that saved to the same place ended a save."""
     refusals = [OSError(found, os.strerror(found)) for _ in range(3)]
     exchange = new.exchange
 

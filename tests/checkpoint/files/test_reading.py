@@ -89,7 +89,8 @@ def test_no_range_of_zeros_makes_a_record_empty(tmp_path: Path) -> None:
             continue
 
 
-def test_a_record_that_is_said_to_be_a_folder_was_read_as_zeros(tmp_path: Path) -> None:
+def test_a_record_that_is_said_to_be_a_folder_is_refused(tmp_path: Path) -> None:
+    """A record that is said to be a folder was read as zeros."""
     path = ours(tmp_path / "last.ckpt", {"weight": torch.arange(3.0)})
     whole = bytearray(path.read_bytes())
     entry = whole.rindex(b"PK\1\2", 0, whole.rindex(b"archive/data/0"))

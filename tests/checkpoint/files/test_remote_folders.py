@@ -66,9 +66,10 @@ def found(store: Mortal) -> str | None:
 
 
 @pytest.mark.parametrize("before", [None, "one"])
-def test_a_checkpoint_that_was_replaced_was_lost_with_its_writer(
+def test_a_checkpoint_that_is_replaced_outlives_a_killed_writer(
     before: str | None, store: Mortal
 ) -> None:
+    """A checkpoint that was replaced was lost with its writer."""
     came_to_its_end, seen = False, set()
     for operation in range(200):
         Mortal.store.clear()
@@ -146,7 +147,8 @@ def test_files_of_others_are_not_replaced(store: Mortal) -> None:
     assert store.cat_file("/run/last.ckpt/notes.txt") == b"mine"
 
 
-def test_a_store_that_lists_a_folder_in_itself_had_files_of_others(store: Mortal) -> None:
+def test_a_store_that_lists_a_folder_in_itself_has_no_files_of_others(store: Mortal) -> None:
+    """A store that lists a folder in itself had files of others."""
     real = Mortal.ls
 
     def listing(self: Mortal, path: str, *args: object, **kwargs: object) -> list[str]:
@@ -169,7 +171,8 @@ def test_a_file_and_a_folder_take_each_others_place(store: Mortal) -> None:
         assert found(store) == "a_folder"
 
 
-def test_half_of_a_removed_folder_was_a_checkpoint(store: Mortal) -> None:
+def test_half_of_a_removed_folder_is_no_checkpoint(store: Mortal) -> None:
+    """Half of a removed folder was a checkpoint."""
     save("one")
     gone = patch.object(Mortal, "rm", side_effect=OSError("the connection is gone"))
     with gone, pytest.raises(OSError, match="connection"):

@@ -121,7 +121,8 @@ def test_a_run_that_is_given_a_damaged_folder_ends_with_the_error_on_all_ranks(
 
 
 @pytest.mark.parametrize("word", [b"relative_path", b"offsets", b"properties", b"fqn"])
-def test_an_index_with_a_damaged_word_was_no_error_of_ours(word: bytes, tmp_path: Path) -> None:
+def test_an_index_with_a_damaged_word_is_a_checkpoint_error(word: bytes, tmp_path: Path) -> None:
+    """An index with a damaged word was no error of ours."""
     folder = Path(
         shutil.copytree(Path(__file__).parent / "format_3" / "zero3-3.ckpt", tmp_path / "a")
     )

@@ -88,7 +88,8 @@ def on(num_ranks: int, kind: str, options: dict[str, Any], strategy: Any = DDPSt
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in KEPT]
 )
-def test_what_a_rank_keeps_went_through_rank_0(name: str, tmp_path: Path) -> None:
+def test_what_a_rank_keeps_does_not_go_through_rank_0(name: str, tmp_path: Path) -> None:
+    """What a rank keeps went through rank 0."""
     make, make_module = KEPT[name]
     path = tmp_path / "a.ckpt"
     broken, whole = with_a_break(

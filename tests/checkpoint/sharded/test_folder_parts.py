@@ -70,7 +70,8 @@ FORMS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], dict[str, Any]]] =
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_folder_of_a_loop_was_one_without_optimizers(form: str, tmp_path: Path) -> None:
+def test_a_folder_of_a_loop_has_optimizers(form: str, tmp_path: Path) -> None:
+    """A folder of a loop was one without optimizers."""
     begun = peer()
     optimizer = stepped(begun)
     dcp.save(FORMS[form](begun, optimizer), checkpoint_id=tmp_path)

@@ -406,7 +406,8 @@ class Unpicklable(L.Callback):
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_ranks_waited_for_one_that_could_not_pickle(async_save: bool, tmp_path: Path) -> None:
+def test_ranks_do_not_wait_for_one_that_cannot_pickle(async_save: bool, tmp_path: Path) -> None:
+    """Ranks waited for one that could not pickle."""
     strategy = ZeRO3Strategy(
         backend="in_process", num_ranks=2, checkpoint_format="sharded", async_save=async_save
     )
@@ -416,9 +417,10 @@ def test_ranks_waited_for_one_that_could_not_pickle(async_save: bool, tmp_path: 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_rank_that_read_a_damaged_file_before_its_peer_verified_it_did_not_name_it(
+def test_a_rank_that_reads_a_damaged_file_before_its_peer_has_verified_it_names_it(
     tmp_path: Path,
 ) -> None:
+    """A rank that read a damaged file before its peer verified it did not name it."""
     path = saving(sharded("zero3-4"), tmp_path, made())
     folder = StoredFolder(path)
     (path / "__1_0.distcp").write_bytes(b"")

@@ -344,9 +344,11 @@ def test_a_codec_that_decodes_another_number_of_values_is_told() -> None:
 @pytest.mark.parametrize(
     "codec", [TopK(ratio=0.05), TopK(ratio=0.05, momentum=0.5)], ids=["topk", "dgc"]
 )
-def test_an_overflow_on_one_rank_lost_what_the_others_kept_back(
+def test_an_overflow_on_one_rank_leaves_what_the_others_keep_back(
     codec: Codec, keeps_all: bool
 ) -> None:
+    """An overflow on one rank lost what the others kept back."""
+
     def fn(rank: int) -> None:
         exchange = make_exchange(codec, keeps_all=keeps_all)
         for step in range(3):
@@ -367,7 +369,9 @@ def test_an_overflow_on_one_rank_lost_what_the_others_kept_back(
 @pytest.mark.parametrize(
     "codec", [TopK(ratio=0.5), TopK(ratio=0.5, momentum=0.5)], ids=["topk", "dgc"]
 )
-def test_a_sum_that_overflowed_moved_what_had_been_kept_of_the_other_segments(codec: Codec) -> None:
+def test_a_sum_that_overflows_leaves_what_is_kept_of_the_other_segments(codec: Codec) -> None:
+    """A sum that overflowed moved what had been kept of the other segments."""
+
     def fn(rank: int) -> None:
         exchange = make_exchange(codec, keeps_all=True)
         average(exchange, gradient(exchange.buffer, rank, 0))
@@ -383,7 +387,9 @@ def test_a_sum_that_overflowed_moved_what_had_been_kept_of_the_other_segments(co
 
 
 @pytest.mark.parametrize("keeps_all", ENDS)
-def test_a_residual_that_overflowed_was_kept_for_good(keeps_all: bool) -> None:
+def test_a_residual_that_overflows_is_not_kept(keeps_all: bool) -> None:
+    """A residual that overflowed was kept for good."""
+
     def fn(rank: int) -> None:
         exchange = make_exchange(TopK(ratio=0.01), keeps_all=keeps_all)
         much = torch.zeros(exchange.buffer.numel)
@@ -416,7 +422,9 @@ def test_momentum_of_a_codec_that_is_not_sparse_began_anew_in_each_step(keeps_al
     run_ranks(fn, 2)
 
 
-def test_one_ranks_overflow_in_a_warm_up_moved_the_others_momentum() -> None:
+def test_one_ranks_overflow_in_a_warm_up_leaves_the_others_momentum() -> None:
+    """One rank's overflow in a warm up moved the others' momentum."""
+
     def fn(rank: int) -> None:
         exchange = make_exchange(OneBit(warmup_steps=3), keeps_all=True)
         assert exchange.passes(gradient(exchange.buffer, rank, 0))
@@ -431,7 +439,9 @@ def test_one_ranks_overflow_in_a_warm_up_moved_the_others_momentum() -> None:
     run_ranks(fn, 2)
 
 
-def test_a_codec_that_decodes_in_place_changed_what_travelled() -> None:
+def test_a_codec_that_decodes_in_place_leaves_what_travels() -> None:
+    """A codec that decodes in place changed what travelled."""
+
     class Halves(Codec):
         error_feedback = True
 

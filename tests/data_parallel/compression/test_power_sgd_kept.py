@@ -46,7 +46,9 @@ def residual_of(exchange: Exchange) -> Tensor:
 
 
 @pytest.mark.parametrize("spike", [1e19, 1e22, 1e30])
-def test_one_finite_spike_made_every_later_average_nan(spike: float) -> None:
+def test_one_finite_spike_leaves_later_averages_finite(spike: float) -> None:
+    """One finite spike made every later average NaN."""
+
     def fn(rank: int) -> None:
         exchange = make_exchange(PowerSGD(rank=2), keeps_all=True)
         for step in range(20):
@@ -58,7 +60,7 @@ def test_one_finite_spike_made_every_later_average_nan(spike: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1e15])
-def test_the_scale_of_q_was_kept_from_step_to_step(scale: float) -> None:
+def test_the_scale_of_q_is_not_kept_from_step_to_step(scale: float) -> None:
     """Gradients of any scale give the same averages, in that scale, and the same q."""
 
     def fn(rank: int) -> None:
@@ -102,7 +104,7 @@ def test_averages_are_those_of_the_paper() -> None:
     run_ranks(fn, 2)
 
 
-def test_an_overflow_of_q_was_kept_in_q_and_residual() -> None:
+def test_an_overflow_of_q_stays_in_neither_q_nor_residual() -> None:
     """P is finite, but the sums of M' P are not: each row is large, and all rows are alike."""
 
     def fn(rank: int) -> None:
@@ -121,7 +123,7 @@ def test_an_overflow_of_q_was_kept_in_q_and_residual() -> None:
     run_ranks(fn, 2)
 
 
-def test_one_ranks_overflow_of_what_is_lost_stayed_in_its_residual() -> None:
+def test_one_ranks_overflow_of_what_is_lost_does_not_stay_in_its_residual() -> None:
     """Both averages are finite, since the ranks' values cancel; M - P Q' of each is not."""
 
     def fn(rank: int) -> None:
@@ -150,7 +152,7 @@ def test_a_matrix_without_gradient_keeps_its_warm_start() -> None:
 
 
 @pytest.mark.parametrize("keeps_all", ENDS)
-def test_topks_residual_of_vectors_and_scalars_was_dropped(keeps_all: bool) -> None:
+def test_topks_residual_of_vectors_and_scalars_is_kept(keeps_all: bool) -> None:
     """It is in the state until it travels, once, whole, and on another number of ranks too."""
 
     def first(rank: int) -> object:
@@ -206,7 +208,7 @@ def test_a_residual_waits_for_the_end_of_a_warm_up() -> None:
     run_ranks(fn, 2)
 
 
-def test_what_no_rank_used_was_taken_from_the_residual() -> None:
+def test_what_no_rank_uses_stays_in_the_residual() -> None:
     """An optimizer passes over it, so it must wait; what one rank uses goes with all ranks'."""
 
     def fn(rank: int) -> None:

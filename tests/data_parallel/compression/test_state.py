@@ -44,7 +44,9 @@ def named(compressor: Compressor, name: str) -> Exchange:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_that_the_checkpoint_did_not_know_could_not_be_loaded(kind: str) -> None:
+def test_a_tensor_that_the_checkpoint_does_not_know_is_loaded_over(kind: str) -> None:
+    """A tensor that the checkpoint did not know could not be loaded."""
+
     def fn(rank: int) -> None:
         compressor = KINDS[kind]()
         saved = named(compressor, "old")
@@ -61,7 +63,9 @@ def test_a_tensor_that_the_checkpoint_did_not_know_could_not_be_loaded(kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_taking_up_a_checkpoint_made_memory_for_frozen_buffers(kind: str) -> None:
+def test_taking_up_a_checkpoint_makes_no_memory_for_frozen_buffers(kind: str) -> None:
+    """Taking up a checkpoint made memory for frozen buffers."""
+
     def fn(rank: int) -> None:
         compressor = KINDS[kind]()
         trained, frozen = named(compressor, "trained"), named(compressor, "frozen")
@@ -81,9 +85,9 @@ def test_taking_up_a_checkpoint_made_memory_for_frozen_buffers(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_same", [True, False])
-def test_a_checkpoint_from_before_a_key_was_renamed_could_not_be_loaded(
-    kind: str, is_same: bool
-) -> None:
+def test_a_checkpoint_from_before_a_key_was_renamed_loads(kind: str, is_same: bool) -> None:
+    """A checkpoint from before a key was renamed could not be loaded."""
+
     def fn(rank: int) -> None:
         compressor = KINDS[kind]()
         saved = named(compressor, "weight")
@@ -105,6 +109,7 @@ def test_a_mean_is_over_the_ranks_with_what_owners_have_added() -> None:
     torch.testing.assert_close(means["w"], torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
 
 
-def test_the_mean_of_an_empty_parameter_could_not_be_taken() -> None:
+def test_the_mean_of_an_empty_parameter_is_taken() -> None:
+    """The mean of an empty parameter could not be taken."""
     ranks = [{"empty": torch.empty(0, 4)} for _ in range(2)]
     assert mean_of_ranks(ranks, [{}, {}])["empty"].shape == (0, 4)

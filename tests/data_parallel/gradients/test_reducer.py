@@ -129,9 +129,11 @@ def test_a_backward_that_fails_can_be_repeated() -> None:
 
 
 @pytest.mark.parametrize("zeroed", [True, False])
-def test_zeroed_averages_kept_their_memory_while_backward_took_more(
+def test_zeroed_averages_give_their_memory_to_backward(
     zeroed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Zeroed averages kept their memory while backward took more."""
+
     def held_at_first_reduction(engine: DataParallelEngine) -> list[bool]:
         held: list[bool] = []
         begin = FlatGradients.begin_reduce
@@ -159,9 +161,11 @@ def test_zeroed_averages_kept_their_memory_while_backward_took_more(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_reduction_had_ended_and_kept_its_memory_while_the_next_bucket_took_more(
+def test_a_reduction_that_has_ended_gives_its_memory_to_the_next_bucket(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A reduction had ended and kept its memory while the next bucket took more."""
+
     def fn(rank: int) -> int:
         engine = make_engine(Branches(), stage)
         most, allocate = 0, GradientBuffer.allocate
@@ -182,7 +186,9 @@ def test_a_reduction_had_ended_and_kept_its_memory_while_the_next_bucket_took_mo
     assert run_ranks(fn, 1) == [1]  # a rank alone waits for nobody
 
 
-def test_a_reduction_whose_second_half_is_not_begun_was_taken_for_ended() -> None:
+def test_a_reduction_whose_second_half_is_not_begun_has_not_ended() -> None:
+    """A reduction whose second half is not begun was taken for ended."""
+
     def fn(rank: int) -> list[bool]:
         groups = in_copies(2)
         engine = DataParallelEngine(Branches(), groups, EngineOptions(stage=2, bucket_mb=1e-9))

@@ -36,7 +36,9 @@ def test_taking_begins_anew() -> None:
     assert record.digest() == UnshardRecord().digest()
 
 
-def test_different_blocks_of_one_size_trained_silently_wrong() -> None:
+def test_different_blocks_of_one_size_train_as_on_one_device() -> None:
+    """Different blocks of one size trained silently wrong."""
+
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -69,7 +69,7 @@ def _orders_of_parameters(rank: int) -> dict[str, list[str]]:
     return orders
 
 
-def test_biases_that_had_moved_behind_weights_made_other_fragments() -> None:
+def test_biases_that_have_moved_behind_weights_make_no_other_fragments() -> None:
     """A run of an earlier version went on with other fragments, and means of what ranks kept."""
     for orders in run_ranks(_orders_of_parameters, 2):
         assert len(orders) == 6

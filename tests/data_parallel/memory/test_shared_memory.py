@@ -17,19 +17,22 @@ def refused(model: nn.Module) -> None:
         refuse_shared_memory(model, rank=1)
 
 
-def test_parameters_that_were_tied_by_their_data_came_apart() -> None:
+def test_parameters_that_are_tied_by_their_data_are_refused() -> None:
+    """Parameters that were tied by their data came apart."""
     model = pair()
     model[1].weight.data = model[0].weight.data
     refused(model)
 
 
-def test_a_transposed_view_came_apart() -> None:
+def test_a_transposed_view_is_refused() -> None:
+    """A transposed view came apart."""
     model = pair()
     model[1].weight.data = model[0].weight.data.t()
     refused(model)
 
 
-def test_a_part_of_the_other_came_apart() -> None:
+def test_a_part_of_the_other_is_refused() -> None:
+    """A part of the other came apart."""
     model = pair()
     model[1].weight.data = model[0].weight.data[1:, :2]
     refused(model)
@@ -56,7 +59,8 @@ def test_parameters_without_memory_or_elements_are_taken() -> None:
     refuse_shared_memory(nn.LazyLinear(3), rank=0)
 
 
-def test_a_buffer_or_attribute_on_a_parameters_memory_stayed_behind() -> None:
+def test_a_buffer_or_attribute_on_a_parameters_memory_is_refused() -> None:
+    """A buffer or attribute on a parameter's memory stayed behind."""
     model = pair()
     model.register_buffer("first", model[0].weight.data[0])
     with pytest.raises(ConfigError, match=r"Rank 1: 'first' of ModuleList shares memory with .*'0"):

@@ -311,7 +311,8 @@ def test_a_checkpoint_of_the_models_own(reentrant: bool, in_flight: int) -> None
     assert moved(host)[0] == 5 * 4 * BATCH * LENGTH * WIDTH
 
 
-def test_torch_func_was_refused_without_a_word_of_what_to_do() -> None:
+def test_torch_func_is_refused_with_what_to_do() -> None:
+    """Torch func was refused without a word of what to do."""
     with (
         pytest.raises(ConfigError, match="activation_offload=True moves what autograd saves, but"),
         new().saving(set),
@@ -319,7 +320,9 @@ def test_torch_func_was_refused_without_a_word_of_what_to_do() -> None:
         torch.func.grad(torch.sin)(torch.tensor(1.0))
 
 
-def test_a_keyword_argument_of_a_checkpointed_block_stayed_on_the_device(in_flight: int) -> None:
+def test_a_keyword_argument_of_a_checkpointed_block_goes_to_host_memory(in_flight: int) -> None:
+    """A keyword argument of a checkpointed block stayed on the device."""
+
     class Named(Net):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:

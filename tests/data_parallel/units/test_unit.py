@@ -102,7 +102,8 @@ def test_a_call_that_fails_and_one_without_gradients_leave_others_as_they_are() 
     assert not passages.are_open
 
 
-def test_a_graph_without_backward_was_kept_until_garbage_was_collected() -> None:
+def test_a_graph_without_backward_is_freed_with_its_last_reference() -> None:
+    """A graph without backward was kept until garbage was collected."""
     passages, x, weights = Noted(), not_a_leaf(), list[ReferenceType[Tensor]]()
     gc.disable()
     try:

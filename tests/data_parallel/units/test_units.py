@@ -61,7 +61,8 @@ def test_containers_inside_containers() -> None:
     ]
 
 
-def test_sequences_of_different_modules_in_a_list_were_all_in_the_root_unit() -> None:
+def test_sequences_of_different_modules_in_a_list_are_units() -> None:
+    """Sequences of different modules in a list were all in the root unit."""
     blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(2), Pair()) for _ in range(2))
     assert [row[0] for row in table(Net(blocks))] == ["root", "blocks.0", "blocks.1", "root"]
 

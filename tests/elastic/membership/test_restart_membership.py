@@ -81,9 +81,10 @@ def _await(is_so: Callable[[], bool], agent: "subprocess.Popen[bytes]") -> None:
         ("torchrun", "validate", "26 26", True),
     ],
 )
-def test_a_script_of_several_fits_failed_or_began_anew(
+def test_a_script_of_several_fits_goes_on_where_it_was(
     launcher: str, what: str, steps: str, dies: bool, tmp_path: Path
 ) -> None:
+    """A script of several fits failed or began anew."""
     program = ["-m", "tests.elastic.several_fits", str(tmp_path), what]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
     done = subprocess.run(

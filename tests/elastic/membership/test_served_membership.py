@@ -176,7 +176,7 @@ def test_a_peer_that_dies_before_it_is_ready_ends_the_wait_for_its_groups() -> N
         pytest.param((HOST_KEY, "lightning_shard/lifeline/given"), id="where it listens"),
     ],
 )
-def test_a_rank_0_that_died_while_ranks_met_is_not_waited_for(told: Sequence[str]) -> None:
+def test_a_rank_0_that_dies_while_ranks_meet_is_not_waited_for(told: Sequence[str]) -> None:
     """The others waited ten seconds for what it would tell, or the whole time-out for its door."""
     with running_server(RULES) as server:
         zero, one = begun(server)
@@ -325,7 +325,7 @@ def test_signals_have_somewhere_to_go_when_the_server_is_lost() -> None:
         one.leave()
 
 
-def test_a_member_that_has_failed_read_from_a_closed_pipe_as_its_process_ended() -> None:
+def test_a_member_that_has_failed_ends_its_thread_before_its_pipe() -> None:
     """It does not say that it leaves. At exit what it read from was closed under its hands."""
     with running_server(RULES) as server:
         zero, one = begun(server)
@@ -371,8 +371,9 @@ def go_on_without_the_one_that_died(folder: str) -> float:
 
 
 @pytest.mark.slow
-def test_a_death_while_groups_were_made_left_the_others_waiting_in_the_store(
+def test_a_death_while_groups_are_made_leaves_nobody_waiting_in_the_store(
     tmp_path: Path,
 ) -> None:
+    """A death while groups were made left the others waiting in the store."""
     results = run_processes(go_on_without_the_one_that_died, 3, folder=str(tmp_path))
     assert results == [2.0, 2.0, 0.0]

@@ -123,7 +123,8 @@ def test_hooks_of_modules_and_parameters_are_the_copys() -> None:
     assert copied.layer.bias.no_decay
 
 
-def test_a_parameter_that_was_frozen_after_it_was_given_hooks_could_not_be_copied() -> None:
+def test_a_parameter_that_is_frozen_after_it_was_given_hooks_is_copied() -> None:
+    """A parameter that was frozen after it was given hooks could not be copied."""
     model, seen = Net(), list[Any]()
     model.layer.weight.register_hook(lambda grad: grad * 3)
     model.layer.bias.register_post_accumulate_grad_hook(lambda _: seen.append(model.layer))
@@ -168,7 +169,7 @@ class Own(Tensor):
     """A class of the user's."""
 
 
-def test_locks_files_modules_and_graphs_stopped_a_copy(tmp_path: Path) -> None:
+def test_locks_files_modules_and_graphs_stop_no_copy(tmp_path: Path) -> None:
     """A rank has its own, or shares them; graphs were right in attributes of modules only."""
     held = Holder(tmp_path / "lines.txt")
     copied = copy_with_functions(held, {}, [], [])
@@ -211,7 +212,8 @@ def test_what_torch_keeps_a_tensors_hooks_in() -> None:
     assert len(tensor._backward_hooks) == len(tensor._post_accumulate_grad_hooks) == 1  # type: ignore[attr-defined]
 
 
-def test_compiled_code_of_a_copy_computed_with_the_original() -> None:
+def test_compiled_code_of_a_copy_computes_with_the_copy() -> None:
+    """Compiled code of a copy computed with the original."""
     model: Any = nn.Linear(1, 1)
     model.compiled = torch.compile(model.forward, backend="eager")
     model.closure = torch.compile(lambda x: x * model.weight, backend="eager")
@@ -225,7 +227,8 @@ def test_compiled_code_of_a_copy_computed_with_the_original() -> None:
 
 # torch 2.13 looks at the inputs of what it compiles
 @pytest.mark.filterwarnings(r"ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_copy_of_a_compiled_block_was_not_compiled() -> None:
+def test_a_copy_of_a_compiled_block_is_compiled() -> None:
+    """A copy of a compiled block was not compiled."""
     model = nn.Sequential(nn.Linear(1, 1))
     model[0].compile(backend="eager")
     copied = copy_with_functions(model, {}, [model], [])

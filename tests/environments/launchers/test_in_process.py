@@ -198,7 +198,7 @@ class SeesBatches(Model):
 
 
 @pytest.mark.parametrize("make", [lambda: Slice(2), lambda: Slice(2).items], ids=["held", "given"])
-def test_a_loader_that_holds_a_generator_was_refused_in_the_trainers_name(
+def test_a_loader_that_holds_a_generator_gives_every_rank_all_items(
     tmp_path: Path, make: Any
 ) -> None:
     """Python copies no generator; each rank is given all items, as of an iterator it copies."""
@@ -226,7 +226,7 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
         make_trainer(tmp_path, 2, fast_dev_run=True).fit(HoldsSocket())
 
 
-def test_what_a_loader_holds_was_named_the_trainer(tmp_path: Path) -> None:
+def test_what_a_loader_holds_is_named_by_its_place(tmp_path: Path) -> None:
     """Only attributes of the model, callbacks and data modules were looked through."""
     with socket.socket() as one:
         loader: Any = DataLoader(RandomIterableDataset(32, 4))

@@ -11,9 +11,8 @@ from lightning_shard.environments.launchers.processes import _running
     ("function", "name"),
     [(TrainerFn.FITTING, "trainer.fit"), (TrainerFn.TESTING, "trainer.test"), (None, "the run")],
 )
-def test_the_run_was_called_after_lightnings_enumeration(
-    function: TrainerFn | None, name: str
-) -> None:
+def test_the_run_is_called_as_users_call_it(function: TrainerFn | None, name: str) -> None:
+    """The run was called after Lightning's enumeration."""
     trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     trainer.state.fn = function
     assert _running(trainer) == name

@@ -72,7 +72,8 @@ def rows_of(strategy: str, devices: int) -> list[Any]:
 @pytest.mark.parametrize(
     "strategy", ["zero2", "zero3", "shard_ddp", "local_sgd", "async_sgd", "elastic"]
 )
-def test_a_logger_got_each_row_once_for_each_rank(strategy: str) -> None:
+def test_a_logger_gets_each_row_once(strategy: str) -> None:
+    """A logger got each row once for each rank."""
     rows = rows_of(f"{strategy}_in_process", 2)
     steps = [row for row in rows if isinstance(row, tuple)]
     assert steps == [(step, ["epoch", "loss"]) for step in range(3)]

@@ -297,7 +297,8 @@ class Connects(Model):
         self.connection = Connection()
 
 
-def test_a_failed_copy_of_what_a_survivor_set_was_passed_over_without_a_word() -> None:
+def test_a_failed_copy_of_what_a_survivor_has_set_is_told() -> None:
+    """A failed copy of what a survivor set was passed over without a word."""
     trainer, model = make_trainer(Ends(0, RankDropped())), Connects()
     told = r"Connects\.connection is, after .* raised RuntimeError \(one connection at a time\)"
     with pytest.warns(UserWarning, match=told):
@@ -305,7 +306,8 @@ def test_a_failed_copy_of_what_a_survivor_set_was_passed_over_without_a_word() -
     assert isinstance(model.connection, Connection)
 
 
-def test_what_hooks_have_set_at_the_end_was_lost_with_the_callers_thread() -> None:
+def test_what_hooks_have_set_at_the_end_outlives_the_callers_thread() -> None:
+    """What hooks have set at the end was lost with the caller's thread."""
     callbacks = [Noting(), Noting()]
     trainer, model = make_trainer(*callbacks, Ends(0, RankDropped())), NotingModel()
     seen = model.seen

@@ -61,11 +61,13 @@ def test_rates_of_each_ranks_own_loss_are_refused_and_told() -> None:
     assert "lr of group 0 of AdamW" in str(verdict)
 
 
-def test_a_synchronised_log_was_called_unsynchronised() -> None:
+def test_a_synchronised_log_is_not_called_unsynchronised() -> None:
+    """A synchronised log was called unsynchronised."""
     assert "sync_dist=True or as a metric" in str(prove(Perplexity(), loader()))
 
 
-def test_a_hook_that_adds_up_over_ranks_was_said_to_use_its_own_samples() -> None:
+def test_a_hook_that_adds_up_over_ranks_is_not_said_to_use_its_own_samples() -> None:
+    """A hook that adds up over ranks was said to use its own samples."""
     verdict = prove(SumsGradients(), loader())
     assert verdict.cause is not None
     assert "the number of ranks, or a collective call" in verdict.cause.because

@@ -63,7 +63,7 @@ def test_what_rounding_explains_is_no_difference() -> None:
         {"save_trainable_only": True},
     ],
 )
-def test_how_a_run_saves_was_taken_for_what_it_trains(options: dict[str, Any]) -> None:
+def test_how_a_run_saves_is_not_taken_for_what_it_trains(options: dict[str, Any]) -> None:
     """Sharded checkpoints: weights were compared with what rank 0 alone would write."""
     frozen = Net()
     frozen.head.weight.requires_grad_(False)
@@ -297,7 +297,7 @@ def test_a_model_that_cannot_be_made_narrow(module: Any, factor: int, said: str)
         prove(module(), loader(), narrow=factor)
 
 
-def test_a_loss_in_float32_was_a_difference_in_float64() -> None:
+def test_a_loss_in_float32_is_no_difference_in_float64() -> None:
     """Hugging Face's losses are computed in float32: float64 called their rounding a mistake."""
     verdict = prove(Llama(), _tokens(), strategy="zero2", num_ranks=3, precision="64-true")
     assert verdict.is_equal, verdict
@@ -378,7 +378,8 @@ class CountsInItsClass(Net):
         return super().training_step(batch, batch_idx) * (1 + self.num_steps % 7)
 
 
-def test_a_counter_that_threads_share_was_called_random_numbers() -> None:
+def test_a_counter_that_threads_share_is_not_called_random_numbers() -> None:
+    """A counter that threads share was called random numbers."""
     verdict = prove(CountsInItsClass(), loader())
     assert verdict.cause is not None
     assert verdict.cause.name == "shared attribute"
@@ -396,7 +397,8 @@ class RunsAway(Net):
         return torch.optim.SGD(self.parameters(), lr=1e4)
 
 
-def test_a_fit_that_diverges_on_one_device_was_blamed_on_the_ranks() -> None:
+def test_a_fit_that_diverges_on_one_device_is_not_blamed_on_the_ranks() -> None:
+    """A fit that diverges on one device was blamed on the ranks."""
     verdict = prove(RunsAway(), loader(), num_steps=3)
     assert verdict.cause is not None
     assert verdict.cause.name == "divergence"
