@@ -21,6 +21,7 @@ from lightning_shard import (
 )
 from tests.checkpoint.kept_runs import Block
 from tests.strategies.parity import UPSTREAM_WARNINGS
+from tests.trainers import cpu_trainer
 
 RANKS: dict[str, Any] = {"backend": "in_process", "num_ranks": 2, "announce": False}
 EPOCH_BATCHES = 4
@@ -112,15 +113,8 @@ def fit(
     """Train; return the module."""
     torch.manual_seed(seed)
     model = make_module()
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-        **({"max_steps": num_steps, "enable_checkpointing": False} | options),
-    )
+    options = {"max_steps": num_steps} | options
+    trainer = cpu_trainer(strategy=strategy, callbacks=list(callbacks), **options)
     trainer.fit(model, ckpt_path=resume)
     return model
 

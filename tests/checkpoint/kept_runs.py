@@ -33,6 +33,7 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from lightning_shard.data_parallel.compression import OneBit
+from tests.trainers import cpu_trainer
 
 SAVED_AFTER = 2
 NUM_STEPS = 5
@@ -127,14 +128,11 @@ def fit(strategy: Any, folder: Path, resume: Path | None = None) -> Regressor:
         save_top_k=-1,
         save_on_train_epoch_end=False,
     )
-    trainer = L.Trainer(
+    trainer = cpu_trainer(
         strategy=strategy,
-        accelerator="cpu",
         max_steps=NUM_STEPS,
         limit_train_batches=SAVED_AFTER,  # a checkpoint of an epoch's end: no loader has to resume
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         callbacks=[saving],
     )
     trainer.fit(model, ckpt_path=resume, weights_only=False)

@@ -33,6 +33,7 @@ from tests.checkpoint.interrupted import (
     with_a_break,
 )
 from tests.checkpoint.kept_runs import DILOCO
+from tests.trainers import cpu_trainer
 
 pytestmark = [
     *(pytest.mark.filterwarnings(f"ignore:{message}") for message in IGNORED),
@@ -251,9 +252,7 @@ def test_a_checkpoint_of_a_finished_fit_has_random_streams(tmp_path: Path) -> No
     """A checkpoint of a finished fit had no random streams."""
     torch.manual_seed(0)
     first, path = Dropping(), tmp_path / "a.ckpt"
-    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False}
-    options |= {"enable_checkpointing": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = L.Trainer(strategy=SCHEMES["zero3"](), max_epochs=1, **options)
+    trainer = cpu_trainer(strategy=SCHEMES["zero3"](), max_epochs=1)
     trainer.fit(first)
     trainer.save_checkpoint(path)
     whole = fit(SCHEMES["zero3"](), 0, **EPOCHS)

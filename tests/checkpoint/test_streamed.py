@@ -18,6 +18,7 @@ from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.trainer.hook_advice import explaining_weights_elsewhere
 from tests.checkpoint.files.archives import same
 from tests.strategies.parity import ignoring
+from tests.trainers import cpu_trainer
 
 pytestmark = ignoring("Checkpoint directory", "The '.*_dataloader' does not have many workers")
 STEPS = 2
@@ -63,16 +64,12 @@ class Sees(Model):
 
 def fit(strategy: str, folder: Path, model: Model, callbacks: Any = (), **options: Any) -> None:
     saver = ModelCheckpoint(folder, "last", every_n_train_steps=STEPS)
-    L.Trainer(
+    cpu_trainer(
         strategy=f"{strategy}_in_process",
-        accelerator="cpu",
         devices=2,
         max_steps=STEPS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[saver, *callbacks],
-        **options,
+        **({"enable_checkpointing": True} | options),
     ).fit(model)
 
 

@@ -26,7 +26,7 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.copies import in_copies
-from tests.groups import all_ranks
+from tests.groups import all_ranks, join
 from tests.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -143,16 +143,11 @@ def test_the_slowest_link_is_that_of_the_longest_usual_bucket() -> None:
 
 def choice_on_processes(backend: str, given: bool) -> tuple[BucketChoice, float]:
     """Choose on real ranks, by real times or by given ones; for `run_processes`."""
-    import os
     import time
-    from datetime import timedelta
 
     if given:
         LinkTrial.seconds = given_seconds  # type: ignore[method-assign]
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    get_backend(backend).init_process_group(
-        rank=rank, world_size=size, device=CPU, timeout=timedelta(minutes=1)
-    )
+    size = join(backend).size
     begin = time.perf_counter()
     options = EngineOptions(stage=2, bucket_mb="auto")
     found = choice_of_rank(1, [400] * size, backend, options)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import compress
 from typing import Any
 
@@ -11,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.flat_gradients import IS_SENT
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.data_parallel.units.unit import HERE
 from tests.data_parallel.one_step import forward_and_backward
-from tests.processes import rank_and_world_size, run_processes
+from tests.groups import join
+from tests.processes import run_processes
 
 NUM_BLOCKS = 4
 
@@ -35,16 +33,6 @@ class Blocks(nn.Module):
         for index in used:
             x = self.blocks[index](x)
         return self.head(x).square().mean()
-
-
-def join(backend_name: str) -> Collectives:
-    rank, size = rank_and_world_size()
-    backend = get_backend(backend_name)
-    backend.init_process_group(
-        rank=rank, world_size=size, device=torch.device("cpu"), timeout=timedelta(seconds=30)
-    )
-    assert dist.group.WORLD is not None
-    return backend.collectives(dist.group.WORLD)
 
 
 def train(engine: DataParallelEngine, model: nn.Module, used: list[int]) -> None:

@@ -2,16 +2,13 @@
 
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.rank_snapshot import Snapshot, take
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -20,9 +17,9 @@ from lightning_shard.elastic.snapshot_memory import BuddyRing
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, start
-from tests.groups import all_ranks
+from tests.groups import all_ranks, join
 from tests.patience import patient
-from tests.processes import rank_and_world_size, run_processes
+from tests.processes import run_processes
 
 Names = list[tuple[int, int]]  # step and shard of what is held, the newest first
 
@@ -190,14 +187,8 @@ def test_a_loss_in_an_exchange_leaves_the_older_one_everywhere(stage: int) -> No
 # --- real processes ---------------------------------------------------------------------------
 
 
-def join() -> tuple[DataParallelEngine, Collectives]:
-    backend, cpu = GlooBackend(), torch.device("cpu")
-    rank, world_size = rank_and_world_size()
-    backend.init_process_group(
-        rank=rank, world_size=world_size, device=cpu, timeout=timedelta(seconds=60)
-    )
-    assert dist.group.WORLD is not None
-    collectives = backend.collectives(dist.group.WORLD)
+def join_with_engine() -> tuple[DataParallelEngine, Collectives]:
+    collectives = join()
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))  # more than sockets hold
     return DataParallelEngine(model, collectives, EngineOptions(stage=2)), collectives.duplicate()
 
@@ -215,7 +206,7 @@ def await_words(folder: str, *words: str) -> None:
 
 def lose_rank_2(folder: str) -> Names:
     """Rank 2 goes while its peers depend on what it sends, and then for good."""
-    engine, duplicate = join()
+    engine, duplicate = join_with_engine()
     rank = duplicate.rank
     ring = BuddyRing(duplicate)
     ring.begin(take(engine, [], step=10))

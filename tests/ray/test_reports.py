@@ -26,16 +26,9 @@ pytestmark = [
 
 def fit(callback: RayReportCallback, checkpoint_format: str = "sharded", **flags: Any) -> L.Trainer:
     """Train on two ranks for epochs of four steps."""
-    trainer = L.Trainer(
-        strategy=ZeRO2Strategy(backend="in_process", checkpoint_format=checkpoint_format),
-        accelerator="cpu",
-        devices=2,
-        callbacks=[callback],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **flags,
-    )
+    strategy = ZeRO2Strategy(backend="in_process", checkpoint_format=checkpoint_format)
+    flags = {"enable_checkpointing": True} | flags
+    trainer = cpu_trainer(strategy=strategy, devices=2, callbacks=[callback], **flags)
     trainer.fit(Net(), DataLoader(samples(32), batch_size=4))
     return trainer
 

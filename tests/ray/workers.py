@@ -32,6 +32,7 @@ from lightning_shard.ray import (
     latest_checkpoint,
     prepare_trainer,
 )
+from tests.trainers import cpu_trainer
 
 NUM_STEPS = 20
 SCHEMES: Mapping[str, tuple[Any, dict[str, Any]]] = {
@@ -121,15 +122,8 @@ class Kill(L.Callback):
 
 def make_trainer(strategy: Any, callbacks: list[Any], **flags: Any) -> L.Trainer:
     warnings.filterwarnings("ignore")
-    return L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        callbacks=callbacks,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_steps": NUM_STEPS, **flags},
-    )
+    flags = {"max_steps": NUM_STEPS, "enable_checkpointing": True} | flags
+    return cpu_trainer(strategy=strategy, callbacks=callbacks, **flags)
 
 
 def samples(num: int) -> TensorDataset:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.strategies.stacks import BATCH, WIDTH, Fitted, Stack, fit
+from tests.strategies.schemes import OfRanks
+from tests.strategies.stacks import WIDTH, Fitted, fit
 
 HOOKS = (
     "on_train_batch_start",
@@ -207,7 +207,7 @@ def drawn(seed: int, *, nonlinear: bool = True, state: bool = True, number: int 
     ]
 
 
-class Behaving(Stack):
+class Behaving(OfRanks):
     """Does its deeds, has a teacher and an average of several losses."""
 
     deeds: Sequence[Deed] = ()
@@ -231,13 +231,6 @@ class Behaving(Stack):
             self.skipped = False
             return loss * 0.0
         return loss
-
-    def train_dataloader(self) -> Any:
-        ranks: Any = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
-        ranks = ranks or {"num_replicas": 1, "rank": 0}
-        data = self.dataset()
-        sampler: Any = DistributedSampler(data, shuffle=False, **ranks)
-        return DataLoader(data, batch_size=BATCH // ranks["num_replicas"], sampler=sampler)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(parameters(self), lr=0.1, momentum=self.momentum)

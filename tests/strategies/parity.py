@@ -16,12 +16,12 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_shard import DDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from tests.strategies.models import MODELS, PIPELINE_MODELS, SPLIT_MODELS, ConvNetOfRanks, Trained
-from tests.trainers import SILENT
+from tests.trainers import SILENT, rank_loader
 
 STRATEGIES: dict[str, type[DataParallelStrategy]] = {
     "shard_ddp": DDPStrategy,
@@ -140,11 +140,7 @@ class GlobalBatches(L.LightningDataModule):
         self.dataset = model.data(GLOBAL_BATCH * ACCUMULATE * num_steps)
 
     def train_dataloader(self) -> DataLoader:
-        assert self.trainer is not None
-        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        sampler = DistributedSampler(self.dataset, **place, shuffle=False)
-        batch_size = GLOBAL_BATCH // place["num_replicas"]
-        return DataLoader(self.dataset, batch_size=batch_size, sampler=sampler)
+        return rank_loader(self.trainer, self.dataset, GLOBAL_BATCH)
 
 
 def build(name: str) -> Trained:

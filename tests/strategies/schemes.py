@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler
-
 from lightning_shard import (
     DDPStrategy,
     HybridParallelStrategy,
@@ -15,6 +13,7 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from tests.strategies.stacks import BATCH, Stack
+from tests.trainers import rank_loader
 
 PLAN = {"blocks.*.layer": "colwise_gather_output"}
 SCHEMES: dict[str, tuple[int, Callable[[], Any]]] = {
@@ -43,8 +42,4 @@ class OfRanks(Stack):
     """Takes each rank's part of the same global batches."""
 
     def train_dataloader(self) -> Any:
-        ranks: Any = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
-        ranks = ranks or {"num_replicas": 1, "rank": 0}
-        data = self.dataset()
-        sampler: Any = DistributedSampler(data, shuffle=False, **ranks)
-        return DataLoader(data, batch_size=BATCH // ranks["num_replicas"], sampler=sampler)
+        return rank_loader(self.trainer, self.dataset(), BATCH)

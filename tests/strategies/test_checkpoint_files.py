@@ -16,6 +16,7 @@ import lightning_shard
 from lightning_shard.errors import CheckpointError
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles
 from tests.strategies.parity import ignoring
+from tests.trainers import cpu_trainer
 
 pytestmark = ignoring(
     "Checkpoint directory",
@@ -35,17 +36,8 @@ class WithObject(BoringModel):
 
 
 def trainer(folder: Path, strategy: Any = "zero3_in_process", **options: Any) -> L.Trainer:
-    options = {"max_steps": 2, "devices": 2, "enable_checkpointing": False} | options
-    return L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        limit_val_batches=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
+    options = {"max_steps": 2, "devices": 2} | options
+    return cpu_trainer(strategy=strategy, limit_val_batches=0, default_root_dir=folder, **options)
 
 
 class SavesAndCatches(Callback):

@@ -5,7 +5,6 @@ import os
 import warnings
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 
 from examples.train_gpt import GPT, Text
@@ -18,6 +17,7 @@ from lightning_shard.strategies.groups import (
 )
 from tests.processes import run_processes
 from tests.strategies.parity import ignore_upstream_warnings
+from tests.trainers import cpu_trainer
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,7 @@ def said_over_two_hosts() -> dict[str, list[str]]:
 
 
 def _said(strategy: Any) -> list[str]:
-    kept: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, num_nodes=2, max_steps=1, **kept, **quiet
-    )
+    trainer = cpu_trainer(strategy=strategy, devices=1, num_nodes=2, max_steps=1)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import (
     HybridParallelStrategy,
@@ -18,7 +18,7 @@ from lightning_shard import (
 )
 from lightning_shard.errors import ConfigError
 from tests.strategies.offload.places import WARNINGS
-from tests.trainers import cpu_trainer
+from tests.trainers import cpu_trainer, rank_loader
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in WARNINGS]
 
@@ -91,9 +91,7 @@ class Data(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         torch.manual_seed(2)
         data = TensorDataset(torch.randn(BATCH * NUM_BATCHES, WIDTH))
-        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        sampler = DistributedSampler(data, **place, shuffle=False)
-        return DataLoader(data, batch_size=BATCH // place["num_replicas"], sampler=sampler)
+        return rank_loader(self.trainer, data, BATCH)
 
 
 def kept(model: Keeps, data: Data) -> dict[str, Tensor]:

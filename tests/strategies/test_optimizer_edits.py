@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import ConfigError, TensorParallelStrategy
 from tests.features.columns import COLUMNS, ONE_DEVICE, Column, Here
 from tests.features.network import Network, fitted, weights
 from tests.strategies.parity import ignoring
-from tests.strategies.stacks import BATCH, WIDTH, Fitted, Stack, fit, pipeline
+from tests.strategies.schemes import OfRanks
+from tests.strategies.stacks import WIDTH, Fitted, fit, pipeline
 
 pytestmark = ignoring()
 
@@ -36,19 +36,12 @@ class Layers(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Edited(Stack):
+class Edited(OfRanks):
     """Edits after each batch, or before each update."""
 
     block = Layers
     after: Edit
     before: Edit
-
-    def train_dataloader(self) -> Any:
-        ranks: Any = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
-        ranks = ranks or {"num_replicas": 1, "rank": 0}
-        data = self.dataset()
-        sampler: Any = DistributedSampler(data, shuffle=False, **ranks)
-        return DataLoader(data, batch_size=BATCH // ranks["num_replicas"], sampler=sampler)
 
     def configure_optimizers(self) -> Any:
         params = [*self.parameters()]

@@ -20,6 +20,7 @@ from torch import nn
 
 import lightning_shard
 from lightning_shard.errors import RankFailedError
+from tests.trainers import cpu_trainer
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -102,18 +103,15 @@ def make_trainer(strategy: Any, folder: Path, **options: Any) -> pl.Trainer:
     name = f"{strategy}_in_process" if isinstance(strategy, str) else strategy
     defaults: dict[str, Any] = {
         "strategy": name,
-        "accelerator": "cpu",
         "devices": 2,
         "max_epochs": 1,
         "limit_train_batches": 4,
         "limit_val_batches": 1,
         "num_sanity_val_steps": 0,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        "enable_checkpointing": True,
         "default_root_dir": folder,
     }
-    return pl.Trainer(callbacks=callbacks, **{**defaults, **options})
+    return cpu_trainer(callbacks=callbacks, **{**defaults, **options})
 
 
 def steps_saved(folder: Path) -> dict[str, int]:

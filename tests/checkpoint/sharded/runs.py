@@ -8,7 +8,7 @@ import lightning as L  # noqa: N812
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_shard import (
     DDPStrategy,
@@ -20,7 +20,7 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from tests.checkpoint.kept_runs import Regressor
-from tests.trainers import SILENT
+from tests.trainers import SILENT, rank_loader
 
 GLOBAL_BATCH = 12
 SAVED_AFTER = 2
@@ -85,10 +85,7 @@ class Model(Regressor):
         """Return the rank's part of the same global batches."""
         generator = torch.Generator().manual_seed(1)
         data = [torch.randn(GLOBAL_BATCH * SAVED_AFTER, n, generator=generator) for n in (4, 1)]
-        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        dataset = TensorDataset(*data)
-        sampler = DistributedSampler(dataset, **place, shuffle=False)
-        return DataLoader(dataset, GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
+        return rank_loader(self.trainer, TensorDataset(*data), GLOBAL_BATCH)
 
     val_dataloader = train_dataloader
 

@@ -1,6 +1,5 @@
 """Each backend's mailbox: what comes early is there, who waits is woken, a last message ends it."""
 
-import os
 import time
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ from lightning_shard.backends.mpi.backend import INIT_METHOD
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.async_sgd.mailbox import mailbox_type
 from lightning_shard.testing import run_ranks
+from tests.groups import join
 from tests.mpirun import run_mpi
 from tests.processes import run_processes
 
@@ -73,12 +73,7 @@ def assert_all_came(results: list[dict[int, list[int]]]) -> None:
 
 
 def over_gloo() -> tuple[dict[int, list[int]], bool]:
-    get_backend("gloo").init_process_group(
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        device=torch.device("cpu"),
-        timeout=timedelta(seconds=60),
-    )
+    join()
     result = exchange("gloo"), stay_silent("gloo", 2.0)
     dist.destroy_process_group()
     return result

@@ -1,15 +1,13 @@
 """Over Gloo the averages are those of ranks inside one process."""
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import SHIPPED, average, gradient, make_exchange
-from tests.processes import rank_and_world_size, run_processes
+from tests.groups import join
+from tests.processes import run_processes
 
 NUM_STEPS = 3
 
@@ -27,11 +25,7 @@ def averages(rank: int, backend: str) -> dict[tuple[str, bool], Tensor]:
 
 
 def over_gloo() -> dict[tuple[str, bool], Tensor]:
-    rank, world_size = rank_and_world_size()
-    GlooBackend().init_process_group(
-        rank=rank, world_size=world_size, device=torch.device("cpu"), timeout=timedelta(seconds=60)
-    )
-    found = averages(rank, "gloo")
+    found = averages(join().rank, "gloo")
     dist.destroy_process_group()
     return found
 

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import lightning as L  # noqa: N812
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from tests.strategies.styles import Net
-from tests.trainers import SILENT
+from tests.trainers import SILENT, rank_loader
 
 GLOBAL_BATCH = 12
 PLAN = {"net.blocks.*.layer": "colwise_gather_output"}
@@ -82,10 +82,7 @@ class Hooked(L.LightningModule):
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(1)
         data: Any = torch.randn(3 * GLOBAL_BATCH, 4, generator=generator, dtype=torch.float64)
-        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        sampler: Any = DistributedSampler(data, **place, shuffle=False)
-        size = GLOBAL_BATCH // place["num_replicas"]
-        return DataLoader(TensorDataset(data), size, sampler=sampler)
+        return rank_loader(self.trainer, TensorDataset(data), GLOBAL_BATCH)
 
 
 def fit(style: type[Hooked], strategy: Any = "auto") -> Hooked:

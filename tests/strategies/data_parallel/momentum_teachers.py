@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.strategies.parity import quiet_trainer
+from tests.trainers import rank_loader
 
 MOMENTUM = 0.5
 STEPS, BATCH = 4, 12
@@ -242,9 +243,7 @@ class Data(L.LightningDataModule):
         self.dataset = TensorDataset(x, (x.sum(1) > 0).long())
 
     def _loader(self) -> DataLoader:
-        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        sampler = DistributedSampler(self.dataset, **place, shuffle=False)
-        return DataLoader(self.dataset, BATCH // place["num_replicas"], sampler=sampler)
+        return rank_loader(self.trainer, self.dataset, BATCH)
 
     train_dataloader = val_dataloader = _loader
 

@@ -5,7 +5,7 @@ from typing import Any
 import lightning as L  # noqa: N812
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from tests.strategies.models import ExampleGPT
 from tests.strategies.offload.places import PLACES, WARNINGS, offloaded
@@ -22,6 +22,7 @@ from tests.strategies.parity import (
     single_device,
     train,
 )
+from tests.trainers import rank_loader
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -77,10 +78,7 @@ class Batches(L.LightningDataModule):
     """One sample for each of eight ranks, or all for one device."""
 
     def train_dataloader(self) -> DataLoader:
-        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        data = ExampleGPT.data(EIGHT * ACCUMULATE * LONG_STEPS)
-        sampler = DistributedSampler(data, **place, shuffle=False)
-        return DataLoader(data, batch_size=EIGHT // place["num_replicas"], sampler=sampler)
+        return rank_loader(self.trainer, ExampleGPT.data(EIGHT * ACCUMULATE * LONG_STEPS), EIGHT)
 
 
 @SLOW

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_shard import TensorParallelStrategy
 from tests.strategies import styles
 from tests.strategies.parity import ignoring
 from tests.strategies.styles import AUTOMATIC, MANUAL, Adversarial, Automatic, make_trainer, train
 from tests.strategies.test_training_styles import Copies, ModuleZeroGrad, WassersteinCritic
+from tests.trainers import rank_loader
 
 pytestmark = ignoring()
 
@@ -33,9 +34,7 @@ def batches(model: Automatic, num: int) -> Any:
     """Return what `Automatic.batches` does, by data-parallel ranks."""
     generator = torch.Generator().manual_seed(1)
     dataset = TensorDataset(torch.randn(num * styles.GLOBAL_BATCH, 4, generator=generator))
-    place = model.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-    sampler: Any = DistributedSampler(dataset, **place, shuffle=False)
-    return DataLoader(dataset, styles.GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
+    return rank_loader(model.trainer, dataset, styles.GLOBAL_BATCH)
 
 
 @pytest.fixture(autouse=True)

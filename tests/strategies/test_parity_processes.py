@@ -1,4 +1,4 @@
-"""On processes that read shared memory in place, every stage trains as a single device does."""
+"""Over shared memory and under mpirun, every stage trains as a single device does."""
 
 from typing import Any
 from unittest.mock import patch
@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_shard.backends.shm import backend as shm_backend
+from tests.mpirun import run_mpi
 from tests.processes import rank_and_world_size, run_processes
 from tests.strategies.parity import (
     STRATEGIES,
@@ -20,26 +21,46 @@ from tests.strategies.parity import (
 
 pytestmark = ignoring()
 
-QUICK = [Case(model="gpt", strategy=strategy, num_ranks=2) for strategy in STRATEGIES]
-ON_THREE = [
-    Case(model="gpt", strategy="zero3", num_ranks=3),
-    Case(model="mixture", strategy="zero2", num_ranks=3),
-    Case(model="sync_conv", strategy="zero1", num_ranks=3),
-]
-IN_BF16 = [Case(model="lstm", strategy="zero3", num_ranks=3, precision="bf16-mixed")]
-SLOW = pytest.mark.slow
+SLOW, MPI = pytest.mark.slow, pytest.mark.mpi
 Runs = list[tuple[Case, list[Run]]]
+
+
+def of_each_stage(num_ranks: int) -> list[Case]:
+    return [Case(model="gpt", strategy=one, num_ranks=num_ranks) for one in STRATEGIES]
+
+
+IN_BF16 = [Case(model="lstm", strategy="zero3", num_ranks=3, precision="bf16-mixed")]
+QUICK = [Case(model="gpt", strategy="zero3", num_ranks=2)]
+ON_THREE = {
+    "shm": [
+        Case(model="gpt", strategy="zero3", num_ranks=3),
+        Case(model="mixture", strategy="zero2", num_ranks=3),
+        Case(model="sync_conv", strategy="zero1", num_ranks=3),
+    ],
+    "mpi": [
+        Case(model="gpt", strategy="zero3", num_ranks=3),
+        Case(model="sync_conv", strategy="zero2", num_ranks=3),
+    ],
+}
 
 
 @pytest.fixture(
     scope="module",
-    params=[QUICK, *(pytest.param(one, marks=SLOW) for one in (ON_THREE, IN_BF16))],
-    ids=["every stage", "three ranks", "bf16-mixed"],
+    params=[
+        pytest.param(("shm", of_each_stage(2)), id="shm, every stage"),
+        pytest.param(("shm", ON_THREE["shm"]), id="shm, three ranks", marks=SLOW),
+        pytest.param(("shm", IN_BF16), id="shm, bf16-mixed", marks=SLOW),
+        pytest.param(("mpi", QUICK), id="mpi, two ranks", marks=MPI),
+        pytest.param(("mpi", ON_THREE["mpi"]), id="mpi, three ranks", marks=[MPI, SLOW]),
+        pytest.param(("mpi", of_each_stage(2)), id="mpi, every stage", marks=[MPI, SLOW]),
+        pytest.param(("mpi", IN_BF16), id="mpi, bf16-mixed", marks=[MPI, SLOW]),
+    ],
 )
 def runs(request: pytest.FixtureRequest) -> Runs:
     """What each rank makes of each case, one after the other in the same processes."""
-    cases: list[Case] = request.param
-    of_ranks = run_processes(train_cases, cases[0].num_ranks, cases=cases, backend="shm")
+    backend, cases = request.param
+    start = run_mpi if backend == "mpi" else run_processes
+    of_ranks = start(train_cases, cases[0].num_ranks, cases=cases, backend=backend)
     return list(zip(cases, map(list, zip(*of_ranks, strict=True)), strict=True))
 
 

@@ -1,10 +1,11 @@
-"""On shared memory, tensor parallel trains as a single device does, with data parallel, too."""
+"""On processes, tensor parallel trains as a single device does, with data parallel, too."""
 
 from typing import Any
 
 import pytest
 
 from lightning_shard import TensorParallelStrategy
+from tests.mpirun import run_mpi
 from tests.processes import run_processes
 from tests.strategies.parity import (
     UPSTREAM_WARNINGS,
@@ -30,19 +31,22 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, and the strategy's opt
 }
 
 
-def train_on_shared_memory(model: str) -> Run:
+def train_over(backend: str, model: str) -> Run:
     """Run in each rank."""
     ignore_upstream_warnings()
     num_ranks, options = RUNS[model]
-    strategy = TensorParallelStrategy(backend="shm", **options)
+    strategy = TensorParallelStrategy(backend=backend, **options)
     return train(build(model), strategy=strategy, devices=num_ranks)
 
 
+@pytest.mark.parametrize("backend", ["shm", pytest.param("mpi", marks=pytest.mark.mpi)])
 @pytest.mark.parametrize("model", RUNS)
-def test_equals_a_single_device_and_the_ranks_end_with_the_same_bits(model: str) -> None:
-    num_ranks, _ = RUNS[model]
-    first, *others = run_processes(
-        train_on_shared_memory, num_ranks, timeout_seconds=280, model=model
+def test_equals_a_single_device_and_the_ranks_end_with_the_same_bits(
+    model: str, backend: str
+) -> None:
+    start = run_mpi if backend == "mpi" else run_processes
+    first, *others = start(
+        train_over, RUNS[model][0], timeout_seconds=280, backend=backend, model=model
     )
     assert_parity(first, single_device(Case(model=model, strategy="", num_ranks=1)))
     for other in others:
