@@ -14,6 +14,7 @@ from lightning_shard.backends.liveness.server import LivenessVerdict
 from lightning_shard.backends.objects import CODE_BYTES, pack, unpack
 from lightning_shard.core.layout import FlatLayout
 from lightning_shard.errors import RankFailedError
+from tests.security.attacks import Mark
 
 
 @pytest.fixture
@@ -47,24 +48,14 @@ def test_any_object_of_a_user_comes_back(obj: Any, token: None) -> None:
     assert unpack(pack(obj), "test") == obj
 
 
-class Marks:
-    """Leaves a mark where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self._path,)
-
-
 @pytest.mark.parametrize("code", [bytes(CODE_BYTES), b"", b"x" * CODE_BYTES])
 def test_a_stranger_in_a_group_has_no_pickle_run(code: bytes, token: None, tmp_path: Path) -> None:
     """A stranger in a group had its pickles run."""
     mark = tmp_path / "mark"
     with pytest.raises(RankFailedError, match=r"test: got .* bytes that do not bear this job's"):
-        unpack(code + b"p" + pickle.dumps(Marks(mark)), "test")
+        unpack(code + b"p" + pickle.dumps(Mark(mark)), "test")
     with pytest.raises(RankFailedError):
-        unpack(code + pickle.dumps(Marks(mark)), "test")
+        unpack(code + pickle.dumps(Mark(mark)), "test")
     assert not mark.exists()
 
 

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_shard.checkpoint.section import CHECKPOINT_KEY
+from lightning_shard.errors import CheckpointError, ConfigError
 from tests.strategies.models import Trained
 from tests.strategies.parity import (
     ACCUMULATE,
@@ -142,3 +143,26 @@ def assert_same(got: Any, expected: Any, place: str = "checkpoint") -> None:
         assert got == pytest.approx(expected, rel=RTOL, abs=0.0), place
     else:
         assert got == expected, place
+
+
+class Failing(L.Callback):
+    """Stops rank 1 in its second step: where all ranks fail at one place the model is full."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.strategy.mesh_rank == 1:
+            raise RuntimeError("the disk is full")
+
+
+def assert_shards_are_left(name: str, scheme: SchemeOf, other: SchemeOf, file: Path) -> None:
+    """Let a fit fail, and find its model as it was, but neither saved nor trained on."""
+    model = build_double(name)
+    classes = [type(module) for module in model.modules()]
+    trainer = scheme.trainer(name, callbacks=[Failing()])
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        trainer.fit(model, datamodule=batches(model))
+    assert [type(module) for module in model.modules()] == classes
+    with pytest.raises(CheckpointError, match="left shards of its state on the ranks"):
+        trainer.save_checkpoint(file)
+    for again in (scheme, other):
+        with pytest.raises(ConfigError, match="only one rank's shard"):
+            again.trainer(name).fit(model, datamodule=batches(model))

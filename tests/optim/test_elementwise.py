@@ -317,37 +317,39 @@ class NormsOfLargeOnes(optim.SGD):
         return super().step(closure)
 
 
-class NormsOnDemand(optim.SGD):
+class NormsWhere(optim.SGD):
+    """Divides by norms in some groups."""
+
+    def divides(self, group: dict[str, Any]) -> bool:
+        raise NotImplementedError
+
+    def step(self, closure: Any = None) -> Any:
+        for group in filter(self.divides, self.param_groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad / param.grad.norm()
+        return super().step(closure)
+
+
+class NormsOnDemand(NormsWhere):
     """Begins with norms when a scheduler says so."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"] if group["momentum"] > 0.5 else ():
-                if param.grad is not None:
-                    param.grad = param.grad / param.grad.norm()
-        return super().step(closure)
+    def divides(self, group: dict[str, Any]) -> bool:
+        return bool(group["momentum"] > 0.5)
 
 
-class NormsAtLargeRates(optim.SGD):
+class NormsAtLargeRates(NormsWhere):
     """Divides by norms where steps would be large, which those at a fixed rate are not."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"] if group["lr"] > 0.05 else ():
-                if param.grad is not None:
-                    param.grad = param.grad / param.grad.norm()
-        return super().step(closure)
+    def divides(self, group: dict[str, Any]) -> bool:
+        return bool(group["lr"] > 0.05)
 
 
-class NormsAtSmallRates(optim.SGD):
+class NormsAtSmallRates(NormsWhere):
     """Divides by norms where rates are small, so that hardly a digit of a weight changes."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"] if group["lr"] < 1e-3 else ():
-                if param.grad is not None:
-                    param.grad = param.grad / param.grad.norm()
-        return super().step(closure)
+    def divides(self, group: dict[str, Any]) -> bool:
+        return bool(group["lr"] < 1e-3)
 
 
 class MyAdamW(optim.AdamW):

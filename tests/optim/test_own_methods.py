@@ -15,6 +15,7 @@ from lightning_shard import AsyncSGDStrategy, ConfigError, LocalSGDStrategy
 from lightning_shard.optim import elementwise, own_methods
 from lightning_shard.optim.own_methods import OwnMethods
 from tests.optim.foreign_optimizers import MADGRAD, EarlySteps, OfOwnForm, ScheduleFree
+from tests.optim.test_foreign_optimizers import style_with
 from tests.strategies.parity import ignoring, quiet_trainer
 from tests.strategies.schemes import SCHEMES, OfRanks
 from tests.strategies.stacks import fit
@@ -212,18 +213,10 @@ def test_a_count_is_in_a_folder_and_comes_back(tmp_path: Any) -> None:
     assert dict[Any, Any](trainer.optimizers[0].state)["k"] == 10
 
 
-def _style(make: Any) -> type[OfRanks]:
-    class WithOptimizer(OfRanks):
-        def configure_optimizers(self) -> Any:
-            return make(self.parameters())
-
-    return WithOptimizer
-
-
 @pytest.mark.parametrize("scheme", ["zero1", "zero2"])
 def test_a_step_that_moves_weights_before_its_closure(scheme: str) -> None:
     """It made its state of full weights, and then met shards."""
-    style = _style(lambda params: EarlySteps(params, 0.05))
+    style = style_with(lambda params: EarlySteps(params, 0.05))
     got = fit(style, SCHEMES[scheme][1](), devices=2, max_epochs=1)
     expected = fit(style, max_epochs=1)
     torch.testing.assert_close(got.weights, expected.weights, rtol=1e-4, atol=1e-6)
@@ -231,7 +224,7 @@ def test_a_step_that_moves_weights_before_its_closure(scheme: str) -> None:
 
 def test_a_wrapper_that_calls_no_constructor_of_torch_trains_where_nothing_is_cut() -> None:
     """`_optimizer_state_dict_pre_hooks` was missing in it; where state is cut, it is refused."""
-    style = _style(lambda params: OfOwnForm(SGD(params, lr=0.1, momentum=0.9)))
+    style = style_with(lambda params: OfOwnForm(SGD(params, lr=0.1, momentum=0.9)))
     got = fit(style, SCHEMES["shard_ddp"][1](), devices=2, max_epochs=1)
     torch.testing.assert_close(got.weights, fit(style, max_epochs=1).weights)
     with pytest.raises(ConfigError, match=r"OfOwnForm.state_dict\(\) has a form of its own"):

@@ -1,6 +1,6 @@
 """Small networks of four blocks, and fits of them on one device and on the stages of a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,6 +39,18 @@ class Block(nn.Module):
         return x + torch.tanh(self.layer(self.norm(x)))
 
 
+class UpAndDown(nn.Module):
+    """A residual pair of layers, which tensor parallel splits."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.activation(self.up(x)))
+
+
 class Stack(L.LightningModule):
     """Embedding, four blocks and a head."""
 
@@ -75,6 +87,14 @@ class Stack(L.LightningModule):
 
     def callbacks(self) -> list[Callback]:
         return []
+
+
+class ByHand(Stack):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
 
 def samples(num: int = BATCH * NUM_BATCHES, seed: int = 1) -> tuple[Tensor, Tensor]:

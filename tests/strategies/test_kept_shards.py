@@ -18,6 +18,7 @@ from lightning_shard import (
 )
 from lightning_shard.errors import ConfigError
 from tests.strategies.offload.places import WARNINGS
+from tests.strategies.stacks import UpAndDown
 from tests.trainers import cpu_trainer, rank_loader
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in WARNINGS]
@@ -42,22 +43,13 @@ class Average:
             before.mul_(0.5).add_(param.detach(), alpha=0.5)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Keeps(L.LightningModule):
     """Keeps what it reads in each kind of place."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.blocks = nn.ModuleList([UpAndDown(torch.tanh) for _ in range(4)])
         self.head = nn.Linear(WIDTH, 12)
         self.average = Average()
         self.recent: deque[Tensor] = deque(maxlen=2)

@@ -17,7 +17,7 @@ from tests.features.columns import COLUMNS, ONE_DEVICE, Column, Here
 from tests.features.network import Network, fitted, weights
 from tests.strategies.parity import ignoring
 from tests.strategies.schemes import OfRanks
-from tests.strategies.stacks import WIDTH, Fitted, fit, pipeline
+from tests.strategies.stacks import Fitted, UpAndDown, fit, pipeline
 
 pytestmark = ignoring()
 
@@ -25,21 +25,10 @@ Edit = Callable[[Any], object]
 ROW = 3  # the step after which groups and parameters are changed
 
 
-class Layers(nn.Module):
-    """A residual pair of layers, which tensor parallel splits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 class Edited(OfRanks):
     """Edits after each batch, or before each update."""
 
-    block = Layers
+    block = UpAndDown
     after: Edit
     before: Edit
 

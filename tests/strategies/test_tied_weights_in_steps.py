@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_shard import ContextParallelStrategy, HybridParallelStrategy, TensorParallelStrategy
 from tests.strategies.parity import ignoring
 from tests.strategies.schemes import SCHEMES, OfRanks
-from tests.strategies.stacks import WIDTH, fit
+from tests.strategies.stacks import WIDTH, UpAndDown, fit
 
 pytestmark = ignoring(".*parameters outside of their stage", "enable_nested_tensor")
 VOCABULARY = 12
@@ -28,15 +28,6 @@ EVERY: dict[str, tuple[int, Callable[[], Any]]] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def attention() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
 
@@ -44,7 +35,7 @@ def attention() -> nn.Module:
 class Tied(OfRanks):
     """Its embedding is its head, and its loss has a penalty over all parameters."""
 
-    block: Any = Block
+    block: Any = UpAndDown
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ from tests.strategies.local_sgd.local_training import (
     tiny_data,
     weights_of,
 )
+from tests.strategies.local_sgd.test_consensus import SaveAt, WithValidation
 from tests.strategies.models import ConvNet
 from tests.strategies.parity import GlobalBatches, ignoring, quiet_trainer
 
@@ -140,11 +141,6 @@ class Validated(ConvNet):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
-class WithValidation(GlobalBatches):
-    def val_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(self.dataset, batch_size=6)
-
-
 # --- what ranks agree on -------------------------------------------------------------------------
 
 
@@ -204,15 +200,6 @@ def test_validation_sees_every_gradient() -> None:
         module, datamodule=tiny_run(4, 8)
     )
     torch.testing.assert_close(module.network[0].bias.detach(), expected)
-
-
-class SaveAt(L.Callback):
-    def __init__(self, file: Path, step: int) -> None:
-        self.file, self.step = file, step
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.file)
 
 
 def saved(file: Path, num_ranks: int, optimizer: str = "adamw") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_shard import HybridParallelStrategy
+from tests.context_parallel.test_hugging_face import whisper
 from tests.strategies.models import VOCABULARY, ExampleGPT, HuggingFaceLM, Trained, bert, llama
 from tests.strategies.parity import (
     ATOL,
@@ -88,24 +89,7 @@ class Speech(Trained):
 
     def __init__(self) -> None:
         super().__init__()
-        sides = ("encoder", "decoder")
-        config = hf.WhisperConfig(
-            vocab_size=64,
-            d_model=32,
-            num_mel_bins=8,
-            max_source_positions=24,
-            max_target_positions=32,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-            **{f"{side}_layers": 2 for side in sides},
-            **{f"{side}_attention_heads": 4 for side in sides},
-            **{f"{side}_ffn_dim": 48 for side in sides},
-        )
-        self.network = hf.WhisperForConditionalGeneration(config)
+        self.network = whisper()
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         loss: Tensor = self.network(input_features=batch[0], labels=batch[1]).loss

@@ -19,15 +19,9 @@ from lightning_shard.strategies.dimensions.pipeline import PipelineDimension, ex
 from lightning_shard.strategies.dimensions.stage_options import StageOptions
 from tests.strategies.dimensions.views import view
 from tests.strategies.parity import ignoring
-from tests.strategies.stacks import Stack, fit, pipeline
+from tests.strategies.stacks import ByHand, Stack, fit, pipeline
 
 TWO = ParallelMesh(pp=2)
-
-
-class ByHand(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 class Normed(Stack):

@@ -16,6 +16,7 @@ from tests.strategies.stacks import (
     PIPELINES,
     WIDTH,
     Block,
+    ByHand,
     Stack,
     fit,
     pipeline,
@@ -115,12 +116,6 @@ def test_as_many_microbatches_as_stages_do_not_warn() -> None:
 
 
 # --- the step ----------------------------------------------------------------------------------
-
-
-class ByHand(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 class OfIterator(Stack):

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_shard import CheckpointError, ConfigError, TensorParallelStrategy
+from lightning_shard import ConfigError, TensorParallelStrategy
 from tests.checkpoint.scheme_files import (
     FILTERS,
     Save,
     assert_goes_on,
     assert_same,
     assert_same_files,
+    assert_shards_are_left,
     batches,
     build_double,
     load,
@@ -114,29 +115,11 @@ def test_plain_torch_loads_the_weights(saved: Save) -> None:
     assert_same(dict(model.state_dict()), dict(expected))
 
 
-class Failing(L.Callback):
-    """Stops rank 1 in its second step: where all ranks fail at one place the model is full."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2 and trainer.strategy.mesh_rank == 1:
-            raise RuntimeError("the disk is full")
-
-
 @pytest.mark.parametrize("scheme", [TP2, TP2_STAGES[3]], ids=str)
 def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_full_model(
     scheme: Scheme, tmp_path: Path
 ) -> None:
-    model = build_double("gpt")
-    classes = [type(module) for module in model.modules()]
-    trainer = scheme.trainer("gpt", callbacks=[Failing()])
-    with pytest.raises(RuntimeError, match="the disk is full"):
-        trainer.fit(model, datamodule=batches(model))
-    assert [type(module) for module in model.modules()] == classes
-    with pytest.raises(CheckpointError, match="left shards of its state on the ranks"):
-        trainer.save_checkpoint(tmp_path / "broken.ckpt")
-    for again in (scheme, ZERO2):
-        with pytest.raises(ConfigError, match="only one rank's shard"):
-            again.trainer("gpt").fit(model, datamodule=batches(model))
+    assert_shards_are_left("gpt", scheme, ZERO2, tmp_path / "broken.ckpt")
 
 
 def test_a_refused_plan_left_the_model_half_split() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridParallelStrategy, PipelineParallelStrategy
 from lightning_shard.errors import ConfigError
+from tests.strategies.stacks import UpAndDown
 from tests.strategies.trainer.logs.test_experiments import Histograms
 from tests.trainers import cpu_trainer
 
@@ -23,20 +24,11 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 class Writing(pl.LightningModule):
     def __init__(self, steps: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), *[Block() for _ in range(2)], nn.Linear(8, 1))
+        self.net = nn.Sequential(nn.Linear(4, 8), *[UpAndDown() for _ in range(2)], nn.Linear(8, 1))
         self.steps = steps
 
     def training_step(self, batch: Tensor) -> Tensor:
