@@ -463,7 +463,7 @@ def test_groups_that_alternate_cost_more_on_many_short_pieces(
 
 @pytest.mark.parametrize(("eps", "dtype"), [(0.0, torch.float32), (1e-8, torch.float16)])
 def test_padding_stays_finite(eps: float, dtype: torch.dtype) -> None:
-    """Padding became not a number."""
+    """Padding became NaN."""
 
     def fn(rank: int) -> bool:
         layer = nn.Sequential(nn.Linear(1, 5), nn.Linear(5, 1)).to(dtype)

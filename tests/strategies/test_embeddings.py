@@ -35,9 +35,10 @@ class Counted(Renormed):
 
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
 @pytest.mark.parametrize("style", [Renormed, Counted])
-def test_an_embedding_that_looks_at_a_batch_saw_a_ranks_part(
+def test_an_embedding_that_looks_at_a_batch_sees_all_of_it_or_is_refused(
     style: type[Renormed], scheme: str
 ) -> None:
+    """An embedding that looks at a batch saw a rank's part."""
     if scheme in OF_WHOLE_BATCHES:
         assert_as_alone(style, scheme)
         return
@@ -66,7 +67,8 @@ class Sparse(Decoder):
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", DECODER_SCHEMES)
-def test_an_optimizer_of_sparse_gradients_failed_in_its_first_step(scheme: str) -> None:
+def test_an_optimizer_of_sparse_gradients_is_refused_before_its_first_step(scheme: str) -> None:
+    """An optimizer of sparse gradients failed in its first step."""
     with pytest.raises(ConfigError, match=r"SparseAdam (takes sparse gradients|does not update)"):
         fit_decoder(Sparse, scheme)
 

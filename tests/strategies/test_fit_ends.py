@@ -68,9 +68,10 @@ def test_a_fit_that_leaves_shards_saves_and_goes_on_as_one_that_gathers(
         for scheme in FULL_SCHEMES
     ],
 )
-def test_the_end_of_a_fit_up_to_stage_2_gathered_optimizer_state(
+def test_the_end_of_a_fit_up_to_stage_2_gathers_no_optimizer_state(
     scheme: str, kind: str, tmp_path: Path
 ) -> None:
+    """The end of a fit up to stage 2 gathered optimizer state."""
     num_ranks, _ = FULL_SCHEMES[scheme]
     found = run_processes(fit_leaving_states, num_ranks, scheme=scheme, folder=tmp_path, kind=kind)
     expected = run_processes(full_fit, num_ranks, scheme=scheme, folder=tmp_path)

@@ -76,9 +76,10 @@ def hooked(hook: Callable[[Tensor], Any], *, late: bool) -> type[OfRanks]:
 @pytest.mark.parametrize("scheme", ["tensor", "pipeline"])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_on_a_split_weight_got_a_part_of_its_gradient(
+def test_a_hook_on_a_split_weight_gets_its_full_gradient(
     hook: Callable[[Tensor], Any], late: bool, scheme: str
 ) -> None:
+    """A hook on a split weight got a part of its gradient."""
     assert_as_alone(hooked(hook, late=late), scheme)
 
 
@@ -101,7 +102,8 @@ class AfterAccumulation(OfRanks):
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "pipeline"])
-def test_a_hook_after_accumulation_saw_a_part_without_a_word(scheme: str) -> None:
+def test_a_hook_after_accumulation_of_a_split_weight_is_refused(scheme: str) -> None:
+    """A hook after accumulation saw a part without a word."""
     with pytest.raises(ConfigError, match="register_post_accumulate_grad_hook"):
         fit_under(AfterAccumulation, scheme)
 
@@ -119,7 +121,8 @@ class HookedActivations(OfRanks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline", "hybrid"])
-def test_hooks_on_activations_failed_on_stages_that_have_them_not(scheme: str) -> None:
+def test_hooks_on_activations_do_not_fail_on_stages_that_have_them_not(scheme: str) -> None:
+    """Hooks on activations failed on stages that have them not."""
     assert_as_alone(HookedActivations, scheme)
 
 
@@ -213,9 +216,7 @@ TRANSFORMED = [ForwardDerivative, OneByOne, ByDuals, Linearized, RowsTogether]
 @pytest.mark.filterwarnings("ignore:.*parameters outside of their stage")
 @pytest.mark.parametrize("style", TRANSFORMED)
 @pytest.mark.parametrize("scheme", ["tensor", "zero3", "pipeline"])
-def test_a_network_in_a_function_transform_had_another_gradient(
-    style: type[OfRanks], scheme: str
-) -> None:
+def test_a_network_in_a_function_transform_is_refused(style: type[OfRanks], scheme: str) -> None:
     """By `forward_ad`, `linearize` and `is_grads_batched` it was torch's error of no rule."""
     if style is RowsTogether and scheme != "tensor":
         if scheme == "zero3":  # whose backward gathers and needs no rule

@@ -104,7 +104,8 @@ def _said(strategy: Any) -> list[str]:
 
 
 @pytest.mark.slow
-def test_tensor_and_pipeline_parallel_said_nothing_of_hosts() -> None:
+def test_tensor_and_pipeline_parallel_tell_of_hosts() -> None:
+    """Tensor and pipeline parallel said nothing of hosts."""
     first, other = run_processes(said_over_two_hosts, 2)
     line, warning = sorted(first["tensor_parallel"], key=lambda one: "cross" in one)
     assert line.endswith("on nodes of 1 ranks: 2; tp across 2 nodes")

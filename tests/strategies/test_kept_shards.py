@@ -151,7 +151,7 @@ class KeepsState(Keeps):
         return DataLoader(TensorDataset(torch.ones(8, WIDTH)), batch_size=4)
 
 
-def test_a_state_that_a_hook_had_kept_ended_the_next_run_of_stages_in_shards() -> None:
+def test_a_state_that_a_hook_has_kept_does_not_end_the_next_run() -> None:
     """In a pipeline its elements cannot be read until all ranks come together, at the end."""
 
     def strategy() -> Any:
@@ -181,7 +181,9 @@ class KeepsActivation(Keeps):
         pass
 
 
-def test_an_activation_that_a_hook_had_kept_could_not_be_copied_for_the_next_run() -> None:
+def test_an_activation_that_a_hook_has_kept_is_copied_for_the_next_run() -> None:
+    """An activation that a hook had kept could not be copied for the next run."""
+
     def strategy() -> Any:
         plan = {"head": "colwise_parted"}
         return TensorParallelStrategy(backend="in_process", plan=plan)

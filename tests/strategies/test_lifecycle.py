@@ -82,7 +82,8 @@ def test_samples_that_do_not_divide_by_the_ranks_are_predicted(strategy: str) ->
     assert [tuple(param.shape) for param in model.blocks.parameters()] == [(32, 32), (32,)] * 3
 
 
-def test_a_second_fit_with_sync_batchnorm_used_the_groups_of_the_first() -> None:
+def test_a_second_fit_with_sync_batchnorm_uses_its_own_groups() -> None:
+    """A second fit with `sync_batchnorm` used the groups of the first."""
     trainer = make_trainer("zero2", sync_batchnorm=True)
     model = Normalised()
     loader = DataLoader(RandomDataset(32, 32), batch_size=4)
@@ -94,7 +95,8 @@ def test_a_second_fit_with_sync_batchnorm_used_the_groups_of_the_first() -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])
-def test_a_failed_mixed_precision_fit_left_bf16_parameters(strategy: str) -> None:
+def test_a_failed_mixed_precision_fit_leaves_fp32_parameters(strategy: str) -> None:
+    """A failed mixed-precision fit left bf16 parameters."""
     model = FailsInTheThirdStep()
     with pytest.raises(ValueError, match="on purpose"):
         make_trainer(strategy, precision="bf16-mixed").fit(model)
@@ -123,7 +125,8 @@ def test_a_stage_3_that_fails_before_its_first_step_leaves_the_model_full() -> N
     make_trainer("shard_ddp").fit(model)
 
 
-def test_sixteen_bit_formats_of_two_kinds_did_not_fit_together() -> None:
+def test_sixteen_bit_formats_of_two_kinds_fit_together() -> None:
+    """16-bit formats of two kinds did not fit together."""
     strategy = lightning_shard.ZeRO2Strategy(backend="in_process", reduce_dtype="float16")
     trainer = make_trainer(strategy, precision="bf16-true")
     trainer.fit(Deep())
@@ -208,14 +211,16 @@ def test_num_ranks_and_devices_that_contradict_each_other_are_refused() -> None:
     assert trainer.world_size == 3
 
 
-def test_reduce_after_a_fit_used_a_world_that_had_ended() -> None:
+def test_reduce_after_a_fit_uses_no_world_that_has_ended() -> None:
+    """`reduce` after a fit used a world that had ended."""
     trainer = make_trainer("zero1")
     trainer.fit(Deep())
     assert trainer.strategy.reduce(torch.tensor(2.0)) == 2.0
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step..`")  # a skipped step
-def test_the_loss_scaler_kept_the_engine_alive() -> None:
+def test_the_loss_scaler_does_not_keep_the_engine_alive() -> None:
+    """The loss scaler kept the engine alive."""
     plugin = MixedPrecision("16-mixed", device="cpu")
     trainer = make_trainer("zero2", plugins=plugin)
     trainer.fit(Deep())
@@ -294,7 +299,7 @@ class CopiesCallbacks(pl.Callback):
 @pytest.mark.filterwarnings("ignore:A step uses 2 parameters outside of their stage")
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "elastic", "pipeline_parallel"])
-def test_callbacks_beside_a_progress_bar_could_not_be_copied_in_a_hook(strategy: str) -> None:
+def test_callbacks_beside_a_progress_bar_are_copied_in_a_hook(strategy: str) -> None:
     """The bar holds its trainer, and that a strategy with contexts, groups and threads of ranks."""
     copies: list[Any] = []
     trainer = make_trainer(strategy, enable_progress_bar=True)

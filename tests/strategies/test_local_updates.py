@@ -43,7 +43,8 @@ class Counters(L.Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 2])
-def test_a_slow_rank_held_the_others_up_at_every_batch_long_before_the_bound(slow: int) -> None:
+def test_a_slow_rank_does_not_hold_the_others_up_before_the_bound(slow: int) -> None:
+    """A slow rank held the others up at every batch long before the bound."""
     counters = Counters()
     callbacks = [SlowRank(slow, turns=200), counters]
     fit(STRATEGIES["async"](), Tiny(), 3, 20, callbacks=callbacks)
@@ -160,7 +161,10 @@ class AtTheEnd(L.Callback):
 
 
 @pytest.mark.parametrize("way", STRATEGIES)
-def test_at_the_end_of_a_fit_hooks_saw_each_ranks_own_weights(way: str, tmp_path: Path) -> None:
+def test_at_the_end_of_a_fit_hooks_see_the_same_weights_on_all_ranks(
+    way: str, tmp_path: Path
+) -> None:
+    """At the end of a fit hooks saw each rank's own weights."""
     ends = AtTheEnd(tmp_path / "end.ckpt")
     module = Tiny()
     trainer = fit(STRATEGIES[way](), module, 2, 7, callbacks=[ends])
@@ -203,7 +207,7 @@ class UsedAtFirst(Tiny):
         optimizer.zero_grad(set_to_none=False)
 
 
-def test_gradients_of_the_warm_up_were_in_the_way_of_the_first_step_alone() -> None:
+def test_gradients_of_the_warm_up_do_not_stay_for_the_first_step_alone() -> None:
     """They are shards of the average, in which the rank's own gradient has no place."""
     strategy = AsyncSGDStrategy(backend="in_process", staleness_bound=2, warmup_steps=3)
     module = UsedAtFirst(3)
@@ -245,9 +249,10 @@ class KnownToAll(L.Callback):
 
 
 @pytest.mark.parametrize("warmup_steps", [1, 2])
-def test_a_warm_up_that_ended_inside_a_toggle_left_a_network_out_of_diloco(
+def test_a_warm_up_that_ends_inside_a_toggle_leaves_no_network_out_of_diloco(
     warmup_steps: int,
 ) -> None:
+    """A warm-up that ended inside a toggle left a network out of DiLoCo."""
     strategy = LocalSGDStrategy(
         backend="in_process",
         sync_every=4,
@@ -309,9 +314,8 @@ class NoRate(Tiny):
         ),
     ],
 )
-def test_mistakes_showed_only_when_the_warm_up_had_ended(
-    strategy: Any, module: type[Tiny], message: str
-) -> None:
+def test_mistakes_show_before_the_warm_up(strategy: Any, module: type[Tiny], message: str) -> None:
+    """Mistakes showed only when the warm-up had ended."""
     StepsTaken.num_steps = 0
     with pytest.raises(ConfigError, match=message):
         fit(strategy, module(), 2, 6, callbacks=[StepsTaken()])
@@ -380,7 +384,7 @@ def test_a_step_that_is_left_out_counts_for_nothing_under_async_sgd() -> None:
 
 
 @pytest.mark.parametrize("way", ["average", "diloco"])
-def test_a_resumed_fit_met_at_other_steps_after_steps_were_left_out(
+def test_a_resumed_fit_meets_at_the_same_steps_after_steps_were_left_out(
     way: str, tmp_path: Path
 ) -> None:
     """Steps were counted by the optimizer's, but resumed from the Trainer's."""
@@ -485,7 +489,8 @@ VALIDATED = {"limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_st
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("way", STRATEGIES)
-def test_weights_swapped_for_a_validation_went_into_training(way: str) -> None:
+def test_weights_swapped_for_a_validation_do_not_go_into_training(way: str) -> None:
+    """Weights swapped for a validation went into training."""
     ends = []
     for module, callbacks in ((Linear(), []), (Linear(), [Swap()]), (SwappedByItself(), [])):
         trainer = quiet_trainer(

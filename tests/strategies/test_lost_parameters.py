@@ -185,7 +185,8 @@ class KeepsLogits(Decoder):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
-def test_a_buffer_of_split_logits_outlived_its_ranks() -> None:
+def test_a_buffer_of_split_logits_is_full_after_the_fit() -> None:
+    """A buffer of split logits outlived its ranks."""
     assert_as_alone(KeepsLogits, "tensor")
 
 

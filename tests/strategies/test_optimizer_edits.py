@@ -175,7 +175,8 @@ def test_an_edit_of_an_optimizer_is_one_devices(edit: Edit, strategy: str) -> No
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("edit", [resets_where_there_is, keeps_gradients])
-def test_an_edit_before_an_update_raised(edit: Edit, strategy: str) -> None:
+def test_an_edit_before_an_update_counts(edit: Edit, strategy: str) -> None:
+    """An edit before an update raised."""
     assert_as_alone(strategy, nothing, edit)
 
 
@@ -224,7 +225,8 @@ def test_a_parameter_that_the_optimizer_has_lost_is_not_trained(strategy: str) -
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero1", "zero3", "tensor_zero3"])
-def test_a_lost_parameter_took_the_step_of_its_gradient(strategy: str) -> None:
+def test_a_lost_parameter_takes_the_step_of_one_device(strategy: str) -> None:
+    """A lost parameter took the step of its gradient."""
     with pytest.warns(UserWarning, match=LOST):
         assert_as_alone(strategy, nothing, replace)
 
@@ -290,7 +292,9 @@ def test_pruning_in_a_hook_is_a_single_devices(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "pipeline", "tensor"])
-def test_parameters_tied_by_their_data_came_apart(strategy: str) -> None:
+def test_parameters_tied_by_their_data_are_refused(strategy: str) -> None:
+    """Parameters tied by their data came apart."""
+
     class Tied(Edited):
         def __init__(self) -> None:
             super().__init__()

@@ -99,7 +99,7 @@ def test_a_penalty_is_of_full_parameters(penalty: str, strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch mutes it, but not by thread
-def test_kept_parameters_beside_compiled_blocks_were_parts() -> None:
+def test_kept_parameters_beside_compiled_blocks_are_full() -> None:
     """A number of them was this rank's, without a word, and a loss of them was refused."""
     model = penalized("kept in a list")
     for block in model.blocks:

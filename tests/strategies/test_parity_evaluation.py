@@ -209,7 +209,7 @@ def evaluated(strategy: Any, num_ranks: int) -> tuple[float, dict[str, Any], Any
 
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
 @pytest.mark.parametrize("scheme", ["zero3", "tensor", "pipeline", "zero2"])
-def test_hooks_of_an_evaluation_saw_shards(scheme: str) -> None:
+def test_hooks_of_an_evaluation_see_full_weights(scheme: str) -> None:
     """Under zero3 a weight had the shape and the norm of its shard."""
     num_ranks, make = SCHEMES[scheme]
     loss, weights, read = evaluated("auto", 1)
@@ -277,7 +277,7 @@ class Writer(L.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
-def test_ranks_whose_texts_end_at_other_words_waited_for_each_other() -> None:
+def test_ranks_whose_texts_end_at_other_words_do_not_wait_for_each_other() -> None:
     """One gathered the weights for its next word, which the other did not need."""
     words = torch.randint(4, NUM_WORDS, (12, 1), generator=torch.Generator().manual_seed(1))
     texts: list[tuple[Tensor, Tensor]] = []

@@ -90,9 +90,10 @@ def test_a_preempted_fit_goes_on_at_the_next_samples(name: str, tmp_path: Path) 
         ("on_train_batch_start", 8, 9),  # in the last step
     ],
 )
-def test_a_validation_went_on_with_other_batches_and_an_epoch_in_another_order(
+def test_a_validation_goes_on_with_its_batches_and_an_epoch_in_its_order(
     make: Any, hook: str, step: int, at: int, tmp_path: Path
 ) -> None:
+    """A validation went on with other batches and an epoch in another order."""
     options: dict[str, Any] = {"make_module": Validating, "val_check_interval": 2}
     whole = fit(make(**RANKS), 9, num_sanity_val_steps=0, **options)
     first = preempted(make(**RANKS), tmp_path, Sends(hook, step), **options)
@@ -146,9 +147,10 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
-def test_slurms_signal_saved_where_each_rank_was(
+def test_slurms_signal_saves_one_checkpoint_of_all_ranks(
     signum: int, scontrol: Path, tmp_path: Path
 ) -> None:
+    """SLURM's signal saved where each rank was."""
     environment = SLURMEnvironment(requeue_signal=signal.Signals(signum))
     options: dict[str, Any] = {"default_root_dir": tmp_path, "plugins": [environment]}
     whole = fit(ZeRO3Strategy(**RANKS), 9, default_root_dir=tmp_path / "whole")

@@ -172,7 +172,7 @@ def check_numbers(told: dict[int, dict[str, Any]], num_ranks: int, num_samplers:
 @pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the .* stages")
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("sizes", MESHES)
-def test_ranks_were_counted_twice_in_a_mesh(sizes: tuple[int, int, int, int]) -> None:
+def test_ranks_count_once_in_a_mesh(sizes: tuple[int, int, int, int]) -> None:
     """The world had all ranks, a gather those of other samples: means came out twice as large."""
     model = fitted(of_mesh(sizes), prod(sizes))
     check_numbers(model.told, prod(sizes), sizes[-1])
@@ -225,7 +225,7 @@ class ByTorch(OfTokens):
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_reduce is deprecated")
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2)])
-def test_torch_counted_the_ranks_of_one_model_in_a_step(sizes: tuple[int, int, int, int]) -> None:
+def test_torch_counts_ranks_of_other_samples_in_a_step(sizes: tuple[int, int, int, int]) -> None:
     """A sum over the default group had each token as often as ranks share the model."""
     functions = dist.get_rank, dist.all_reduce
     assert_one_device(fitted(of_mesh(sizes), prod(sizes), ByTorch), ByTorch)
@@ -246,7 +246,7 @@ class TakesShare(OfTokens):
 @pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the .* stages")
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2), (1, 1, 2, 1)])
-def test_stages_took_shares_of_other_samples(sizes: tuple[int, int, int, int]) -> None:
+def test_stages_take_shares_of_the_same_samples(sizes: tuple[int, int, int, int]) -> None:
     """A pipeline's first stage had the inputs of one share, its last the targets of another."""
     assert_one_device(fitted(of_mesh(sizes), prod(sizes), TakesShare), TakesShare)
 
@@ -337,7 +337,9 @@ class SeesItself(TakesByProcess):
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, lambda: torch.device("cpu")])
-def test_a_step_was_run_once_more_to_compare_it(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_not_run_once_more_to_compare_it(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hooks were set on tensors without a gradient, and torch.func had values read; both failed."""
     monkeypatch.setattr(SeesItself, "mode", staticmethod(mode))
     SeesItself.runs.clear()
@@ -353,7 +355,7 @@ class LeavesOut(OfTokens):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (1, 1, 2, 1)])
-def test_a_step_was_not_left_out_by_ranks_of_the_same_samples(
+def test_a_step_may_be_left_out_by_ranks_of_the_same_samples(
     sizes: tuple[int, int, int, int],
 ) -> None:
     """Lightning refuses it where the world has several ranks, which were all of one model."""

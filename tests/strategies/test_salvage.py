@@ -246,7 +246,8 @@ def test_elastic_ranks_leave_all_at_once_and_save_on_sigterm(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "strategy", ["shard_ddp", "zero3", "tensor_parallel", "pipeline_parallel", "elastic"]
 )
-def test_a_trainer_could_not_be_saved_after_a_fit(strategy: str, tmp_path: Path) -> None:
+def test_a_trainer_is_saved_after_a_fit(strategy: str, tmp_path: Path) -> None:
+    """A trainer could not be saved after a fit."""
     trainer = make_trainer(strategy, tmp_path, fast_dev_run=True)
     model = Raises(None)
     trainer.fit(model)

@@ -63,9 +63,10 @@ class SmoothPenalty(InputPenalty):
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
 @pytest.mark.parametrize("style", [InputPenalty, LeafPenalty, LogitPenalty, SmoothPenalty])
-def test_a_second_derivative_lost_what_a_gradient_that_crosses_ranks_depends_on(
+def test_a_second_derivative_has_what_a_gradient_that_crosses_ranks_depends_on(
     style: type[Decoder], scheme: str
 ) -> None:
+    """A second derivative lost what a gradient that crosses ranks depends on."""
     assert_as_alone(style, scheme)
 
 
@@ -156,7 +157,8 @@ class ByAutogradGrad(Decoder):
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", WITHOUT_STAGES)
-def test_a_backward_to_some_inputs_left_out_split_weights(scheme: str) -> None:
+def test_a_backward_to_some_inputs_reaches_split_weights(scheme: str) -> None:
+    """A backward to some inputs left out split weights."""
     assert_as_alone(OfSomeInputs, scheme)
 
 
@@ -227,7 +229,8 @@ class PerSample(Decoder):
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "context"])
-def test_torchs_function_transforms_failed_without_advice(scheme: str) -> None:
+def test_torchs_function_transforms_are_refused_with_advice(scheme: str) -> None:
+    """Torch's function transforms failed without advice."""
     with pytest.raises(ConfigError, match="another of torch's function transforms"):
         fit_decoder(PerSample, scheme)
 
@@ -257,7 +260,8 @@ class RecomputedReentrant(Recomputed):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["2x2x2_zero3", "tensor_zero3", "context", "context_zero3"])
 @pytest.mark.parametrize("style", [RecomputedInside, Recomputed, RecomputedReentrant])
-def test_what_a_backward_recomputes_saw_no_split_tensors_or_more_than_the_forward(
+def test_what_a_backward_recomputes_sees_the_split_tensors_of_the_forward(
     style: type[Decoder], scheme: str
 ) -> None:
+    """What a backward recomputes saw no split tensors or more than the forward."""
     assert_as_alone(style, scheme)

@@ -67,9 +67,10 @@ alone: Any = cache(fit)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("way", [transposed, the_same, a_row])
-def test_trained_parameters_that_a_hook_had_tied_came_apart_without_a_word(
+def test_trained_parameters_that_a_hook_has_tied_are_refused(
     way: Way, hook: str, scheme: str
 ) -> None:
+    """Trained parameters that a hook had tied came apart without a word."""
     num_ranks, make = SCHEMES[scheme]
     with pytest.raises(ConfigError, match=r"'blocks\.[01]\.layer.*were put on one memory"):
         fit(style(way, hook), make(), devices=num_ranks)

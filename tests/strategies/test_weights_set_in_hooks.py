@@ -125,9 +125,10 @@ class ReadsBoth(OfRanks):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3"])
-def test_weights_read_with_gradients_before_an_update_by_hand_failed_without_advice(
+def test_weights_read_with_gradients_before_an_update_by_hand_are_full(
     scheme: str,
 ) -> None:
+    """Weights read with gradients before an update by hand failed without advice."""
     num_ranks, make = SCHEMES[scheme]
     got, expected = fit(ReadsBoth, make(), devices=num_ranks), alone(ReadsBoth)
     assert got.model.seen == pytest.approx(expected.model.seen, rel=1e-4, abs=1e-6)

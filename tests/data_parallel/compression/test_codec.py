@@ -423,7 +423,7 @@ def test_momentum_of_a_codec_that_is_not_sparse_began_anew_in_each_step(keeps_al
 
 
 def test_one_ranks_overflow_in_a_warm_up_leaves_the_others_momentum() -> None:
-    """One rank's overflow in a warm up moved the others' momentum."""
+    """One rank's overflow in a warm-up moved the others' momentum."""
 
     def fn(rank: int) -> None:
         exchange = make_exchange(OneBit(warmup_steps=3), keeps_all=True)

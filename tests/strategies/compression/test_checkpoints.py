@@ -196,7 +196,7 @@ def test_another_compressor_takes_the_residual_alone(tmp_path: Path) -> None:
     assert not any(value.any() for value in state["momentum"].values())
 
 
-def test_a_second_moment_that_learned_from_what_was_compressed_was_frozen_at_once(
+def test_a_second_moment_that_learned_from_what_was_compressed_has_a_warm_up(
     tmp_path: Path,
 ) -> None:
     """The same compressor froze nothing before; it has its warm-up now, and keeps the residual."""

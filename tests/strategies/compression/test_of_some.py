@@ -126,7 +126,8 @@ def test_what_no_rank_used_in_a_step_is_not_lost(name: str, stage: str) -> None:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_old_average_of_another_optimizer_travelled_again(stage: str) -> None:
+def test_the_old_average_of_another_optimizer_does_not_travel_again(stage: str) -> None:
+    """The old average of another optimizer travelled again."""
     model = fit(ByTurns(), stage, TopK(ratio=0.1), 40)
     for weight in ("a", "b"):
         torch.testing.assert_close(model.lost(weight, 20), torch.zeros(SHAPE), rtol=0, atol=2e-4)
@@ -134,14 +135,17 @@ def test_the_old_average_of_another_optimizer_travelled_again(stage: str) -> Non
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_of_one_optimizer_made_the_momentum_of_another_smaller(stage: str) -> None:
+def test_a_step_of_one_optimizer_leaves_the_momentum_of_another(stage: str) -> None:
+    """A step of one optimizer made the momentum of another smaller."""
     exact = fit(Adversaries(), stage, None, 60)
     model = fit(Adversaries(), stage, OneBit(warmup_steps=40), 60)
     assert model.seen["moments"]
     assert model.seen["moments"] == pytest.approx(exact.seen["moments"], rel=1e-4)
 
 
-def test_one_group_had_the_momentum_of_another() -> None:
+def test_each_group_has_its_own_momentum() -> None:
+    """One group had the momentum of another."""
+
     class TwoBetas(Linear):
         def loss(self, weight: Tensor) -> Tensor:
             return weight.sum()
@@ -200,7 +204,9 @@ def test_what_is_first_used_after_the_warm_up_is_trained(compressor: Compressor)
     [OneBit(warmup_steps=2), PowerSGD(warmup_steps=2, adam=True)],
     ids=["onebit", "powersgd"],
 )
-def test_micro_batches_by_hand_counted_as_steps_of_the_momentum(compressor: Compressor) -> None:
+def test_micro_batches_by_hand_are_refused_where_a_momentum_is_sent(compressor: Compressor) -> None:
+    """Micro-batches by hand counted as steps of the momentum."""
+
     class Twice(Adversaries):
         def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:  # type: ignore[override]
             optimizer = self.optimizers()[0]
@@ -235,7 +241,9 @@ def test_a_frozen_part_paid_for_compression(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
-def test_a_validation_after_the_fit_emptied_the_state_of_compression(tmp_path: Any) -> None:
+def test_a_validation_after_the_fit_keeps_the_state_of_compression(tmp_path: Any) -> None:
+    """A validation after the fit emptied the state of compression."""
+
     class Validated(Linear):
         def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
             pass

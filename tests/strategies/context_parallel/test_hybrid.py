@@ -83,7 +83,7 @@ def test_equals_a_single_device(model: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("pair", "num_shards"), [((2, 2), 4), ((1, 4), 8), ((4, 1), 2), ((-1, 2), 4), ((4, -1), 2)]
 )
-def test_no_pair_of_copies_and_shards_was_accepted_beside_parts_of_sequences(
+def test_pairs_of_copies_and_shards_are_accepted_beside_parts_of_sequences(
     pair: tuple[int, int], num_shards: int
 ) -> None:
     """One check counted ranks of other samples, and the other all that average gradients."""

@@ -17,7 +17,8 @@ def build() -> Trained:
 
 
 @pytest.mark.slow
-def test_ranks_waited_for_each_other_in_a_block_that_only_some_ran() -> None:
+def test_ranks_do_not_wait_in_a_block_that_only_some_run() -> None:
+    """Ranks waited for each other in a block that only some ran."""
     strategy = HybridParallelStrategy(
         context_parallel_size=2,
         pipeline_parallel_size=2,

@@ -141,7 +141,8 @@ def fit_compiled(
         *slow("net_in_place", "self", "blocks", "method", "ends", "wrapped"),
     ],
 )
-def test_dynamo_traced_the_collectives_of_stage_3s_hooks(way: str) -> None:
+def test_dynamo_does_not_trace_the_collectives_of_stage_3s_hooks(way: str) -> None:
+    """Dynamo traced the collectives of stage 3's hooks."""
     assert_parity(fit_compiled("zero3", way), not_compiled())
 
 
@@ -155,7 +156,8 @@ def test_dynamo_traced_the_collectives_of_stage_3s_hooks(way: str) -> None:
         *slow(("shard_ddp", "method"), ("shard_ddp", "wrapped"), ("zero2", "self")),
     ],
 )
-def test_compiled_code_of_another_rank_called_the_module_of_rank_0(strategy: str, way: str) -> None:
+def test_compiled_code_of_another_rank_calls_its_own_module(strategy: str, way: str) -> None:
+    """Compiled code of another rank called the module of rank 0."""
     assert_parity(fit_compiled(strategy, way), not_compiled())
 
 

@@ -77,7 +77,8 @@ def train(edit: Edit, **options: object) -> dict[str, torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:'net.head.weight' was replaced by another parameter")
 @pytest.mark.parametrize("edit", [drawn, assigned, replaced, on_one_rank])
-def test_edits_of_a_ranks_own_parted_the_weights_without_a_word(edit: Edit) -> None:
+def test_edits_of_a_ranks_own_that_part_the_weights_are_told(edit: Edit) -> None:
+    """Edits of a rank's own parted the weights without a word."""
     with pytest.raises(ConfigError, match=r"ranks have different values of 'net\.head\.weight'"):
         train(edit, strategy="shard_ddp_in_process", devices=2)
 
@@ -148,7 +149,7 @@ EDIT_CASES = [(name, edit) for edit in EDITS_OF_ONE for name in SCHEMES]
 @pytest.mark.filterwarnings("ignore:.*microbatches are fewer than the")
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("name", "edit"), EDIT_CASES)
-def test_a_gradient_of_one_element_could_not_be_scaled_by_a_tensor(name: str, edit: str) -> None:
+def test_a_gradient_of_one_element_is_scaled_by_a_tensor(name: str, edit: str) -> None:
     """`torch.nn.utils.clip_grad_norm_` of a model with a bias of one element was refused."""
     for got, expected in zip(trained(SCHEMES[name], edit), trained(SINGLE, edit), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)

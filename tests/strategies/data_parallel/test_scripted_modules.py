@@ -73,7 +73,8 @@ def assert_same(got: L.Trainer, expected: L.Trainer) -> None:
 @pytest.mark.few_cases(1)
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_module_with_parts_of_torchscript_did_not_train(scheme: str, tmp_path: Path) -> None:
+def test_a_module_with_parts_of_torchscript_trains(scheme: str, tmp_path: Path) -> None:
+    """A module with parts of TorchScript did not train."""
     expected = fitted("auto", 4)
     assert_same(fitted(scheme, 4), expected)
     path = tmp_path / "two.ckpt"

@@ -217,7 +217,8 @@ def edited_alone() -> Any:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["zero3", "two copies"])
-def test_edit_by_index_reached_one_element_of_each_shard(scheme: str) -> None:
+def test_an_edit_by_index_reaches_the_element_of_the_full_weight(scheme: str) -> None:
+    """An edit by index reached one element of each shard."""
     make, num_ranks = SCHEMES[scheme]
     assert_same(train(Edits, strategy=make(), devices=num_ranks), edited_alone())
 
@@ -235,7 +236,8 @@ class EditsBeforeSteps(Taught):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_edit_by_index_before_a_step_reached_shards(strategy: str) -> None:
+def test_an_edit_by_index_before_a_step_reaches_full_weights(strategy: str) -> None:
+    """An edit by index before a step reached shards."""
     result = train(EditsBeforeSteps, strategy=f"{strategy}_in_process", devices=3)
     assert_same(result, train(EditsBeforeSteps))
 

@@ -151,7 +151,7 @@ def test_hooks_that_change_the_checkpoints_weights_find_their_names() -> None:
 @pytest.mark.parametrize(
     "moment", [6, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 8, 10))]
 )
-def test_a_rank_was_lost_after_the_last_step(moment: int) -> None:
+def test_a_rank_may_be_lost_after_the_last_step(moment: int) -> None:
     journal, trainer = fit([Fault(2, moment, "drop", at_step=2 * STEPS_PER_EPOCH)])
     assert_same_training(journal)
     assert trainer.global_step == 2 * STEPS_PER_EPOCH
@@ -183,7 +183,8 @@ def test_a_newcomer_at_an_epochs_end_takes_part_in_its_sums() -> None:
 
 
 @pytest.mark.slow
-def test_a_second_fit_of_the_same_trainer_could_not_copy_what_the_first_remembered() -> None:
+def test_a_second_fit_of_the_same_trainer_copies_what_the_first_remembers() -> None:
+    """A second fit of the same trainer could not copy what the first remembered."""
     _, trainer = fit([Fault(0, 1, "drop", at_step=2), Fault(2, 1, "leave", at_step=2)])
     assert trainer.accumulate_grad_batches == 1
     trainer.fit_loop.max_epochs = 3

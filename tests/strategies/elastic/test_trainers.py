@@ -98,7 +98,8 @@ def test_a_file_whose_writer_was_lost_is_passed_over(tmp_path: Path) -> None:
     assert journal.samples() == EVERY_SAMPLE
 
 
-def test_a_checkpoints_learning_rate_stayed_that_of_its_number_of_ranks(tmp_path: Path) -> None:
+def test_a_checkpoints_learning_rate_follows_the_number_of_ranks(tmp_path: Path) -> None:
+    """A checkpoint's learning rate stayed that of its number of ranks."""
     rates: dict[int, float] = {}
 
     class Watched(Classifier):
@@ -201,9 +202,10 @@ def halves(module: Scheduled, optimizer: Any) -> LRScheduler:
         pytest.param(halves, {"frequency": 2}, JOIN, marks=pytest.mark.slow),
     ],
 )
-def test_schedules_went_another_way_after_a_change(
+def test_schedules_go_their_way_after_a_change(
     make: Any, config: dict[str, Any], faults: list[Fault]
 ) -> None:
+    """Schedules went another way after a change."""
     undisturbed, disturbed = Scheduled(make, **config), Scheduled(make, **config)
     fit(module=undisturbed)
     journal, _ = fit(faults, module=disturbed)
@@ -248,9 +250,10 @@ def test_data_that_configure_optimizers_asks_for_is_that_of_the_checkpoint(
 @pytest.mark.parametrize(
     "faults", [pytest.param(LOSS, marks=pytest.mark.slow), LOSS_AND_JOIN], ids=["loss", "and join"]
 )
-def test_validations_came_at_other_steps_after_a_loss(
+def test_validations_come_at_the_same_steps_after_a_loss(
     options: dict[str, Any], faults: list[Fault]
 ) -> None:
+    """Validations came at other steps after a loss."""
     expected = fit(trainer_options=options, max_epochs=3)[0].validations
     got = fit(faults, trainer_options=options, max_epochs=3)[0].validations
     assert list(got) == list(expected)  # ranks share the samples of one otherwise
@@ -270,7 +273,8 @@ def test_a_time_between_validations_is_no_number_of_batches(faults: list[Fault])
 
 
 @pytest.mark.slow
-def test_fewer_batches_than_between_two_validations_ended_the_job() -> None:
+def test_fewer_batches_than_between_two_validations_do_not_end_the_job() -> None:
+    """Fewer batches than between two validations ended the job."""
     options = {"val_check_interval": 10, "accumulate_grad_batches": 2}
     two = [Fault(rank, 1, "add", at_step=2) for rank in (2, 3)]
     expected, _ = fit(num_ranks=2, trainer_options=options)
@@ -304,7 +308,9 @@ def test_an_epoch_after_one_that_was_cut_short_has_all_samples() -> None:
     assert {epoch: len(seen) for epoch, seen in journal.samples().items()} == {0: 80, 1: 100}
 
 
-def test_drop_last_dropped_a_full_step_and_not_a_batch() -> None:
+def test_drop_last_drops_a_batch_and_not_a_full_step() -> None:
+    """`drop_last` dropped a full step and not a batch."""
+
     class Dropping(Classifier):
         def train_dataloader(self) -> Any:
             return DataLoader(samples(), batch_size=4, shuffle=True, drop_last=True)
@@ -341,14 +347,17 @@ def fit_by_itself(module: L.LightningModule, **options: Any) -> None:
 # --- who takes part -------------------------------------------------------------------------------
 
 
-def test_too_few_ranks_at_the_start_trained_to_the_end(tmp_path: Path) -> None:
+def test_too_few_ranks_at_the_start_save_their_state_and_end(tmp_path: Path) -> None:
+    """Too few ranks at the start trained to the end."""
     with pytest.raises(RankFailedError, match=r"state after step 0 is saved in"):
         fit(num_ranks=2, min_ranks=3, trainer_options={"default_root_dir": tmp_path})
     assert (tmp_path / "elastic-step=0.ckpt").exists()
 
 
 @pytest.mark.slow
-def test_a_newcomer_with_another_model_ended_the_job_for_all() -> None:
+def test_a_newcomer_with_another_model_does_not_end_the_job() -> None:
+    """A newcomer with another model ended the job for all."""
+
     class Errors(Callback):
         def __init__(self) -> None:
             self.seen: list[str] = []

@@ -220,7 +220,7 @@ class Multiplies(L.Callback):
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", ["listed", "mixtral"])
-def test_hooks_that_a_manual_step_calls_saw_the_weights_as_its_code_does(
+def test_hooks_that_a_manual_step_calls_see_the_weights_of_one_device(
     name: str, stage: int
 ) -> None:
     """Ranks without an expert gathered its weight, which the others did not."""

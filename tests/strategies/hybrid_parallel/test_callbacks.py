@@ -207,7 +207,8 @@ class WithExample(EvaluatedGPT):
 @pytest.mark.parametrize(
     "name", ["2x2x1 stage 1", pytest.param("2x2x2 stage 3", marks=pytest.mark.slow)]
 )
-def test_a_summary_counted_the_parameters_of_one_rank(name: str) -> None:
+def test_a_summary_counts_the_parameters_of_all_ranks(name: str) -> None:
+    """A summary counted the parameters of one rank."""
     model, summary = seeded(WithExample), Noting()
     trainer = SCHEMES[name].trainer(callbacks=[summary], max_steps=1, limit_val_batches=0)
     for _ in range(2):  # once for each fit

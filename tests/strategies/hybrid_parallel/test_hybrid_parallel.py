@@ -178,7 +178,8 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         {"data_parallel_size": (2, None)},
     ],
 )
-def test_a_size_that_is_no_number_failed_with_an_empty_message(options: dict[str, Any]) -> None:
+def test_a_size_that_is_no_number_is_refused_with_a_message(options: dict[str, Any]) -> None:
+    """A size that is no number failed with an empty message."""
     (name,) = options
     with pytest.raises(ConfigError, match=rf"{name} must be a"):
         strategy_of(**options)
@@ -232,9 +233,11 @@ def seen_by_ranks(style: type[Stack], **options: Any) -> tuple[list[Any], Parall
     ("pp", "tp", "axis_order"),
     [(1, 2, AXES), (2, 1, AXES), pytest.param(2, 2, ("dp", "tp", "pp"), marks=pytest.mark.slow)],
 )
-def test_data_parallel_ranks_repeated_each_others_dropout(
+def test_data_parallel_ranks_draw_their_own_dropout(
     pp: int, tp: int, axis_order: tuple[str, ...]
 ) -> None:
+    """Data-parallel ranks repeated each other's dropout."""
+
     def drawn() -> tuple[list[set[Any]], ParallelMesh]:
         ranks, mesh = seen_by_ranks(
             SplitDropping, pipeline_parallel_size=pp, tensor_parallel_size=tp, axis_order=axis_order
@@ -264,7 +267,8 @@ class LeavingOut(SplitDropping):
 
 
 @pytest.mark.filterwarnings("ignore:.* microbatches are fewer than the")
-def test_ranks_of_stage_3_left_out_different_blocks() -> None:
+def test_ranks_of_stage_3_leave_out_the_same_blocks() -> None:
+    """Ranks of stage 3 left out different blocks."""
     ranks, _ = seen_by_ranks(LeavingOut, zero_stage=3)
     assert ranks[0] == ranks[1]
     assert ranks[0]

@@ -318,7 +318,9 @@ def test_copies_across_nodes_are_warned_of() -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_did_not_tell_of_copies_across_nodes() -> None:
+def test_a_dry_run_tells_of_copies_across_nodes() -> None:
+    """A dry run did not tell of copies across nodes."""
+
     def dry(zero_stage: int) -> DryRun:
         strategy = Layout(size=(2, 8), zero_stage=zero_stage).strategy()
         model = build("gpt")

@@ -130,7 +130,9 @@ def test_weights_are_here_for_both_halves_of_a_backward(style: type[Stack], sche
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=SLOW)])
-def test_weights_whose_format_changed_had_no_gradient(schedule: str, precision: Any) -> None:
+def test_weights_whose_format_changes_have_a_gradient(schedule: str, precision: Any) -> None:
+    """Weights whose format changed had no gradient."""
+
     def low(schedule: str | None) -> Fitted:
         plugins = [MixedPrecision(precision, device="cpu")]
         return fit_stack(Stack, schedule, plugins=plugins)
@@ -355,7 +357,7 @@ def test_weights_of_other_stages_look_full_to_hooks() -> None:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("hook", AT_START)
-def test_elements_of_weights_of_other_stages_were_nothing(hook: str) -> None:
+def test_elements_of_weights_of_other_stages_cannot_be_read(hook: str) -> None:
     """Their norm was 0, without a word, and until the first step that of others was right."""
 
     class Asking(Stack):

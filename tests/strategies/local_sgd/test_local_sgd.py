@@ -183,7 +183,7 @@ def resumed(file: Path, way: str) -> Weights:
 @pytest.mark.parametrize(
     ("before", "after"), [("average", "diloco"), ("diloco", "average"), ("int8", "average")]
 )
-def test_what_travelled_under_another_rule_was_taken_for_the_model(
+def test_what_travels_under_another_rule_is_not_taken_for_the_model(
     before: str, after: str, tmp_path: Path
 ) -> None:
     """Taken for values, differences made every parameter almost 0."""

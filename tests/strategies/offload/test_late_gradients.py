@@ -38,7 +38,7 @@ class Adaptive(UsedLate):
 @pytest.mark.each_value
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("style", [UsedLate, Adaptive])
-def test_a_momentum_that_began_later_ended_the_step_on_the_host(style: Any, place: str) -> None:
+def test_a_momentum_may_begin_later_on_the_host(style: Any, place: str) -> None:
     """SGD's fused kernel takes momenta of all parameters, or of none."""
     alone, staged = fit(style), fit(style, offloaded(place))
     torch.testing.assert_close(staged.weights, alone.weights, rtol=1e-5, atol=2e-7)

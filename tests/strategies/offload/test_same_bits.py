@@ -160,12 +160,12 @@ class Free(Plain):
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["SGD", "momentum", "AdamW"])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_fused_kernel_left_out_elements_of_16_bits(place: str, kind: str) -> None:
+def test_elements_of_16_bits_are_updated_without_the_fused_kernel(place: str, kind: str) -> None:
     """It was chosen on the host: SGD left parameters as they were, and Adam rounded otherwise."""
     check(place, partial(Free, kind), precision="bf16-true", accumulate_grad_batches=2)
 
 
-def test_the_fused_kernel_that_the_user_has_chosen_left_out_elements_of_16_bits() -> None:
+def test_elements_of_16_bits_are_updated_where_the_user_has_chosen_it() -> None:
     """On a GPU SGD's is right; the step that offload brings to the host was not."""
     fused, plain = (partial(Free, "momentum", fused) for fused in (True, False))
     check("zero2", fused, plain, precision="bf16-true")

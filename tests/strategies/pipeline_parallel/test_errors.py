@@ -236,7 +236,8 @@ class WritesOutItsBatch(Stack):
         return super().forward(torch.cat([torch.zeros(BATCH, 1), x[:, 1:]], 1))
 
 
-def test_a_batch_size_that_the_module_writes_out_raised_an_error_without_advice() -> None:
+def test_a_batch_size_that_the_module_writes_out_raises_an_error_with_advice() -> None:
+    """A batch size that the module writes out raised an error without advice."""
     with pytest.raises(RuntimeError, match="a microbatch of 3 of the batch's 12 samples"):
         fit(WritesOutItsBatch, pipeline(2, "1f1b", num_microbatches=4), max_epochs=1)
 

@@ -111,7 +111,7 @@ PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_hooks_on_blocks_logged_the_last_stages_only(scheme: str) -> None:
+def test_hooks_on_blocks_log_on_every_stage(scheme: str) -> None:
     """What other stages' blocks logged was dropped, without a word."""
     num_ranks, make = SCHEMES[scheme]
     got, expected = fit(Logging(), make(), num_ranks), on_one_device()
@@ -137,7 +137,7 @@ class KeepingInside(Keeping):
 
 
 @pytest.mark.parametrize("kind", [Keeping, KeepingInside])
-def test_numbers_of_other_stages_blocks_were_missing(kind: type[Logging]) -> None:
+def test_hooks_that_ask_for_numbers_of_other_stages_blocks_are_refused(kind: type[Logging]) -> None:
     """A hook that asked for elements was left out where its block is another stage's."""
     message = r"A hook on the forward of 'blocks\.\d', a block of another stage"
     with pytest.raises(ConfigError, match=message):

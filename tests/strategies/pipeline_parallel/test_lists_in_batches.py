@@ -147,7 +147,7 @@ def assert_same(model: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Lists, Padded])
-def test_a_sample_with_as_many_rows_as_the_batch_samples_took_the_list(kind: type[Lists]) -> None:
+def test_a_sample_with_as_many_rows_as_the_batch_samples_is_one_sample(kind: type[Lists]) -> None:
     """Weights were 31 % off; those of sequences that the step pads .3 %."""
     with pytest.warns(UserWarning, match="lists of samples whose tensors differ in shape"):
         model = fitted(kind, pipeline(), 2)

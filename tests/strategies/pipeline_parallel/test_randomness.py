@@ -75,7 +75,7 @@ class Dropping(Stack):
 
 
 @pytest.mark.parametrize(("num_ranks", "schedule"), PIPELINES)
-def test_stages_repeated_each_others_dropout(num_ranks: int, schedule: str) -> None:
+def test_stages_draw_their_own_dropout(num_ranks: int, schedule: str) -> None:
     """Each draws of its own, in every microbatch."""
     gather = OfEveryRank()
     fit_with(Dropping, gather, num_ranks, schedule, max_epochs=1)

@@ -339,7 +339,9 @@ class PenaltyOfOwnClass(PenaltyOfList):
 @pytest.mark.filterwarnings("ignore:A step uses .* parameters outside of their stage")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("style", [PenaltyOfList, PenaltyOfGroups])
-def test_penalties_of_kept_parameters_were_zero(style: type[Stack], schedule: str) -> None:
+def test_penalties_of_kept_parameters_are_those_of_one_device(
+    style: type[Stack], schedule: str
+) -> None:
     """Later they were refused; their modules' stand-ins stand for them, too."""
     check(style, 2, schedule)
 
@@ -352,7 +354,9 @@ def test_penalties_of_absent_parameters_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:A step uses 2 parameters outside of their stage")
-def test_values_of_another_stage_went_into_an_out_argument() -> None:
+def test_an_out_argument_is_that_of_one_device() -> None:
+    """Values of another stage went into an out argument."""
+
     class Out(Stack):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():

@@ -266,7 +266,8 @@ def freeze_at_times(module: Any, _: Any) -> None:
         param.requires_grad_(not param.requires_grad)
 
 
-def test_layers_frozen_in_a_step_ended_in_a_mismatch_of_messages() -> None:
+def test_layers_that_are_frozen_in_a_step_are_refused() -> None:
+    """Layers frozen in a step ended in a mismatch of messages."""
     with pytest.raises(ConfigError, match="freezes or unfreezes parameters"):
         fit(style(before=freeze_at_times), pipeline(2, "1f1b"), max_epochs=1)
 

@@ -34,7 +34,7 @@ class Tied(L.LightningModule):
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("first", "second"), [(0, 2), (1, 3), (1, 2)])
-def test_ranks_of_two_sets_did_not_meet(first: int, second: int) -> None:
+def test_ranks_of_two_sets_meet(first: int, second: int) -> None:
     """Groups were named by how many a rank had made: ranks of both sets had made more."""
     data = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
     runs = []

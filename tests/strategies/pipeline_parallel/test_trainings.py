@@ -235,7 +235,8 @@ class NormsLogged(Stack):
 
 
 @pytest.mark.slow
-def test_hooks_saw_the_gradients_of_a_ranks_own_stages_only() -> None:
+def test_hooks_see_the_gradients_of_all_stages() -> None:
+    """Hooks saw the gradients of a rank's own stages only."""
     alone, staged = fit(NormsLogged), fit(NormsLogged, pipeline(2, "1f1b"))
     expected = alone.trainer.callback_metrics
     assert set(staged.trainer.callback_metrics) == set(expected)

@@ -78,7 +78,7 @@ def test_adapters_beside_frozen_layers(zero_stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_layers_in_parts_kept_activations_of_a_block_that_is_skipped() -> None:
+def test_layers_in_parts_keep_nothing_of_a_block_that_is_skipped() -> None:
     """The pipeline took what an entrance keeps for an auxiliary loss of the block."""
     strategy = HybridParallelStrategy(
         backend="in_process", num_ranks=4, pipeline_parallel_size=2, tensor_parallel_size=2

@@ -130,7 +130,8 @@ def collate_of_rank(samples: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("collate", [None, collate_of_rank])
-def test_other_batches_on_the_ranks_of_a_group_trained_nonsense(collate: Any) -> None:
+def test_other_batches_on_the_ranks_of_a_group_are_refused(collate: Any) -> None:
+    """Other batches on the ranks of a group trained nonsense."""
     dataset = OfRank(width=collate is not None)
     collate = collate or (lambda samples: [torch.stack(samples)])
     loader = DataLoader(dataset, batch_size=2, collate_fn=collate)
@@ -183,9 +184,10 @@ class Augmented(Dataset[Tensor]):
         return torch.rand(2) + float(np.random.rand())
 
 
-def test_seeded_workers_drew_other_numbers_on_each_rank_of_a_group(
+def test_seeded_workers_draw_the_same_numbers_on_each_rank_of_a_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Seeded workers drew other numbers on each rank of a group."""
     monkeypatch.setenv("PL_SEED_WORKERS", "0")  # restored by monkeypatch
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     L.seed_everything(3, workers=True, verbose=False)

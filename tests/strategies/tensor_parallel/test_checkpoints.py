@@ -122,7 +122,7 @@ def test_a_failed_fit_leaves_nothing_that_can_be_mistaken_for_a_full_model(
     assert_shards_are_left("gpt", scheme, ZERO2, tmp_path / "broken.ckpt")
 
 
-def test_a_refused_plan_left_the_model_half_split() -> None:
+def test_a_refused_plan_leaves_the_model_as_it_was() -> None:
     """A fit whose set-up fails gives the module back as it was."""
     model = build_double("gpt")
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -163,9 +163,10 @@ class CompiledWhole(ExampleGPT):
         ),
     ],
 )
-def test_compiled_blocks_could_not_trace_the_collectives(
+def test_compiled_blocks_between_collectives_train_as_on_one_device(
     cls: type[ExampleGPT], layout: str
 ) -> None:
+    """Compiled blocks could not trace the collectives."""
     torch._dynamo.reset()
     plan = "auto" if "sequence" in layout else PLANS["gpt"]
     run = train_split(built(cls), layout, plan)
@@ -180,9 +181,7 @@ class CompiledLM(HuggingFaceLM):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "bert"])
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sequence"])
-def test_compiled_code_between_parts_took_the_size_of_a_tensor_for_the_tensor(
-    model: str, layout: str
-) -> None:
+def test_compiled_code_between_parts_gets_the_size_of_a_tensor(model: str, layout: str) -> None:
     """Dynamo traced the rules of sharded tensor, and `numel()` of one was the tensor itself."""
     torch._dynamo.reset()
     compiled = build(model)

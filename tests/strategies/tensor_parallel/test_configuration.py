@@ -131,9 +131,11 @@ class Scales(Stack):
         HybridParallelStrategy(backend="in_process", num_ranks=2, pipeline_parallel_size=2),
     ],
 )
-def test_one_rank_had_to_have_layers_to_split(
+def test_one_rank_needs_no_layers_to_split(
     strategy: TensorParallelStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One rank had to have layers to split."""
+
     def refuse(*_: Any) -> NoReturn:
         raise ConfigError("Nothing can be split.")
 

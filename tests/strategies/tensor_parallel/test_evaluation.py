@@ -91,7 +91,7 @@ def test_the_callers_module_is_full_and_free_after_a_fit() -> None:
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize(("num_ranks", "size", "stage"), [(2, 2, 0), (4, 2, 3)])
-def test_a_graph_that_lived_on_remembered_the_shape_of_a_part(
+def test_a_graph_that_lives_on_has_the_shape_of_its_forward(
     num_ranks: int, size: int, stage: int
 ) -> None:
     """Before a fit the full shape, and after it that of the part: backward failed."""
@@ -153,9 +153,10 @@ def test_generation(sample: bool, size: int) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_sampling_without_a_seed_wrote_another_text_on_each_rank(
+def test_sampling_without_a_seed_writes_the_same_text_on_each_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Sampling without a seed wrote another text on each rank."""
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     split = Writer(sample=True)
     trainer(2, 2, plan="llama").predict(split, prompts())

@@ -124,7 +124,7 @@ class TorchClipping(TwoOptimizers):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_torchs_clipping_took_the_norm_of_one_ranks_part(stage: int) -> None:
+def test_torchs_clipping_takes_the_full_norm(stage: int) -> None:
     """Each rank scaled by another norm, and what they had replicated drifted apart."""
     alone, split = fit_clipping(), fit_clipping(strategy=strategy_of(2, 2, stage, PAIR))
     torch.testing.assert_close(dict(split.state_dict()), dict(alone.state_dict()))
@@ -153,7 +153,8 @@ class LimitedMemory(TwoOptimizers):
         return torch.optim.LBFGS(self.parameters())
 
 
-def test_an_optimizer_of_full_matrices_stepped_on_parts_of_them() -> None:
+def test_an_optimizer_of_full_matrices_is_refused_on_parts() -> None:
+    """An optimizer of full matrices stepped on parts of them."""
     with pytest.raises(ConfigError, match=r"LBFGS does not update.*parallel gives each rank"):
         quiet_trainer(strategy=strategy_of(2, 2, 0, PAIR)).fit(LimitedMemory())
 

@@ -140,7 +140,7 @@ PLACES = ["init", "on_fit_start", "training_step", "configure_model"]
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("since", [*PLACES, "on_fit_start, globally", "training_step, globally"])
-def test_what_hooks_logged_and_kept_was_of_this_rank(since: str, scheme: str) -> None:
+def test_what_hooks_log_and_keep_is_of_all_ranks(since: str, scheme: str) -> None:
     """A hook on a split layer, or on an activation behind it, got features of this rank."""
     num_ranks, make = SCHEMES[scheme]
     got = fit(since, make(), num_ranks)

@@ -29,7 +29,8 @@ def other() -> Model:
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
-def test_full_weights_loaded_in_a_hook_met_shards_of_parts(grid: str, hook: str) -> None:
+def test_full_weights_are_loaded_in_a_hook(grid: str, hook: str) -> None:
+    """Full weights loaded in a hook met shards of parts."""
     full = {name: value.clone() for name, value in other().state_dict().items()}
 
     class Loading(Model):

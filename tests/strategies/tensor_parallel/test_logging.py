@@ -80,9 +80,8 @@ def validate(num_ranks: int = 1, size: int = 1) -> tuple[dict[str, float], Logge
 
 
 @pytest.mark.parametrize(("num_ranks", "size"), [(2, 2), (4, 2)])
-def test_metrics_counted_each_sample_once_for_every_rank_of_a_group(
-    num_ranks: int, size: int
-) -> None:
+def test_metrics_count_each_sample_once(num_ranks: int, size: int) -> None:
+    """Metrics counted each sample once for every rank of a group."""
     alone, single = validate()
     logged, model = validate(num_ranks, size)
     for name in ("total", "sum", "by_mean" if num_ranks == size else "by_sum"):

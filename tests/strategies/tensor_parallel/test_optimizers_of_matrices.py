@@ -310,7 +310,9 @@ class OfOneStage(Matrices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pipeline-zero2-4", "pp2-tp2"])
-def test_a_stage_without_muons_matrices_refused_it(layout: str) -> None:
+def test_a_stage_without_muons_matrices_takes_it(layout: str) -> None:
+    """A stage without Muon's matrices refused it."""
+
     def run(strategy: Any) -> OfOneStage:
         torch.manual_seed(0)
         model = OfOneStage()

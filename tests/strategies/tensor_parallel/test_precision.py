@@ -90,7 +90,7 @@ def _train_scaled(strategy: Any, *, fused: bool, clip: float | None) -> tuple[An
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize(("fused", "clip"), [(False, None), (False, 0.05), (True, None)])
 @pytest.mark.parametrize(("num_ranks", "size", "stage"), [(2, 2, 0), (4, 4, 0), (4, 2, 2)])
-def test_only_the_rank_with_the_overflow_skipped_its_step(
+def test_every_rank_skips_a_step_with_an_overflow(
     num_ranks: int, size: int, stage: int, fused: bool, clip: float | None
 ) -> None:
     """The parts of one layer then belonged to different steps."""

@@ -60,7 +60,8 @@ del PARTIAL["blocks.*.down"]
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_parameter_within_a_region_had_another_gradient_on_each_rank(stage: int) -> None:
+def test_a_parameter_within_a_region_is_refused(stage: int) -> None:
+    """A parameter within a region had another gradient on each rank."""
     with pytest.raises(ConfigError, match=r"same gradient of blocks\.1\.down\.act\.weight, which"):
         fit(Activated(), PARTIAL, 4, zero_stage=stage)
 
@@ -105,7 +106,7 @@ def test_a_plan_without_an_entry_or_a_size_of_zero_is_refused() -> None:
         TensorParallelStrategy(backend="in_process", tensor_parallel_size=0)
 
 
-def test_state_that_an_optimizer_makes_before_training_was_full() -> None:
+def test_state_that_an_optimizer_makes_before_training_fits_its_parts() -> None:
     """Adagrad's sums had the shapes of full parameters in the first step."""
 
     class Summing(ExampleGPT):

@@ -110,9 +110,10 @@ def strategies() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("style", "name"), [(Positioned, "tensor"), (Positioned, "hybrid"), (TiedByHand, "tensor")]
 )
-def test_code_that_read_the_shape_of_a_split_weight_saw_a_part(
+def test_code_that_reads_the_shape_of_a_split_weight_sees_the_full_one(
     style: type[Positioned], name: str
 ) -> None:
+    """Code that read the shape of a split weight saw a part."""
     torch.testing.assert_close(fit(style, strategies()[name]), fit(style), rtol=1e-5, atol=2e-7)
 
 

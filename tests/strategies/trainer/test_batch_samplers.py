@@ -181,7 +181,9 @@ def test_a_sampler_passed_by_position_gives_each_rank_other_samples() -> None:
         assert sorted(n for rank in batches for batch in rank for n in batch) == [*range(14)]
 
 
-def test_hooks_in_which_ranks_meet_left_torchs_loader_wrapped() -> None:
+def test_hooks_in_which_ranks_meet_leave_torchs_loader_as_it_was() -> None:
+    """Hooks in which ranks meet left torch's loader wrapped."""
+
     class Meeting(Noting):
         def train_dataloader(self) -> DataLoader[Any]:
             self.trainer.strategy.barrier()

@@ -20,7 +20,8 @@ def counts(model: Any) -> tuple[int, int, list[int]]:
 
 
 @pytest.mark.parametrize("layout", ["tensor-4", "pipeline-2"])
-def test_a_summary_in_a_hook_counted_parts(layout: str) -> None:
+def test_a_summary_in_a_hook_counts_full_parameters(layout: str) -> None:
+    """A summary in a hook counted parts."""
     seen = {}
 
     class Summarised(Model):

@@ -26,7 +26,8 @@ def _enter(stack: ExitStack, rank: int, entered: list[int], shared: Looks) -> No
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_shared_callback_kept_the_context_of_a_rank_that_had_ended(first: int) -> None:
+def test_a_shared_callback_keeps_no_context_of_a_rank_that_has_ended(first: int) -> None:
+    """A shared callback kept the context of a rank that had ended."""
     shared, entered = Looks(), list[int]()
     stacks = [ExitStack(), ExitStack()]
     _enter(stacks[0], 0, entered, shared)

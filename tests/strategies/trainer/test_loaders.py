@@ -273,7 +273,8 @@ class OwnLoader(Counting):
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("kind", BATCH_SAMPLERS)
-def test_batches_of_a_batch_sampler_had_one_sample_or_another_sampler(kind: str) -> None:
+def test_batches_of_a_batch_sampler_have_its_samples(kind: str) -> None:
+    """Batches of a batch sampler had one sample or another sampler."""
     given, hooked = Counting(), OwnLoader(kind)
     loader = DataLoader(SAMPLES, batch_sampler=BATCH_SAMPLERS[kind]())
     trainer_of("zero2", max_epochs=2).fit(given, loader)
@@ -308,7 +309,9 @@ def test_predictions_of_a_plain_batch_sampler_are_made_once_with_their_indices(
         assert sorted(index for batch in written for index in batch) == list(range(28))
 
 
-def test_a_batch_sampler_over_a_sampler_of_ranks_had_batches_of_one_sample() -> None:
+def test_a_batch_sampler_over_a_sampler_of_ranks_has_its_batches() -> None:
+    """A batch sampler over a sampler of ranks had batches of one sample."""
+
     class Model(Counting):
         def train_dataloader(self) -> DataLoader:
             place = self.trainer.distributed_sampler_kwargs
@@ -327,9 +330,10 @@ def test_a_batch_sampler_without_an_end_is_refused() -> None:
 
 
 @pytest.mark.parametrize("assigned_by_trainer", [True, False])
-def test_elastic_training_took_single_samples_of_a_plain_batch_sampler(
+def test_elastic_training_takes_batches_of_a_plain_batch_sampler(
     assigned_by_trainer: bool,
 ) -> None:
+    """Elastic training took single samples of a plain batch sampler."""
     batches = BatchSampler(SequentialSampler(SAMPLES), 5, drop_last=True)
     model = Counting()
     trainer = trainer_of("elastic", max_epochs=2, use_distributed_sampler=assigned_by_trainer)

@@ -72,7 +72,10 @@ def graphs_of(folder: Any, strategy: Any) -> list[str]:
     ],
     ids=["zero3", "tensor", "pipeline", "hybrid"],
 )
-def test_rank_0_alone_traced_a_module_of_which_it_has_a_part(strategy: Any, tmp_path: Any) -> None:
+def test_a_module_of_which_rank_0_has_a_part_is_not_traced_by_it_alone(
+    strategy: Any, tmp_path: Any
+) -> None:
+    """Rank 0 alone traced a module of which it has a part."""
     (graph,) = graphs_of(tmp_path, strategy())
     (alone,) = graphs_of(tmp_path, "auto")
     assert graph.count("aten::linear") == alone.count("aten::linear") == 10

@@ -112,9 +112,10 @@ def test_a_fit_goes_on_where_more_ranks_have_fewer_batches_than_were_trained_on(
         (4, 2, 1, {"accumulate_grad_batches": 2}),
     ],
 )
-def test_a_batch_of_another_size_left_samples_out_or_gave_them_twice(
+def test_a_batch_of_another_size_gives_each_sample_once(
     before: int, after: int, at: int, options: Any, tmp_path: Path
 ) -> None:
+    """A batch of another size left samples out or gave them twice."""
     options |= {"max_epochs": 2}
     fits = [
         fit(
@@ -173,7 +174,9 @@ class Placed(TensorDataset):
 
 
 @pytest.mark.filterwarnings(NOT_RESUMABLE)
-def test_data_that_goes_to_its_place_by_itself_went_twice_as_far(tmp_path: Path) -> None:
+def test_data_that_goes_to_its_place_by_itself_goes_there_once(tmp_path: Path) -> None:
+    """Data that goes to its place by itself went twice as far."""
+
     def placed() -> Any:
         data = Placed(*samples().tensors)  # type: ignore[attr-defined]
         return DataLoader(data, BATCH)
@@ -207,7 +210,8 @@ class Shelf:
 
 
 @pytest.mark.filterwarnings(NOT_RESUMABLE)
-def test_every_rank_went_to_the_place_of_rank_0_in_its_data(tmp_path: Path) -> None:
+def test_every_rank_goes_to_its_own_place_in_its_data(tmp_path: Path) -> None:
+    """Every rank went to the place of rank 0 in its data."""
     whole, got = seen_after(tmp_path / "a", 2, lambda: Seeing(Shelf))
     assert whole[2] == [3.0, 103.0]
     assert got == whole[2:]

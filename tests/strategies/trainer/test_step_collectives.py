@@ -12,9 +12,8 @@ from lightning_shard.testing import assert_traffic, run_ranks
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sync_grads", [False, True])
-def test_a_value_of_another_stage_went_to_the_group_without_elements(
-    rank: int, sync_grads: bool
-) -> None:
+def test_a_value_of_another_stage_does_not_go_to_the_group(rank: int, sync_grads: bool) -> None:
+    """A value of another stage went to the group without elements."""
     group = dist.group.WORLD
     assert group is not None
     collectives = InProcessBackend().collectives(group)

@@ -110,7 +110,8 @@ def test_a_signal_that_comes_again_later_ends_the_rank_at_once() -> None:
     assert outcome("receive_insisting") == TERMINATED_STATUS
 
 
-def test_the_schedulers_signal_and_the_launchers_left_no_time_to_save() -> None:
+def test_the_schedulers_signal_and_the_launchers_leave_time_to_save() -> None:
+    """The scheduler's signal and the launcher's left no time to save."""
     receive(100.0, 100.5, 101.0)
 
 

@@ -368,7 +368,9 @@ def test_stochastic_averages_are_a_single_devices(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_a_validation_rounded_the_average_to_the_format_of_forward(name: str) -> None:
+def test_a_validation_does_not_round_the_average(name: str) -> None:
+    """A validation rounded the average to the format of forward."""
+
     def average(limit_val_batches: int) -> dict[str, Tensor]:
         model, averaging = seeded(EvaluatedGPT), EMAWeightAveraging(decay=0.999)
         trainer = SCHEMES[name].trainer(

@@ -58,19 +58,22 @@ def test_modules_that_are_known_by_their_names_are_there() -> None:
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("strategy", [tensor, pipeline])
-def test_hooks_had_a_rank_s_own_part_of_the_weights(style: type[Hooked], strategy: Any) -> None:
+def test_hooks_have_full_weights(style: type[Hooked], strategy: Any) -> None:
+    """Hooks had a rank's own part of the weights."""
     assert_equal(fit(style, strategy()), alone(style))
 
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("style", [Initialises, Teaches])
-def test_hooks_had_parts_of_some_layers_where_both_split_them(style: type[Hooked]) -> None:
+def test_hooks_have_full_layers_where_both_split_them(style: type[Hooked]) -> None:
+    """Hooks had parts of some layers where both split them."""
     assert_equal(fit(style, both()), alone(style))
 
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("style", [Edits, Reads])
-def test_hooks_had_shards_of_some_layers_in_two_pipelines(style: type[Hooked]) -> None:
+def test_hooks_have_full_layers_in_two_pipelines(style: type[Hooked]) -> None:
+    """Hooks had shards of some layers in two pipelines."""
     assert_equal(fit(style, replicas()), alone(style))
 
 
@@ -86,7 +89,8 @@ def test_a_teacher_that_steps_update_stays_in_parts_until_the_end() -> None:
     assert_equal(fit(TeachesInSteps, tensor()), alone(TeachesInSteps))
 
 
-def test_a_pipeline_that_is_asked_for_one_weight_after_the_other_raised_a_key_error() -> None:
+def test_a_pipeline_that_is_asked_for_one_weight_after_the_other_gets_advice() -> None:
+    """A pipeline that is asked for one weight after the other raised a key error."""
     with (
         pytest.warns(UserWarning, match="outside of their stage"),
         pytest.raises(ConfigError, match=r"still asks for 'net\..*on_train_batch_end"),
