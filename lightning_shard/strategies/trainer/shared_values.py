@@ -64,7 +64,15 @@ class SharedValues:
         if self._group.size == 1:
             return value
         if self._group.rank == self._source:
-            self._send(_packed(value), device)
+            try:
+                self._send(_packed(value), device)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ConfigError(
+                    f"Rank {self._group.rank} of the pipeline: what a step returns, logs or keeps "
+                    f"in a list cannot be sent to other ranks ({error}), expected tensors, "
+                    f"numbers, texts, and lists and dictionaries of them. Keep it in a tuple, "
+                    f"which is left to the last stage, or in on_train_batch_end."
+                ) from error
             return value
         return self._receive(device)
 

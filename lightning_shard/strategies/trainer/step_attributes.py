@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ReferenceType
 
 import lightning.pytorch as pl
 import torch
@@ -121,14 +122,15 @@ class StepAttributes:
         self._followed.find()
 
     def _note(self, before: "_Before", size: int, completed: Callable[[Any], Any]) -> None:
-        added = before.take_added()
-        self._added.append(
-            (
-                size,
-                {path: [completed(_known(one)) for one in items] for path, items in added.items()},
-            )
-        )
-        self._changed.append({path: _kept(value) for path, value in before.changed()})
+        is_of_weights = self._followed.is_of_weights
+        added = {
+            path: [completed(_known(one)) for one in items]
+            for path, items in before.take_added().items()
+            if not is_of_weights(path, items)
+        }
+        self._added.append((size, added))
+        changed = [one for one in before.changed() if not is_of_weights(*one)]
+        self._changed.append({path: _kept(value) for path, value in changed})
 
     def merged(self) -> BatchChanges:
         """Return what the batch has changed, and forget it."""
@@ -232,6 +234,17 @@ class _Followed:
     def follows(self, path: Path) -> bool:
         """Whether a path is followed, and not left to a forward."""
         return self.left.isdisjoint((path, path[:1]))
+
+    def is_of_weights(self, path: Path, value: Any) -> bool:
+        """Whether a list is of a layer's own weights, as recurrent layers note theirs.
+
+        A forward makes it anew where the weights are other tensors, as those lent to a stage are.
+        """
+        if path[0] is _OPTIMIZERS or not isinstance(value, list):
+            return False
+        own = self._homes[path[0]]["_parameters"].values()
+        held = [one() if isinstance(one, ReferenceType) else one for one in value]
+        return any(one is param for one in held for param in own if param is not None)
 
     def versions(self) -> dict[str, list[int | None]]:
         """Return how often the buffers of modules in the module were written to."""
@@ -589,7 +602,16 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = one.shape == other.shape and one.dtype == other.dtype
         return alike and bool(torch.equal(one, other))
-    return type(one) is type(other) and bool(one == other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(_same, one.values(), other.values()))
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # arrays and tables compare their elements
+        return one is other
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -120,6 +120,24 @@ def test_a_value_of_another_stage_that_is_set_is_told_of(num_microbatches: int) 
         fit(Last, pipeline(2, "1f1b", num_microbatches=num_microbatches), max_epochs=1)
 
 
+class Unsendable(Stack):
+    """Keeps in a list what is of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        self.kept.append(lambda: None)
+        return super().loss(batch)
+
+
+def test_what_cannot_be_sent_to_other_ranks_is_refused() -> None:
+    """It ended in pickle's own error."""
+    with pytest.raises(ConfigError, match=r"keeps in a list cannot be sent to other ranks"):
+        fit(Unsendable, pipeline(2, "1f1b"), max_epochs=1)
+
+
 class OneByOne(Stack):
     """Keeps a text for each sample, and the loss; microbatches are of one sample."""
 
@@ -193,6 +211,43 @@ def test_tensors() -> None:
 def test_lists_of_one_length_are_merged_by_items() -> None:
     found = merged([0.0, 1.0], [[1.0, one] for one in LOSSES], Microbatches(SIZES, LOSSES))
     assert found.value == [1.0, pytest.approx(MEAN)]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_items_that_compare_by_element_are_merged(kind: type) -> None:
+    """Two arrays, or two tensors in a pair, raised an error of ambiguous values."""
+    tensors = [torch.tensor([one, 1.0]) for one in LOSSES]
+    items: Any = [[kind({"a": 0}), [one.numpy(), (one, "a")]] for one in tensors]
+    found = merged([], items, Microbatches(SIZES, LOSSES))
+    assert found.value[0] == kind({"a": 0})
+    assert found.value[1][0] is items[-1][1][0]
+    assert found.assumed == "the value after the last microbatch"
+
+
+class Recurrent(Stack):
+    """Has a stem that lists its own weights, of which the last stage borrows one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.stem(self.embed(batch[0])[:, None])[0][:, 0]
+        for block in self.blocks:
+            x = block(x)
+        penalty = sum(one.pow(2).sum() for one in self.stem.parameters())
+        return F.cross_entropy(self.head(x), batch[1]) + 1e-3 * penalty
+
+
+@pytest.mark.filterwarnings("ignore:1 microbatches are fewer than the 2 stages")
+@pytest.mark.filterwarnings("ignore:A step uses 4 parameters outside of their stage")
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_a_recurrent_layer_keeps_its_list_of_weights(num_microbatches: int) -> None:
+    """The weights that a stage borrows were compared as values that the step had changed."""
+    alone = fit(Recurrent, max_epochs=1)
+    strategy = pipeline(2, "1f1b", num_microbatches=num_microbatches)
+    staged = fit(Recurrent, strategy, max_epochs=1)
+    torch.testing.assert_close(staged.model.state_dict(), alone.model.state_dict())
 
 
 def test_one_sample_in_each_microbatch_is_ambiguous() -> None:

@@ -13,7 +13,7 @@ each rank takes over the last stage's state, and then gathers over its data-para
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from numbers import Number
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -101,11 +101,14 @@ class StepLogs:
             elif run is not None and run.is_in_block:
                 in_block(self._record(name, value, size, options))
 
-        with (
-            patch.object(self._module, "log", record),
-            self._metrics.step(counts=counts, may_repeat=may_repeat),
-            self._attributes.step(size, counts=counts, completed=completed) as note,
-        ):
+        run = running_stage()
+        with ExitStack() as stack:
+            # What is called here is no part of the step, whose calls stages compare.
+            with nullcontext() if run is None else run.unnoted():
+                stack.enter_context(patch.object(self._module, "log", record))
+                stack.enter_context(self._metrics.step(counts=counts, may_repeat=may_repeat))
+                attributes = self._attributes.step(size, counts=counts, completed=completed)
+                note = stack.enter_context(attributes)
             yield note
         if counts:
             self._microbatches.append(records)
