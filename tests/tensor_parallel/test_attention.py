@@ -12,7 +12,8 @@ from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
-from tests.tensor_parallel.test_split import compare, group_of_all
+from tests.groups import all_ranks
+from tests.tensor_parallel.test_split import compare
 
 BATCH, TARGETS, SOURCES, WIDTH, HEADS = 3, 5, 6, 16, 4
 
@@ -93,7 +94,7 @@ def test_self_attention_sums_the_gradient_of_its_input_once() -> None:
 
     def fn(rank: int) -> int:
         own = x.detach().clone().requires_grad_()
-        model, group = attention(), group_of_all()
+        model, group = attention(), all_ranks()
         SplitModel(model, match_plan(model, {"layer": "attention"}), group)
         loss_of(model.layer(own, own, own, need_weights=False)[0]).backward()
         torch.testing.assert_close(own.grad, expected)
@@ -162,7 +163,7 @@ def test_the_fast_path_in_evaluation_is_not_taken(padded: bool, only: tuple[str,
         model = make()
         found = planned(make, 2)
         plan = {pattern: found[pattern] for pattern in (f"layer.layers.*.{one}" for one in only)}
-        split = SplitModel(model, match_plan(model, plan), group_of_all())
+        split = SplitModel(model, match_plan(model, plan), all_ranks())
         with torch.no_grad():
             got = run_stack(model, True, src_key_padding_mask=padding)
             if padding is not None:  # torch's fast path puts zeros there

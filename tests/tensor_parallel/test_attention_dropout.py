@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
-from tests.tensor_parallel.test_split import group_of_all
+from tests.groups import all_ranks
 
 
 def encoder(batch_first: bool) -> nn.Module:
@@ -37,7 +37,7 @@ def test_zeros_after_torch_s_attention_are_drawn_in_its_order(
     def fn(rank: int) -> None:
         model = encoder(batch_first)
         layers = automatic_plan(model, num_ranks)
-        SplitModel(model, layers, group_of_all(), sequence_parallel=sequence_parallel)
+        SplitModel(model, layers, all_ranks(), sequence_parallel=sequence_parallel)
         torch.testing.assert_close(run(model) + torch.zeros(8, 8, 16), expected)
 
     run_ranks(fn, num_ranks)

@@ -19,8 +19,9 @@ from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.tensor_parallel.styles import style_name
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 from tests.strategies.models import MODELS
-from tests.tensor_parallel.test_split import compare, group_of_all
+from tests.tensor_parallel.test_split import compare
 
 WIDTH, HIDDEN, HEADS = 16, 32, 4
 
@@ -559,7 +560,7 @@ def test_a_split_model_s_own_forward_of_a_linear_layer_is_refused_by_rows() -> N
 def test_heads_that_the_ranks_share_are_full_on_each() -> None:
     def fn(rank: int) -> None:
         model = Net(Grouped(num_kv_heads=1))
-        split = SplitModel(model, automatic_plan(model, 2), group_of_all())
+        split = SplitModel(model, automatic_plan(model, 2), all_ranks())
         assert not split.groups_of(model.block.k_proj.weight)
         assert split.groups_of(model.block.q_proj.weight)
         assert (model.block.num_heads, model.block.num_key_value_heads) == (2, 1)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
-from tests.tensor_parallel.test_split import group_of_all
+from tests.groups import all_ranks
 
 PLAN = {"first": "rowwise_split_input", "*.up": "colwise", "*.down": "rowwise"}
 
@@ -51,7 +51,7 @@ def check(between: Callable[[Model, Tensor], Tensor], *, train: bool = True) -> 
         torch.manual_seed(0)
         model = Model(between).double()
         layers = match_plan(model, PLAN)
-        split = SplitModel(model, layers, group_of_all(), sequence_parallel=True)
+        split = SplitModel(model, layers, all_ranks(), sequence_parallel=True)
         torch.testing.assert_close(run(model), run(full))
         for param, expected in zip(model.parameters(), full.parameters(), strict=True):
             if expected.grad is not None:

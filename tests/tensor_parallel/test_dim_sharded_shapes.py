@@ -19,7 +19,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     full_tensor,
 )
 from lightning_shard.testing import run_ranks
-from tests.tensor_parallel.test_split import group_of_all
+from tests.groups import all_ranks
 
 B, T, HEADS, WIDTH = 2, 3, 4, 5
 C = HEADS * WIDTH
@@ -105,7 +105,7 @@ def applied(function: Callable[[Tensor], Tensor], keep: tuple[int, int] | None) 
     (gradient,) = torch.autograd.grad((expected * factors).sum(), full)
 
     def fn(rank: int) -> None:
-        group = group_of_all()
+        group = all_ranks()
         part = Part(local=fused(), dim=2, group=group, num_blocks=3)
         local = part.narrow(fused()).clone().requires_grad_()
         result = function(from_local(local * 1, group, -1, 3))

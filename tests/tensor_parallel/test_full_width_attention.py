@@ -20,6 +20,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 from tests.strategies.models import SPLIT_MODELS
 from tests.strategies.nanogpt import CausalSelfAttention
 from tests.tensor_parallel.full_width import (
@@ -32,7 +33,6 @@ from tests.tensor_parallel.full_width import (
     Uncounted,
 )
 from tests.tensor_parallel.test_automatic import Net, blocks
-from tests.tensor_parallel.test_split import group_of_all
 
 WIDTH, HEADS = 16, 4
 FUSED, ROWS = "packed_colwise_parted(3)", "rowwise_split_input"
@@ -92,7 +92,7 @@ def test_it_computes_the_same_and_gathers_no_activation(name: str, num_ranks: in
     expected.square().sum().backward()
 
     def fn(rank: int) -> None:
-        model, group, x = made(name), group_of_all(), activation(full).requires_grad_()
+        model, group, x = made(name), all_ranks(), activation(full).requires_grad_()
         split = SplitModel(model, match_plan(model, plan_of(model, num_ranks)), group)
         output = model(x)
         torch.testing.assert_close(output, expected)
@@ -120,7 +120,7 @@ def test_gradients_of_gradients_are_the_same(name: str) -> None:
 
     def fn(rank: int) -> None:
         model, x = made(name), activation(full).requires_grad_()
-        split = SplitModel(model, match_plan(model, plan_of(model, 2)), group_of_all())
+        split = SplitModel(model, match_plan(model, plan_of(model, 2)), all_ranks())
         penalty(model, x).backward()
         torch.testing.assert_close(x.grad, inputs.grad)
         for param, reference in zip(model.parameters(), full.parameters(), strict=True):
@@ -137,7 +137,7 @@ def test_with_activations_in_slices_of_the_sequence_it_computes_the_same(name: s
     expected.square().sum().backward()
 
     def fn(rank: int) -> None:
-        model, group = made(name), group_of_all()
+        model, group = made(name), all_ranks()
         layers = match_plan(model, plan_of(model, 2))
         split = SplitModel(model, layers, group, sequence_parallel=True)
         output = model(from_local(activation(full).chunk(2, 1)[rank], group, 1) * 2)
@@ -157,7 +157,7 @@ def test_a_checkpoint_drops_the_same_weights_again(flash: bool, use_reentrant: b
     def fn(rank: int) -> None:
         torch.manual_seed(0)
         model = CausalSelfAttention(WIDTH, HEADS, dropout=0.5, flash=flash).double()
-        SplitModel(model, match_plan(model, plan_of(model, 2)), group_of_all())
+        SplitModel(model, match_plan(model, plan_of(model, 2)), all_ranks())
 
         def step(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
             model.zero_grad()
@@ -180,7 +180,7 @@ def test_each_rank_drops_weights_of_its_own_and_the_common_stream_goes_on() -> N
 
     def fn(rank: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
-        group, x = group_of_all(), torch.ones(2, 1, 64, 8)
+        group, x = all_ranks(), torch.ones(2, 1, 64, 8)
         q, k, v = (from_local(x, group, 1) for _ in range(3))
         torch.manual_seed(5)
         dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
@@ -205,7 +205,7 @@ def test_dropout_step_by_step_is_a_single_devices() -> None:
 
     def fn(rank: int) -> None:
         model = make()
-        SplitModel(model, match_plan(model, plan_of(model, 2)), group_of_all())
+        SplitModel(model, match_plan(model, plan_of(model, 2)), all_ranks())
         torch.testing.assert_close(result(model), expected)
 
     run_ranks(fn, 2)
@@ -239,7 +239,7 @@ def test_operations_on_heads(function: Callable[[Tensor], Tensor], is_dim_sharde
     expected = function(FULL)
 
     def fn(rank: int) -> None:
-        group = group_of_all()
+        group = all_ranks()
         result = function(from_local(FULL.chunk(2, 1)[rank], group, 1))
         assert isinstance(result, DimShardedTensor) == is_dim_sharded
         assert ("all_gather" in group.traffic) != is_dim_sharded
@@ -259,7 +259,7 @@ def test_grouped_heads_of_the_kernel_stay_with_their_queries() -> None:
     expected = attended(FULL, FULL[:, :2])
 
     def fn(rank: int) -> None:
-        group = group_of_all()
+        group = all_ranks()
         q, kv = (from_local(one.chunk(2, 1)[rank], group, 1) for one in (FULL, FULL[:, :2]))
         result = attended(q, kv)
         assert "all_gather" not in group.traffic
@@ -319,7 +319,7 @@ def test_an_operation_that_no_rule_knows_is_right_in_a_given_plan() -> None:
     plan = OF_THREE | {"proj": ROWS}
 
     def fn(rank: int) -> None:
-        model, group = make(), group_of_all()
+        model, group = make(), all_ranks()
         SplitModel(model, match_plan(model, plan), group)
         torch.testing.assert_close(model(activation(model)), expected)
         assert "all_gather" in group.traffic
@@ -335,7 +335,7 @@ def test_each_rank_holds_its_heads_of_nanogpts_projections(num_ranks: int) -> No
         torch.manual_seed(0)
         attention = CausalSelfAttention(32, HEADS, flash=False)
         layers = match_plan(attention, plan_of(attention, num_ranks))
-        SplitModel(attention, layers, group_of_all())
+        SplitModel(attention, layers, all_ranks())
         assert attention.c_attn.weight.shape == (3 * 32 // num_ranks, 32)
         assert attention.c_attn.bias.shape == (3 * 32 // num_ranks,)
         assert attention.c_proj.weight.shape == (32, 32 // num_ranks)

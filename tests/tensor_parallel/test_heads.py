@@ -23,7 +23,8 @@ from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
-from tests.tensor_parallel.test_split import GPT_PLAN, compare, group_of_all, small_gpt
+from tests.groups import all_ranks
+from tests.tensor_parallel.test_split import GPT_PLAN, compare, small_gpt
 
 
 class Attention(nn.Module):
@@ -54,7 +55,7 @@ def test_each_rank_counts_its_own(keys: str, num_ranks: int, expected: tuple[int
     def fn(rank: int) -> None:
         model = attention()
         plan = PLAN | {"*.k_proj": keys, "*.v_proj": keys}
-        split = SplitModel(model, match_plan(model, plan), group_of_all())
+        split = SplitModel(model, match_plan(model, plan), all_ranks())
         assert counts(model) == expected
         split.restore()
         assert counts(model) == (4, 2)
@@ -71,7 +72,7 @@ def test_a_projection_that_would_be_cut_within_a_head_is_refused() -> None:
             ConfigError,
             match=r"k_proj has 2 heads of 4, which 4 .* of 1, 2, or, .*shared_heads\(2\)",
         ):
-            SplitModel(model, match_plan(model, PLAN), group_of_all())
+            SplitModel(model, match_plan(model, PLAN), all_ranks())
 
     run_ranks(fn, 4)
 
@@ -87,7 +88,7 @@ def test_a_refused_plan_leaves_the_model_as_it_was(refused: str) -> None:
             model.blocks[1].num_heads = 3
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(ConfigError, match=r"multiple of 5|num_heads is 3"):
-            SplitModel(model, match_plan(model, plan), group_of_all())
+            SplitModel(model, match_plan(model, plan), all_ranks())
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         assert model.blocks[0].num_heads == 4
         assert not any("tensor_parallel" in key for m in model.modules() for key in m.__dict__)
@@ -255,7 +256,7 @@ def test_what_user_code_keeps_is_given_back() -> None:
         torch.manual_seed(0)
         model = Prefixed(HEADS, beside, lambda *_: own)
         own = [*kept]
-        SplitModel(model, match_plan(model, CACHING_PLAN), group_of_all())
+        SplitModel(model, match_plan(model, CACHING_PLAN), all_ranks())
         model(torch.randn(3, LENGTH, WIDTH))
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(torch.randn(3, LENGTH, 1))

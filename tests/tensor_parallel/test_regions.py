@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
-from tests.tensor_parallel.test_split import group_of_all
+from tests.groups import all_ranks
 
 PLANS = [
     {"0": "colwise", "2": "rowwise"},
@@ -38,7 +38,7 @@ def test_a_gradient_penalty_has_all_of_the_second_derivative(
         expected = penalty(full)
         expected.backward()
         layers = match_plan(model, plan)
-        split = SplitModel(model, layers, group_of_all(), sequence_parallel=sequence_parallel)
+        split = SplitModel(model, layers, all_ranks(), sequence_parallel=sequence_parallel)
         loss = penalty(model)
         loss.backward()
         torch.testing.assert_close(loss, expected)
@@ -62,7 +62,7 @@ def test_gradients_of_layers_in_bfloat16_travel_in_bfloat16(
     def fn(rank: int) -> tuple[int, Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
-        group = group_of_all()
+        group = all_ranks()
         SplitModel(model, match_plan(model, {"0": "colwise", "1": "rowwise"}), group)
         own = x.clone().requires_grad_()
         with torch.autocast("cpu", dtype=kind or torch.bfloat16, enabled=kind is not None):

@@ -11,8 +11,8 @@ from lightning_shard.tensor_parallel.automatic import automatic_plan
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 from tests.tensor_parallel.test_automatic import HEADS, HIDDEN, WIDTH, Net, blocks
-from tests.tensor_parallel.test_split import group_of_all
 
 
 class Sloped(nn.Module):
@@ -124,7 +124,7 @@ def test_a_tied_weight_of_which_one_layer_is_left_full_is_refused(named: str) ->
         model["logits"].weight = model["words"].weight
         style = {"words": "embedding_rowwise", "logits": "colwise_gather_output"}[named]
         with pytest.raises(ConfigError, match="cuts a weight that it shares with another layer"):
-            SplitModel(model, match_plan(model, {named: style}), group_of_all())
+            SplitModel(model, match_plan(model, {named: style}), all_ranks())
 
     run_ranks(fn, 2)
 
@@ -133,6 +133,6 @@ def test_more_ranks_than_heads_of_a_named_torch_attention_are_refused() -> None:
     def fn(rank: int) -> None:
         model = nn.ModuleDict({"mix": nn.MultiheadAttention(16, 4)})
         with pytest.raises(ConfigError, match=r"mix has 4 heads, which 8 ranks .* 1, 2, 4"):
-            SplitModel(model, match_plan(model, {"mix": "attention"}), group_of_all())
+            SplitModel(model, match_plan(model, {"mix": "attention"}), all_ranks())
 
     run_ranks(fn, 8)

@@ -15,7 +15,7 @@ from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.probe import with_tried_wrappers
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
-from tests.tensor_parallel.test_split import group_of_all
+from tests.groups import all_ranks
 
 WIDTH, HIDDEN, RANK = 8, 16, 2
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -163,7 +163,7 @@ def same_as_full(make: Callable[[], nn.Module], plan: dict[str, str] | None) -> 
             layers = automatic_plan(model, 2)
         else:
             layers = list(with_tried_wrappers(match_plan(model, plan), 2))
-        split = SplitModel(model, layers, group_of_all())
+        split = SplitModel(model, layers, all_ranks())
         own = loss_of(model)
         torch.testing.assert_close(own, expected)
         own.backward()
@@ -189,7 +189,7 @@ def test_a_wrapper_that_a_plan_names_is_split(wrap: Any) -> None:
 def test_adapters_are_split_as_their_layer(wrap: Any) -> None:
     def fn(rank: int) -> dict[str, tuple[int, ...]]:
         model = made(wrap)
-        SplitModel(model, list(with_tried_wrappers(match_plan(model, PLAN), 2)), group_of_all())
+        SplitModel(model, list(with_tried_wrappers(match_plan(model, PLAN), 2)), all_ranks())
         return {name: tuple(param.shape) for name, param in model.named_parameters()}
 
     shapes = run_ranks(fn, 2)[0]
@@ -224,7 +224,7 @@ def test_a_dropout_before_adapters_is_drawn_alike_on_all_ranks() -> None:
     def fn(rank: int) -> list[Tensor]:
         torch.manual_seed(5)
         model = made(lambda one: Linear(one, dropout=0.5))
-        SplitModel(model, list(with_tried_wrappers(match_plan(model, PLAN), 2)), group_of_all())
+        SplitModel(model, list(with_tried_wrappers(match_plan(model, PLAN), 2)), all_ranks())
         torch.manual_seed(7)
         loss_of(model).backward()
         loss_of(model).backward()
@@ -267,7 +267,7 @@ def test_a_wrapped_embedding_is_split(wrap: Any, style: str) -> None:
 
     def fn(rank: int) -> None:
         model = make()
-        split = SplitModel(model, match_plan(model, {"table": style}), group_of_all())
+        split = SplitModel(model, match_plan(model, {"table": style}), all_ranks())
         assert split.shardings
         torch.testing.assert_close(model["table"](ids), expected)
 
