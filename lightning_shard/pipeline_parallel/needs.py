@@ -37,8 +37,11 @@ Wanted = Mapping[int, frozenset[str]]
 class Lending:
     """Sends values to the stages that borrow them, and gradients back; each rank calls alike."""
 
-    def __init__(self, model: StagedModel, group: Collectives, stage_ranks: Sequence[int]) -> None:
+    def __init__(
+        self, model: StagedModel, group: Collectives, stage_ranks: Sequence[int], at_hand: AtHand
+    ) -> None:
         self._model, self._group, self._stage_ranks = model, group, stage_ranks
+        self._at_hand = at_hand
         self._loans: dict[tuple[int, str], nn.Parameter] = {}
         self._leaves: dict[tuple[int, str], Tensor] = {}
 
@@ -60,12 +63,12 @@ class Lending:
         )
 
     @torch.no_grad()
-    def lend(self, at_hand: AtHand) -> None:
+    def lend(self) -> None:
         """Send the lent values, and set them as the borrowers' parameters."""
         sending = []
         for tag, (key, param, owner, borrower) in enumerate(self._each()):
             if self._group.rank == owner:
-                with at_hand([param]):
+                with self._at_hand([param]):
                     value = param.detach().clone()
                 if owner != borrower:
                     sending.append(self._group.send(value, borrower, tag, async_op=True))

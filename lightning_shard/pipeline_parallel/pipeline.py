@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import OtherStageError
+from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.alike_steps import NotedCalls, check_alike
 from lightning_shard.pipeline_parallel.containers import map_tensors
 from lightning_shard.pipeline_parallel.gradients import (
-    AtHand,
     GradientStash,
-    always_at_hand,
     full_backward,
     hooks_set_aside,
     input_backward,
@@ -56,7 +55,7 @@ from lightning_shard.pipeline_parallel.schedules import (
 )
 from lightning_shard.pipeline_parallel.stage_run import StageRun
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
-from lightning_shard.pipeline_parallel.step_edits import StepBuffers, StepEdits
+from lightning_shard.pipeline_parallel.step_edits import EditMarks, StepBuffers, StepEdits
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 
@@ -74,7 +73,8 @@ class Pipeline:
         stage_params: Parameters of each stage of this rank.
         schedules: Makes the schedule of training for a number of microbatches.
         stage_ranks: Group rank of each stage.
-        device: Device of this rank.
+        engine: Has this rank's parameters.
+        marks: Tells whether training steps edit parameters; None where none is watched.
         early: Whether to post receives early: see `with_early_receives`.
 
     Attributes:
@@ -82,9 +82,6 @@ class Pipeline:
             computation's message has one of its own, as the receive.
         edits: Watches parameters for edits by training steps.
         peak_activations: Largest number of runs that were kept for their backward at one time.
-        at_hand: Makes the context of a backward's second half, which begins within blocks.
-        lent: Makes the context in which values are lent, in the formats that user code sees.
-        reformats: Whether parameters change their format between a forward and its backward.
     """
 
     def __init__(
@@ -94,16 +91,15 @@ class Pipeline:
         stage_params: dict[int, list[nn.Parameter]],
         schedules: Callable[[int], Schedule],
         stage_ranks: Sequence[int],
-        device: torch.device,
+        engine: DataParallelEngine,
+        marks: EditMarks | None,
         *,
         early: bool,
     ) -> None:
         self.observer: Observer | None = None
         self.peak_activations = 0
-        self.at_hand: AtHand = always_at_hand
-        self.lent: AtHand = always_at_hand
-        self.reformats = False
         self._model, self._group = model, group
+        self._at_hand, self._reformats = engine.at_hand, engine.reformats
         self._stage_params = stage_params
         self._stage_ranks = tuple(stage_ranks)
         order = with_early_receives if early else (lambda schedule: schedule)
@@ -111,16 +107,16 @@ class Pipeline:
         self._forward_schedules = cache(
             lambda number: order(forward_schedule(self._stage_ranks, number))
         )
-        self._device = device
-        self._traffic = StageTraffic(group, device, self._stage_ranks)
+        self._traffic = StageTraffic(group, engine.device, self._stage_ranks)
         last = len(stage_ranks) - 1
         self._buffers = StepBuffers(model, group, last, has_last=last in stage_params)
-        self.edits = StepEdits()
-        self._lending = Lending(model, group, self._stage_ranks)
+        self.edits = StepEdits(model, marks)
+        at_hand = partial(engine.at_hand, unrounded=True)  # lent in formats that user code sees
+        self._lending = Lending(model, group, self._stage_ranks, at_hand)
         self._rehearsed: dict[str, tuple[bool, ...]] = {}  # by kind, with what was trained then
         self._wanted: dict[int, frozenset[str]] | None = None  # in a rehearsal
         self._noted: NotedCalls | None = None  # in a rehearsal of a training step
-        self.randomness = StageRandomness(group, device)
+        self.randomness = StageRandomness(group, engine.device)
         self._needs = Needs(model, group, stage_params, self._stage_ranks, self.randomness)
         self._actions: dict[str, Callable[[Action], None]] = {
             "F": self._forward,
@@ -142,11 +138,6 @@ class Pipeline:
     def has_last_stage(self) -> bool:
         """Whether this rank sees the results of steps."""
         return self._stage_ranks[-1] == self._group.rank
-
-    @property
-    def last_rank(self) -> int:
-        """Group rank that has the last stage."""
-        return self._stage_ranks[-1]
 
     def train(
         self,
@@ -200,7 +191,7 @@ class Pipeline:
             self._buffers.batch(len(batch.microbatches), training=training),
             self.edits.batch(training=training),
         ):
-            self._lending.lend(self.lent)
+            self._lending.lend()
             uses = self._learn(batch)
             is_begun = uses and self._rehearse(batch)
             for action in schedule.actions[self._group.rank] if uses else ():
@@ -235,7 +226,7 @@ class Pipeline:
         """Let stages borrow parameters of others from now on."""
         self._model.hide()
         self._lending.add(wanted)
-        self._lending.lend(self.lent)
+        self._lending.lend()
         self._needs.forget(batch.kind)
 
     def _rehearse(self, batch: RunningBatch) -> bool:
@@ -329,9 +320,8 @@ class Pipeline:
         if run.is_skipped:
             return
         try:
-            model, stage = self._model, run.stage
-            with model.running(run, stage), self.edits.step(stage, lambda: model.trainable):
-                checked = run.check if stage == self.num_stages - 1 else None
+            with self._model.running(run, run.stage), self.edits.step(run.stage):
+                checked = run.check if run.stage == self.num_stages - 1 else None
                 run.forward(lambda: batch.step(microbatch, checked))
         except OtherStageError as error:
             if self._wanted is None or not lendable(self._model.params, error.origins):
@@ -370,7 +360,7 @@ class Pipeline:
         self._buffers.before_backward(stage)
         with self._model.running(run, stage):
             input_grads, param_grads = full_backward(
-                roots, grads, followed(run.inputs), params, reformatted=self.reformats
+                roots, grads, followed(run.inputs), params, reformatted=self._reformats
             )
         stash.add(params, param_grads)
         self._batch.grads[stage, index] = input_grads
@@ -382,7 +372,7 @@ class Pipeline:
         inputs = followed(run.inputs)
         self._buffers.before_backward(stage)
         with self._model.running(run, stage):
-            input_grads, rest = input_backward(roots, grads, inputs, params, self.at_hand)
+            input_grads, rest = input_backward(roots, grads, inputs, params, self._at_hand)
 
         def weights() -> None:
             with self._model.running(run, stage):

@@ -87,9 +87,12 @@ class PipelineSplit(ModelSplit):
                 made[ranks] = type(self.group)(group)
         return made
 
-    def stage_params(self, stage: int) -> list[nn.Parameter]:
-        """Return the parameters of one stage, in the model's order."""
-        return [param for param, stages in self.param_stages.items() if stage in stages]
+    @property
+    def stage_params(self) -> dict[int, list[nn.Parameter]]:
+        """The parameters of each stage of this rank, in the model's order."""
+        own = (stage for stage, rank in enumerate(self._stage_ranks) if rank == self.group.rank)
+        each = self.param_stages.items()
+        return {stage: [param for param, stages in each if stage in stages] for stage in own}
 
     def sum_ties(self, stash: GradientStash) -> None:
         """Sum the gradients of shared parameters that some rank has used; each rank must call."""

@@ -112,7 +112,6 @@ class StageRun:
         outputs: The tensors that the next stage needs.
         is_skipped: Whether the step returned None before it called the network.
         position: Where the step is: 2 * i before block i, one more in it.
-        stands_in: Whether it is in a block of another stage.
         is_over: Whether the step has ended: what is called then is computed again.
         block_context: Makes the context of each block in the step, from the block's name.
     """
@@ -141,7 +140,7 @@ class StageRun:
         self._is_later = received is not None
         self._entering, self._leaving, self._noted = entering, leaving, noted
         self._after = ExitStack()
-        self._entered = self._cut = self.is_over = self.stands_in = False
+        self._entered = self._cut = self.is_over = False
         self.position = 0
         self._received: list[_Received] = []
         self._stance = Stance()
@@ -205,6 +204,11 @@ class StageRun:
         """Whether the step is in a block, of this stage or of another."""
         return self.position % 2 == 1
 
+    @property
+    def stands_in(self) -> bool:
+        """Whether the step is in a block of another stage."""
+        return self.is_in_block and self.position < 2 * self._first
+
     def asks(self, tensor: Tensor) -> bool:
         """Say whether an argument of a block, or what was sent for it, asks for a gradient."""
         sent = self.inputs if is_placeholder(tensor) else [tensor]
@@ -228,7 +232,7 @@ class StageRun:
         if index < self._first:
             if self._entered and not self.is_over:  # a block of an earlier stage, too late
                 raise self._out_of_order(index)
-            with self._inside(index, stands_in=True):
+            with self._inside(index):
                 return skipped(call)
         if index >= self._stop:
             self._end(index, call.arguments)
@@ -238,14 +242,14 @@ class StageRun:
             return self._called(index, call)
 
     @contextmanager
-    def _inside(self, index: int, *, stands_in: bool = False) -> Iterator[None]:
-        token, self.position, self.stands_in = _running.set(self), 2 * index + 1, stands_in
+    def _inside(self, index: int) -> Iterator[None]:
+        token, self.position = _running.set(self), 2 * index + 1
         try:
             with nullcontext() if self.is_over else self.block_context(self._names[index]):
                 yield
         finally:
             _running.reset(token)
-            self.position, self.stands_in = 2 * index + 2, False
+            self.position = 2 * index + 2
 
     def _enter(self, arguments: Arguments) -> None:
         if self._entered:

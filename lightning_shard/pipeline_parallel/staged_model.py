@@ -54,8 +54,6 @@ class StagedModel:
         param_stages: Stages of each parameter.
         full_shapes: Full shape of each parameter.
         rank_stages: Stages of this rank, each of which has its own copies of the others' buffers.
-
-    Attributes:
         forget: Lets go of activations that split layers keep between two calls.
     """
 
@@ -66,10 +64,10 @@ class StagedModel:
         param_stages: Mapping[nn.Parameter, Stages],
         full_shapes: Mapping[nn.Parameter, Sequence[int]],
         rank_stages: Sequence[int] = (),
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
         self.partition = partition
-        self.forget: Callable[[], None] = lambda: None
-        self._rank_stages = rank_stages
+        self._rank_stages, self.forget = rank_stages, forget
         self._model = model
         self.block_names = [partition.blocks.name(i) for i in range(len(partition.blocks))]
         self.run: StepRun | None = None  # what gets the blocks' calls now, inside of steps

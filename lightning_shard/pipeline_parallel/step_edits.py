@@ -29,8 +29,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import parameters_written
 from lightning_shard.data_parallel.content import content, sum_of_bits
-from lightning_shard.data_parallel.gradients.gradient_shards import GradientShards
-from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.errors import ConfigError
@@ -198,18 +197,14 @@ class EditMarks:
         p.mul_(c)    p.data.clamp_(-c, c)    p.data = ...    p.numpy()[:] = ...    load_state_dict
 
     Autograd's version counters see the first of these only. So values are compared, by sums over
-    their bits: all of a buffer in one pass, or parameter by parameter to find the name. `shards`
-    is None where gradients need no mark, as a step's are zeroed before the next one's. `params` are
-    all of the model's by name: what user code keeps on them as attributes is marked, too.
+    their bits: all of a buffer in one pass, or parameter by parameter to find the name. Gradients
+    need no mark unless a step `accumulates` them, else they are zeroed before the next one's. What
+    user code keeps on parameters as attributes is marked, too.
     """
 
-    def __init__(
-        self,
-        flats: Sequence[FlatParameters],
-        shards: GradientShards | None,
-        params: Mapping[str, nn.Parameter],
-    ) -> None:
-        self._flats, self._shards, self._params = flats, shards, params
+    def __init__(self, engine: DataParallelEngine, *, accumulates: bool) -> None:
+        self._flats, self._shards = engine.flats, engine.shards if accumulates else None
+        self._params = dict(engine.model.named_parameters())
         self._kept: list[object] = []
         self._exchanged: dict[str, int] = {}  # how often another tensor has come into `.grad`
 
@@ -284,8 +279,8 @@ _ADVICE = (
 class StepEdits:
     """Watches one rank's parameters through the batches of a pipeline."""
 
-    def __init__(self) -> None:
-        self.marks: EditMarks | None = None
+    def __init__(self, model: StagedModel, marks: EditMarks | None) -> None:
+        self._model, self._marks = model, marks
         self._is_close = True
         self._in_batch = False
         self._known: dict[str, object] = {}
@@ -294,22 +289,22 @@ class StepEdits:
     @contextmanager
     def batch(self, *, training: bool) -> Iterator[None]:
         """Run a batch inside, and refuse edits of parameters that one step would not make."""
-        if self.marks is None or not training:
+        if self._marks is None or not training:
             yield
             return
         self._in_batch, self._times = True, Counter()
         before = None
         if self._is_close:
-            self._known = self.marks.by_name()
+            self._known = self._marks.by_name()
         else:
-            before = self.marks.quick()
+            before = self._marks.quick()
         try:
             yield
         finally:
             self._in_batch = False
         if before is None:
             self._is_close = bool(self._times)
-        elif not before.equal(self.marks.quick()):
+        elif not before.equal(self._marks.quick()):
             raise ConfigError(
                 f"{_ADVICE}training_step has changed parameters of this stage of the pipeline, or "
                 f"gradients that are being accumulated, for the first time after the first batch; "
@@ -317,15 +312,15 @@ class StepEdits:
             )
 
     @contextmanager
-    def step(self, stage: int, trained: Callable[[], Sequence[bool]]) -> Iterator[None]:
+    def step(self, stage: int) -> Iterator[None]:
         """Run the step of one microbatch on one stage inside.
 
         What is edited a second time is refused, and so are parameters that it freezes or unfreezes.
         """
-        before = trained()
+        before = self._model.trainable
         yield
         self.note(stage)
-        if self._in_batch and before != trained():
+        if self._in_batch and before != self._model.trainable:
             raise ConfigError(
                 f"Stage {stage}: training_step freezes or unfreezes parameters (requires_grad), "
                 f"which other stages and microbatches would learn of too late; expected that to "
@@ -366,9 +361,9 @@ class StepEdits:
 
     def watched_until_backward(self) -> Callable[[], None]:
         """Return what raises ConfigError if parameters have changed since; for the backward."""
-        if self.marks is None:
+        if self._marks is None:
             return lambda: None
-        marks, before = self.marks, self.marks.of_places()
+        marks, before = self._marks, self._marks.of_places()
 
         def check() -> None:
             if marks.of_places() != before:
@@ -382,9 +377,9 @@ class StepEdits:
 
     def _edited(self) -> list[str]:
         """Return what has changed since the last time, while a batch is watched closely."""
-        if not (self._in_batch and self._is_close and self.marks is not None):
+        if not (self._in_batch and self._is_close and self._marks is not None):
             return []
-        before, self._known = self._known, self.marks.by_name()
+        before, self._known = self._known, self._marks.by_name()
         edited = [one for one in before | self._known if before.get(one) != self._known.get(one)]
         self._times.update(edited)
         return edited

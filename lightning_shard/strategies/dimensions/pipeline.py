@@ -103,23 +103,13 @@ class PipelineDimension(ParallelDimension):
         self._run = run
         partition = self._stages(run, num_ranks)
         ranks = self.options.stage_ranks(num_ranks)
-        schedules = partial(self.options.table, num_ranks)
-        schedules(self.options.num_parts(num_ranks))  # refused here, where nothing is changed
-        self._split = PipelineSplit(model, partition, ranks, group, run.device)
-        own = [stage for stage, rank in enumerate(ranks) if rank == group.rank]
-        self._staged = StagedModel(
-            model, partition, self._split.param_stages, self._split.shapes, own
-        )
-        self._staged.forget = run.forget_activations
-        params = {stage: self._split.stage_params(stage) for stage in own}
-        with run.drawn_for_own_data():
-            self._pipeline = Pipeline(
-                self._staged, group, params, schedules, ranks, run.device, early=run.matches_tags
-            )
-        self._logs = StepLogs(
-            run.module, group, self._pipeline.last_rank, lambda: run.module.trainer.optimizers
-        )
-        return self._split
+        # refused here, where nothing is changed
+        self.options.table(num_ranks, self.options.num_parts(num_ranks))
+        split = self._split = PipelineSplit(model, partition, ranks, group, run.device)
+        known = split.param_stages, split.shapes, [*split.stage_params]
+        self._staged = StagedModel(model, partition, *known, forget=run.forget_activations)
+        self._logs = StepLogs(run.module, group, ranks[-1])
+        return split
 
     def _stages(self, run: RunView, num_ranks: int) -> Partition:
         blocks = find_blocks(run.model, self.options.blocks)
@@ -131,18 +121,9 @@ class PipelineDimension(ParallelDimension):
 
     @override
     def attach(self, engine: DataParallelEngine) -> None:
-        if self._pipeline is None:
+        if not (self._run and self._staged and self._split and self._logs):
             return
-        self._pipeline.at_hand, self._pipeline.reformats = engine.at_hand, engine.reformats
-        self._pipeline.lent = partial(engine.at_hand, unrounded=True)
-        assert self._run is not None
-        assert self._split is not None
-        assert self._logs is not None
-        if self._run.is_fitting:
-            accumulates = self._run.module.trainer.accumulate_grad_batches > 1
-            shards = engine.shards if accumulates else None
-            params = dict(engine.model.named_parameters())
-            self._pipeline.edits.marks = EditMarks(engine.flats, shards, params)
+        self._pipeline = self._made(engine, self._run, self._staged, self._split)
         self.num_parts = self.options.num_parts(self._run.mesh.size(self.axis))
         self._steps = MicrobatchedSteps(
             self._run,
@@ -155,9 +136,21 @@ class PipelineDimension(ParallelDimension):
             on_training=self._warn_of_bubble,
         )
 
+    def _made(
+        self, engine: DataParallelEngine, run: RunView, staged: StagedModel, split: PipelineSplit
+    ) -> Pipeline:
+        num_ranks = run.mesh.size(self.axis)
+        accumulates = run.module.trainer.accumulate_grad_batches > 1
+        marks = EditMarks(engine, accumulates=accumulates) if run.is_fitting else None
+        schedules = partial(self.options.table, num_ranks)
+        ranks = self.options.stage_ranks(num_ranks)
+        args = staged, split.group, split.stage_params, schedules, ranks, engine, marks
+        with run.drawn_for_own_data():
+            return Pipeline(*args, early=run.matches_tags)
+
     @override
     def backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
-        return None if self._pipeline is None else partial(asking, AfterSchedule())
+        return None if self._split is None else partial(asking, AfterSchedule())
 
     @override
     def wrapped(self, runner: StepRunner) -> StepRunner:

@@ -43,6 +43,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
+from lightning_shard.core._lightning import own_trainer
 from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import held_values, map_tensors, tensors_in
@@ -51,7 +52,6 @@ from lightning_shard.pipeline_parallel.stage_run import running_stage
 from lightning_shard.pipeline_parallel.staged_model import MAX_FOLLOWED_NUMEL
 
 Path = tuple[Any, ...]  # the names of a module and an attribute, then keys of mappings in it
-Optimizers = Callable[[], Sequence[Optimizer]]
 
 _LIGHTNINGS = frozenset(vars(pl.LightningModule())) - {"training"}
 _BUFFERS = "_buffers"  # followed by name, though Lightning's
@@ -85,8 +85,8 @@ class BatchChanges:
 class StepAttributes:
     """Records changes of a module's plain attributes in steps, to apply them everywhere."""
 
-    def __init__(self, module: pl.LightningModule, optimizers: Optimizers = lambda: ()) -> None:
-        self._followed = _Followed(module, optimizers)
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._followed = _Followed(module)
         self._added: list[tuple[int, dict[Path, list[Any]]]] = []
         self._changed: list[dict[Path, Any]] = []  # by microbatch
         self._notes: list[StepNote] = []
@@ -195,8 +195,8 @@ class _Followed:
     only these are looked at closely. The others have plain values, which are compared as they are.
     """
 
-    def __init__(self, module: pl.LightningModule, optimizers: Optimizers) -> None:
-        self._module, self._optimizers = module, optimizers
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
         self.left: set[Path] = set()  # to forwards; or all of a module, by its name
         self.find()
 
@@ -270,12 +270,17 @@ class _Followed:
         if "" in names:
             yield from self._others()
 
+    @property
+    def _optimizers(self) -> Sequence[Optimizer]:
+        trainer = own_trainer(self._module)
+        return () if trainer is None else trainer.optimizers
+
     def _others(self) -> Iterator[tuple[Path, dict[Any, Any]]]:
         buffers = self._homes[""][_BUFFERS]
         for name, buffer in buffers.items():
             if isinstance(buffer, Tensor) and _is_followed(buffer):
                 yield ("", _BUFFERS, name), buffers
-        for number, optimizer in enumerate(self._optimizers()):
+        for number, optimizer in enumerate(self._optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 for name in group:
                     if name != "params" and _is_option(group[name]):
@@ -284,7 +289,7 @@ class _Followed:
     def container(self, path: Path) -> dict[Any, Any]:
         """Return the container at a path, new where there is none."""
         if path[0] is _OPTIMIZERS:
-            group: dict[Any, Any] = self._optimizers()[path[1]].param_groups[path[2]]
+            group: dict[Any, Any] = self._optimizers[path[1]].param_groups[path[2]]
             return group
         home: dict[Any, Any] = self._homes[path[0]]
         for key in path[1:-1]:

@@ -30,7 +30,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.stage_run import running_stage
 from lightning_shard.strategies.trainer import _lightning
 from lightning_shard.strategies.trainer.shared_values import SharedValues
-from lightning_shard.strategies.trainer.step_attributes import Optimizers, StepAttributes, StepNote
+from lightning_shard.strategies.trainer.step_attributes import StepAttributes, StepNote
 
 _OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]  # self, name, value
 _REDUCTIONS = {"sum": torch.sum, "min": torch.min, "max": torch.max}  # all others: the mean
@@ -55,17 +55,11 @@ class LoggedCall(NamedTuple):
 class StepLogs:
     """Records the `log` calls of a module's steps and replays them merged."""
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        pipeline: Collectives,
-        source: int,
-        optimizers: Optimizers = lambda: (),
-    ) -> None:
+    def __init__(self, module: pl.LightningModule, pipeline: Collectives, source: int) -> None:
         self._module = module
         self._shared = SharedValues(pipeline, source)
         self._metrics = MetricSources(module, pipeline, source)
-        self._attributes = StepAttributes(module, optimizers)
+        self._attributes = StepAttributes(module)
         self._names: dict[int, str] = {}
         self._microbatches: list[list[LoggedCall]] = []
         self._is_between_batches = True
