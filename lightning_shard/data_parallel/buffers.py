@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.states import State
 from lightning_shard.data_parallel.graph_borders import KnownModules
 from lightning_shard.data_parallel.torch_private import is_persistent, with_buffers
 from lightning_shard.data_parallel.views.tensor_properties import VERSION
@@ -24,19 +25,29 @@ _Key = tuple[int, str]  # a module's place among all, and a buffer's name in it
 _PLACES = 1024  # of two buffers that share one, both follow where one changes
 
 
-class BufferSync:
-    """Broadcasts a model's buffers from rank 0; modules may replace them at any time.
+class Updated(State):
+    """Whether an optimizer has stepped since buffers followed."""
 
-    Attributes:
-        has_stepped: Whether an optimizer has stepped since buffers followed; None while the model
-            has no optimizer, whose steps to wait for.
-    """
+    UNKNOWN = "AWAITED DONE"  # the model has no optimizer, whose steps to wait for
+    AWAITED = "AWAITED DONE"
+    DONE = "AWAITED DONE"
+
+
+class Differ(State):
+    """Whether ranks' buffers may differ."""
+
+    NOT = "MAYBE DUE"
+    MAYBE = "NOT MAYBE DUE"
+    DUE = "NOT MAYBE DUE"  # they may, and the next step begins with rank 0's
+
+
+class BufferSync:
+    """Broadcasts a model's buffers from rank 0; modules may replace them at any time."""
 
     def __init__(self, model: nn.Module, collectives: Collectives) -> None:
         self._model, self._modules = model, KnownModules(model)
         self._collectives = collectives
-        self._is_due = self._may_differ = False
-        self.has_stepped: bool | None = None
+        self._differ, self._updated = Differ.NOT, Updated.UNKNOWN
         self._seen: dict[_Key, tuple[Tensor, int]] = {}  # others, with their version then
         self._moving: set[_Key] = set()  # of others those that some rank has changed
         self._num_follows = 0
@@ -52,16 +63,25 @@ class BufferSync:
         Rank 0 says whether an optimizer has stepped: another may have left its step out.
         `exchanged` says whether gradients have travelled since the last step.
         """
-        if (self._is_due or exchanged) and self._collectives.size > 1:
+        if (self._differ is Differ.DUE or exchanged) and self._collectives.size > 1:
             self._notice_moving()
-            self._broadcast(self._following(), follows=self.has_stepped is not False)
-            self.has_stepped = None if self.has_stepped is None else False
-        self._is_due = False
+            self._broadcast(self._following(), follows=self._updated is not Updated.AWAITED)
+            if self._updated is Updated.DONE:
+                self._updated = self._updated.to(Updated.AWAITED)
+        if self._differ is Differ.DUE:
+            self._differ = self._differ.to(Differ.MAYBE)
+
+    def note_update(self, *, ends: bool) -> None:
+        """Note that an optimizer will step on this model, or (`ends`) that it has."""
+        if ends or self._updated is Updated.UNKNOWN:
+            self._updated = self._updated.to(Updated.DONE if ends else Updated.AWAITED)
 
     def learnt(self) -> tuple[bool, bool | None, int, list[_Key], list[_Key]]:
         """Return what the next follow goes by; see `go_on`."""
         changed = self._changed(self._others())
-        return self._is_due, self.has_stepped, self._num_follows, sorted(self._moving), changed
+        due, moving = self._differ is Differ.DUE, sorted(self._moving)
+        stepped = None if self._updated is Updated.UNKNOWN else self._updated is Updated.DONE
+        return due, stepped, self._num_follows, moving, changed
 
     def go_on(
         self,
@@ -72,20 +92,21 @@ class BufferSync:
         changed: Iterable[_Key],
     ) -> None:
         """Follow as another object would have, on whose ranks buffers had these values."""
-        self._is_due = self._may_differ = due
-        self.has_stepped, self._num_follows, self._moving = stepped, follows, set(moving)
+        words = {None: Updated.UNKNOWN, False: Updated.AWAITED, True: Updated.DONE}
+        self._differ, self._updated = Differ.DUE if due else Differ.NOT, words[stepped]
+        self._num_follows, self._moving = follows, set(moving)
         self._seen = {key: one for key, one in self._others().items() if key not in set(changed)}
 
     def note_training(self, *, exchanges: bool) -> None:
         """Note that a step of training begins, which may change buffers."""
-        self._is_due |= exchanges
-        self._may_differ = True
+        if exchanges or self._differ is Differ.NOT:
+            self._differ = self._differ.to(Differ.DUE if exchanges else Differ.MAYBE)
 
     def end(self) -> None:
         """Take over rank 0's buffers where training has changed them; each rank must call."""
-        if self._may_differ:
+        if self._differ is not Differ.NOT:
             self.broadcast_changing()
-        self._is_due = self._may_differ = False
+            self._differ = self._differ.to(Differ.NOT)
 
     def broadcast_changing(self) -> None:
         """Take over those of rank 0's buffers that training changes; each rank must call."""

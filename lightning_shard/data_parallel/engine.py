@@ -435,7 +435,7 @@ class DataParallelEngine:
 
     def note_update(self, *, ends: bool) -> None:
         """Note that an optimizer will step on this model, or (`ends`) that it has."""
-        self.buffers.has_stepped = ends or bool(self.buffers.has_stepped)
+        self.buffers.note_update(ends=ends)
         if ends:
             self.clipping.end_step()
 

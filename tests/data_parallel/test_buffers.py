@@ -65,7 +65,7 @@ def test_rank_zero_says_whether_an_optimizer_has_stepped() -> None:
         sync = BufferSync(model, all_ranks())
         seen = []
         for step_of in ({}, {1}, {0}, {0, 1}):
-            sync.has_stepped = rank in step_of
+            sync.note_update(ends=rank in step_of)
             model.mean += rank
             sync.follow(exchanged=True)
             seen.append(model.mean.mean().item())
@@ -97,7 +97,7 @@ def test_another_object_goes_on_with_what_one_has_learnt() -> None:
         group = all_ranks()
         sync, other = BufferSync(model, group), BufferSync(model, group)
         sync.note_training(exchanges=True)
-        sync.has_stepped = True
+        sync.note_update(ends=True)
         other.go_on(*sync.learnt())
         other.follow(exchanged=False)
         return list(values(model).values())[:4]

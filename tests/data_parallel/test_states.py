@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from lightning_shard.core.states import State
+from lightning_shard.data_parallel.async_sgd.async_sgd import Step
+from lightning_shard.data_parallel.buffers import Differ, Updated
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.flat_gradients import InBackward
 from lightning_shard.data_parallel.gradients.reducer import Owed
@@ -23,7 +25,7 @@ from tests.groups import all_ranks
 
 # what an object is made in
 FIRST = [UnitState.FULL, Digits.ROUNDED, InBackward.ARRIVING, Owed.NOTHING, Since.START, Shown.FULL]
-FIRST += [Phase.REST]
+FIRST += [Phase.REST, Differ.NOT, Updated.UNKNOWN, Step.COUNTED]
 Ways = dict[str, set[str]]
 
 
@@ -106,6 +108,8 @@ def test_a_run_goes_the_way_that_the_tables_show(stage: int) -> None:
     unshards = {"FULL SHARDED", "SHARDED UNSHARDING", "UNSHARDING FULL"}
     assert ways["UnitState"] == (unshards if stage == 3 else set())
     assert ways["Since"] == ({"START FIRST_STEP"} if stage == 3 else set())
+    assert ways["Differ"] == {"NOT DUE", "DUE MAYBE", "MAYBE DUE", "MAYBE NOT"}
+    assert ways["Updated"] == {"UNKNOWN AWAITED", "AWAITED DONE", "DONE AWAITED"}
 
 
 def test_a_phase_ends_also_where_an_error_has_ended_one_around_it() -> None:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.streams import sent_up
+from lightning_shard.core.states import State
 from lightning_shard.data_parallel.async_sgd.engine import AsyncEngine, ShardOptimizerView, Update
 from lightning_shard.data_parallel.async_sgd.mailbox import Mailbox
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
@@ -299,6 +300,14 @@ class AsyncCounters:
         return self.total_staleness / max(1, self.steps)
 
 
+class Step(State):
+    """Where this rank's step is."""
+
+    COUNTED = "PREPARED"  # the last one
+    PREPARED = "SENT COUNTED"
+    SENT = "PREPARED COUNTED"
+
+
 class AsyncSGD:
     """Asynchronous SGD on one rank, which is a worker and the server of its shard.
 
@@ -329,8 +338,7 @@ class AsyncSGD:
         self._waiting: list[Arrived] = []  # to be applied, in the order of arrival
         self._newest: dict[int, Message] = {}
         self._last: set[int] = set()  # peers whose last message has come
-        self._may_step = False
-        self._has_stepped = False  # since steps were counted last
+        self._step = Step.COUNTED
         engine.part(self._view)
         engine.around_methods = self._around_methods
 
@@ -346,7 +354,7 @@ class AsyncSGD:
             self._last.clear()
             self._mailbox = self._make_mailbox(self._ranks, self._wire.num_words, is_last)
         self._check_frozen()
-        self._may_step = self._has_stepped = True
+        self._step = self._step.to(Step.PREPARED)
 
     def _check_frozen(self) -> None:
         """Raise if a parameter that was frozen when ranks agreed is trained: it is not sent."""
@@ -360,13 +368,13 @@ class AsyncSGD:
 
     def _own_update(self) -> Update:
         """Send the gradient of a step, and return the update by this rank's own part of it."""
-        if not self._may_step:
+        if self._step is not Step.PREPARED:
             raise ConfigError(
                 f"Rank {self._ranks.rank}: a step of the optimizer went past the Trainer, expected "
                 f"steps that asynchronous SGD can count. Take the optimizer from "
                 f"self.optimizers() without use_pl_optimizer=False."
             )
-        self._may_step = False
+        self._step = self._step.to(Step.SENT)
         self._observe()
         return self._sent([param.grad for param in self._view.params])
 
@@ -437,12 +445,11 @@ class AsyncSGD:
 
     def count_step(self) -> None:
         """Count a step that user code has left out on this rank, whose gradient is nothing."""
-        if not self._has_stepped:
+        if self._step is Step.COUNTED:
             self.before_step()
-            self._may_step = False
             self._view.apply(self._sent([None] * len(self._view.params)))
             self.after_step()
-        self._has_stepped = False
+        self._step = self._step.to(Step.COUNTED)
 
     # --- consensus ------------------------------------------------------------------------------
 

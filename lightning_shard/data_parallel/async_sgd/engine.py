@@ -97,7 +97,7 @@ class ShardOptimizerView(OptimizerView):
 class AsyncEngine(DataParallelEngine):
     """An engine whose ranks may train by themselves."""
 
-    _together: tuple[OptimizerView, Reducer] | None = None  # while ranks are alone
+    _together: tuple[OptimizerView, Reducer]  # those of ranks that are not alone
 
     def part(self, view: OptimizerView) -> None:
         """Leave each rank to itself from now on, and drop shards of averages; between two steps."""
@@ -110,8 +110,7 @@ class AsyncEngine(DataParallelEngine):
 
     def rejoin(self) -> None:
         """Average gradients again."""
-        assert self._together is not None
-        (self.view, self.reducer), self._together, self.is_alone = self._together, None, False
+        (self.view, self.reducer), self.is_alone = self._together, False
         self._show_sums(False)
         self._drop_gradients()
 
