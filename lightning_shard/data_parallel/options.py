@@ -11,6 +11,7 @@ from torch import nn
 from lightning_shard.core.options import AtLeastZero, ClassNames, Limit, Options
 from lightning_shard.data_parallel.bucket_sizes import BucketMB, default_mb
 from lightning_shard.data_parallel.compression import Compression, Compressor
+from lightning_shard.data_parallel.compression.compressor import unscaled
 from lightning_shard.data_parallel.memory.flat_parameters import ValuesAtStart
 from lightning_shard.errors import ConfigError
 
@@ -94,6 +95,7 @@ class EngineOptions(ShardOptions, UnitOptions):
         owned: Parameters that lie full on one rank each, from stage 1 on, for optimizers of full
             matrices; see `OwnedLayout`.
         start: Knows the values of parameters that are on meta; None where there are none.
+        loss_scale: As for `FlatBuffer`.
         seeing_shards: Makes the context in which the engine works: each step and backward, and what
             takes over values, which a hook that sees full weights may have begun.
         around_backward: Make the contexts in which each backward, with its recomputed forwards,
@@ -109,6 +111,7 @@ class EngineOptions(ShardOptions, UnitOptions):
     compression: Compressor | None = None
     owned: Collection[nn.Parameter] = frozenset()
     start: ValuesAtStart | None = None
+    loss_scale: Callable[[], torch.Tensor | None] = field(default=unscaled, compare=False)
     seeing_shards: Inside = field(default=nullcontext, compare=False)
     around_backward: Sequence[Inside] = field(default=(), compare=False)
     waits_in_backward: bool = False

@@ -323,15 +323,13 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     ) -> DataParallelEngine:
         dtypes = dtype_policy(str(self.precision.precision), self._reduce_dtype)
         groups = DataGroups.of(self.collectives)
-        options = replace(self._options, dtypes=dtypes, owned=owned, expects_edits=True)
+        loss_scale = partial(device_scale, self.precision)
+        options = replace(
+            self._options, dtypes=dtypes, owned=owned, expects_edits=True, loss_scale=loss_scale
+        )
         if options.bucket_mb == "auto":
             options = self._with_buckets(options, module, groups)
-        engine = DataParallelEngine(module, groups, options)
-        scaler: Any = getattr(self.precision, "scaler", None)
-        if scaler is not None:
-            for exchange in engine.exchanges:
-                exchange.loss_scale = partial(device_scale, scaler)
-        return engine
+        return DataParallelEngine(module, groups, options)
 
     def _with_buckets(
         self, options: EngineOptions, module: nn.Module, groups: DataGroups

@@ -199,7 +199,7 @@ def _asking(anatomy: Anatomy) -> Iterator[Callable[[PlanCandidate], str]]:
             ranks = made.pp * made.dp * made.tp
             try:
                 with explained(_has_raised):
-                    strategy_of(anatomy, made).check_fit(
+                    strategy_of(anatomy, made).run.setup.check_fit(
                         module, optimizers, world_size=ranks, layer_sync=layer_sync
                     )
             except ShardError as error:

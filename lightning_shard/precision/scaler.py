@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from lightning_shard.backends.collectives import Collectives
 
 
-def device_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
-    """Return what a scaler multiplies losses with, and leave it on the device.
+def device_scale(plugin: Any) -> Tensor | None:
+    """Return what a precision plugin's scaler multiplies losses with, and leave it on the device.
 
     `get_scale` would have the host wait until the device has done all that is queued. The tensor,
     of shape (), does not change later; it is None where nothing is scaled.
     """
-    if not scaler.is_enabled():
+    scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
         return None
     if scaler._scale is None:  # it has scaled nothing yet
         return torch.full((), scaler.get_scale(), device=scaler._device)

@@ -44,7 +44,7 @@ _ADVICE = (
     "Name a strategy, such as 'zero2'; `lightning-shard plan` compares them, and `lightning-shard "
     "prove` says whether the module trains right under it."
 )
-DECIDED = ("dimensions", "given_options", "stage")
+DECIDED = ("axis_order", "data_parallel_size", "dimensions", "given_options", "stage")
 """The attributes of a strategy that its class and options decide, beside those of its own."""
 
 
@@ -180,10 +180,7 @@ class AutoStrategy(DataParallelStrategy):
 def become(strategy: Any, chosen: Any) -> None:
     """Let one strategy be another, keeping what the Trainer and the run have given it."""
     kept = vars(strategy)
-    decided = {
-        name: one for name, one in vars(chosen).items() if name in DECIDED or name not in kept
-    }
-    kept.update(decided)
+    kept |= {one: value for one, value in vars(chosen).items() if one in DECIDED or one not in kept}
     strategy.run.become(chosen.run)
     strategy.__class__ = type(chosen)
 

@@ -26,7 +26,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.core import settings
-from lightning_shard.core.mesh import Axis, NodePlacement, ParallelMesh
+from lightning_shard.core.mesh import AXES, Axis, KnownAxis, NodePlacement, ParallelMesh
 from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.bucket_choice import BucketChoice
 from lightning_shard.data_parallel.compression import Compressor, Tally
@@ -47,7 +47,7 @@ from lightning_shard.planning.description import Description, Measure
 from lightning_shard.planning.dry_run import dry_run
 from lightning_shard.precision.plugins import sharded_plugin
 from lightning_shard.strategies.dimensions.dimension import ParallelDimension
-from lightning_shard.strategies.fit_check import check_fit
+from lightning_shard.strategies.hybrid_sharding import DataParallelSize
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import DataParallelOptions, LightningOptions, OptionNames
@@ -68,6 +68,8 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
 
     stage: int
     dimensions: Sequence[ParallelDimension] = ()  # the first splits the model first
+    data_parallel_size: DataParallelSize = -1
+    axis_order: Sequence[KnownAxis] = AXES
     is_distributed = True  # tells the Trainer to shard the data over ranks
     meets_at_steps: ClassVar[bool] = True  # whether all ranks begin each step together
     assigns_samples = False  # whether it assigns those of training itself
@@ -78,7 +80,6 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
     lays_out_anew: ClassVar[bool] = True  # layers that get another format before the first step
     owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
     dry_run = dry_run
-    check_fit = check_fit
 
     @takes(DataParallelOptions)
     def __init__(self, options: DataParallelOptions) -> None:

@@ -8,10 +8,12 @@ an evaluation       the size of the last fit, whose optimizers' states may lie i
 a reconfiguration   of elastic ranks: rank 0's, which has trained, since shards move as they are
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +23,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.data_parallel.agreement import (
@@ -39,8 +42,10 @@ from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.host_step import refuse_offload, warn_of_cpu_ranks
 from lightning_shard.optim.owned_parameters import parameters_to_own
-from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
-from lightning_shard.precision.plugins import ShardedMixedPrecision, ShardedPrecision
+from lightning_shard.optim.sharded_optimizer import ShardedOptimizer, check_optimizer
+from lightning_shard.planning.dry_run import SimulatedEnvironment
+from lightning_shard.planning.simulated_model import SimulatedCollectives
+from lightning_shard.precision.plugins import ShardedPrecision
 from lightning_shard.precision.policy import TRUE_DTYPES, dtype_policy
 from lightning_shard.precision.scaler import device_scale
 from lightning_shard.strategies.dimensions.combined_split import combined
@@ -52,7 +57,7 @@ from lightning_shard.strategies.dimensions.dimension import (
 )
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.parts import RunPart
-from lightning_shard.strategies.trainer._lightning import layer_sync
+from lightning_shard.strategies.trainer._lightning import connect, layer_sync
 from lightning_shard.strategies.trainer.announcement import announce, count_parameters
 from lightning_shard.strategies.trainer.callbacks import (
     check_callbacks,
@@ -79,6 +84,19 @@ from lightning_shard.strategies.trainer.weights_in_hooks import WeightsInHooks
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 
 _OF_FAILURES = ("on_exception",)  # hooks in which the other ranks may be elsewhere
+
+
+class _SplitOfNobody(ModelSplit):
+    """Parts of layers, or stages, on ranks that are not there."""
+
+    def __init__(self, size: int, *, of_layers: bool) -> None:
+        self.groups = (SimulatedCollectives(0, size),)
+        self.groups_of_layers = self.groups if of_layers else ()
+
+    @property
+    def parts(self) -> Any:
+        """The split itself, where ranks have parts of the same layers."""
+        return None if self.groups_of_layers else self
 
 
 class EngineSetup(RunPart):
@@ -161,6 +179,43 @@ class EngineSetup(RunPart):
         callbacks = view.module.trainer.callbacks  # type: ignore[attr-defined]
         check_callbacks(callbacks, averages_shards=self.run.holds_shards)
 
+    def check_fit(
+        self,
+        module: "pl.LightningModule",
+        optimizers: Sequence[Optimizer],
+        *,
+        world_size: int,
+        layer_sync: LayerSync | None,
+    ) -> None:
+        """Refuse a fit of so many ranks that could not be set up, where none are there.
+
+        Args:
+            module: A copy without elements, which is attached to a trainer.
+            optimizers: Those of the copy.
+            world_size: Number of ranks of the fit.
+            layer_sync: How batch norms are to be synchronized, where the user asks for it.
+        """
+        asked = copy.copy(self.strategy)
+        asked.cluster_environment = SimulatedEnvironment(world_size)
+        asked.parallel_devices = [torch.device("cpu")] * world_size
+        run, groups = asked.run, asked.run.groups
+        groups.everybody = SimulatedCollectives(0, world_size)
+        connect(asked, module, layer_sync)
+        asked.model = module
+        groups.make(lambda ranks: SimulatedCollectives(0, len(ranks)))
+        run.setup.check(run.setup.view())
+        sizes = {one.axis: asked.mesh.size(one.axis) for one in asked.dimensions}
+        parts = [
+            _SplitOfNobody(size, of_layers=one == "pp") for one, size in sizes.items() if size > 1
+        ]
+        asked.optimizers = list(optimizers)
+        check_same_optimizers(asked.optimizers, module, groups.everybody)
+        options = replace(run.options, owned=run.setup.parameters_to_own(combined(parts)))
+        held = SimpleNamespace(model=module, options=options, split=combined(parts) or Unsplit())
+        held.collectives = groups.everybody
+        for optimizer in asked.optimizers:
+            check_optimizer(optimizer, held)
+
     def view(self) -> RunView:
         """Return what dimensions may know of this run."""
         strategy, run = self.strategy, self.run
@@ -190,8 +245,7 @@ class EngineSetup(RunPart):
         )
 
     def _loss_scale(self) -> Tensor | float:
-        scaler = getattr(self.strategy.precision_plugin, "scaler", None)
-        scale = None if scaler is None else device_scale(scaler)
+        scale = device_scale(self.strategy.precision_plugin)
         return 1.0 if scale is None else scale
 
     def _completed(self, result: Any) -> Any:
@@ -301,6 +355,7 @@ class EngineSetup(RunPart):
             owned=self.parameters_to_own(split),
             offload=run.options.offload_of(is_fitting=view.is_fitting),
             start=self._start,
+            loss_scale=partial(device_scale, strategy.precision_plugin),
             # Else the engine, and a module that is left in shards, would keep the strategy.
             seeing_shards=self.hidden if shows_weights else nullcontext,
             # The first dimension splits the full model, so what it shows lies around the others'.
@@ -315,9 +370,6 @@ class EngineSetup(RunPart):
         plugin = self.strategy.precision_plugin
         assert isinstance(plugin, ShardedPrecision)
         plugin.attach(engine)
-        if isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None:
-            for exchange in engine.exchanges:
-                exchange.loss_scale = partial(device_scale, plugin.scaler)
         for one in self.strategy.dimensions:
             one.attach(engine)
 

@@ -20,13 +20,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.mesh import ALL_AXES, AXES, Axis, KnownAxis, NodePlacement, ParallelMesh
+from lightning_shard.core.mesh import ALL_AXES, Axis, NodePlacement, ParallelMesh
 from lightning_shard.data_parallel.compression.compressor import total_bytes
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.dimensions.dimension import RunGroups
 from lightning_shard.strategies.hybrid_sharding import (
-    DataParallelSize,
     replicate_ranks,
     shard_ranks,
     shard_size,
@@ -104,8 +103,6 @@ class MeshGroups(RunPart):
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
-        self.data_parallel_size: DataParallelSize = -1
-        self.axis_order: Sequence[KnownAxis] = AXES
         self.everybody: Collectives | None = None
         self.reducing: DataGroups | None = None
         self.made: RunGroups | None = None
@@ -117,11 +114,12 @@ class MeshGroups(RunPart):
     @property
     def mesh(self) -> ParallelMesh:
         """The grid of the ranks."""
-        size, asked = self.strategy.mesh_size, self.data_parallel_size
+        size, asked = self.strategy.mesh_size, self.strategy.data_parallel_size
         own = {one.axis: size if one.size is None else one.size for one in self.strategy.dimensions}
         others = {axis: own.pop(axis) for axis in [*own] if axis not in ALL_AXES}
         known: dict[str, Any] = {**own, "dp": asked if isinstance(asked, int) else -1}
-        mesh = ParallelMesh.of_world(size, **known, others=others, axis_order=self.axis_order)
+        order = self.strategy.axis_order
+        mesh = ParallelMesh.of_world(size, **known, others=others, axis_order=order)
         if isinstance(asked, int) or self.strategy.stage == 0:
             return mesh
         return replace(mesh, shard=shard_size(asked, mesh.dp))
@@ -146,7 +144,7 @@ class MeshGroups(RunPart):
     def shard_size(self) -> int:
         """How many of the ranks that average gradients share out a copy of the state."""
         mesh = self.mesh  # a copy of the state is in shards on all that share its sequences
-        return shard_size(self.data_parallel_size, mesh.dp) * (
+        return shard_size(self.strategy.data_parallel_size, mesh.dp) * (
             mesh.size(*self.gradient_axes) // mesh.dp
         )
 

@@ -69,10 +69,8 @@ class HybridParallelStrategy(DataParallelStrategy):
     @takes(HybridParallelOptions)
     def __init__(self, options: HybridParallelOptions) -> None:
         self.stage, self.dimensions = options.zero_stage, options.dimensions()
+        self.data_parallel_size, self.axis_order = options.data_parallel_size, options.axis_order
         super().__init__(**options.part(SplitOptions))
-        groups = self.run.groups
-        groups.data_parallel_size = options.data_parallel_size
-        groups.axis_order = options.axis_order
 
     def expert_load(self) -> Mapping[str, ExpertLoad]:
         """Return by name how the tokens of each mixture were shared out in this fit, or the last.

@@ -77,8 +77,6 @@ class Run:
     def become(self, chosen: "Run") -> None:
         """Take over what another strategy's options decide, before there are groups."""
         self.options, self.hooks = chosen.options, SchemeHooks(self)
-        self.groups.data_parallel_size = chosen.groups.data_parallel_size
-        self.groups.axis_order = chosen.groups.axis_order
 
     @property
     def module(self) -> "pl.LightningModule":

@@ -288,7 +288,5 @@ def test_what_a_choice_decides_is_all_in_which_strategies_differ() -> None:
         assert {key for key in vars(chosen) if key not in auto} <= {
             *DECIDED,
             "_stages",
-            "_data_parallel_size",
-            "_axis_order",
             "_experts",
         }

@@ -1,20 +1,22 @@
 """The loss scale as a tensor that stays on its device."""
 
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_shard.precision.scaler import device_scale
 
 
 def test_the_scale_is_that_of_the_step_and_nobody_reads_it() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
-    first = device_scale(scaler)  # before anything is scaled
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    first = device_scale(plugin)  # before anything is scaled
     loss = torch.ones((), requires_grad=True)
     scaler.scale(loss).backward()
-    second = device_scale(scaler)
+    second = device_scale(plugin)
     optimizer = torch.optim.SGD([loss], lr=0.1)
     scaler.step(optimizer)
     scaler.update()
-    third = device_scale(scaler)
+    third = device_scale(plugin)
     assert first is not None
     assert second is not None
     assert third is not None
@@ -24,4 +26,5 @@ def test_the_scale_is_that_of_the_step_and_nobody_reads_it() -> None:
 
 
 def test_a_scaler_that_is_off_has_none() -> None:
-    assert device_scale(torch.amp.GradScaler("cpu", enabled=False)) is None
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert device_scale(MixedPrecision("16-mixed", device="cpu", scaler=scaler)) is None

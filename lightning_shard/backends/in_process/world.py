@@ -165,18 +165,16 @@ class Termination:
 
     The handler runs on the main thread, rank 0's, and only takes note. The first rank that begins a
     step afterwards says where all stop: before the first that nobody has begun.
+
+    Attributes:
+        is_ending: Whether the ranks stop, so that a signal that comes again changes nothing.
     """
 
     def __init__(self) -> None:
-        self.was_terminated = self.requeues = self.has_stopped = False
+        self.was_terminated = self.requeues = self.is_ending = False
         self._steps: Counter[int] = Counter()  # by thread
         self._stop_step: int | None = None
         self._asked: Scheduler | None = None
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the ranks are stopping, so that a signal that comes again changes nothing."""
-        return self.has_stopped
 
     def announce_requeue(self) -> None:
         """Have all ranks stop, to be started again; called by a signal's handler."""
@@ -192,12 +190,14 @@ class Termination:
         """Have ranks asked to leave rather than stopped: they have boundaries of their own."""
         self._asked = scheduler
 
-    def begin_step(self, thread: int) -> None:
-        """Note that a rank is about to begin a step."""
+    def step(self, thread: int) -> bool:
+        """Note that a rank is about to begin a step; return whether all stop before it."""
         self._steps[thread] += 1
         if (self.was_terminated or self.requeues) and self._stop_step is None:
             others = [steps for one, steps in self._steps.items() if one != thread]
             self._stop_step = max(self._steps[thread], max(others, default=0) + 1)
+        self.is_ending = self.is_ending or self.stops(thread)
+        return self.stops(thread)
 
     def stops(self, thread: int) -> bool:
         """Whether a rank has come to the step before which all stop."""
@@ -229,9 +229,7 @@ class RanksTermination:
 
     def step(self) -> bool:
         """Begin a step of the run; return whether to stop before it, as every rank does."""
-        self._shared.begin_step(self._thread)
-        self._shared.has_stopped = self._shared.has_stopped or self.stops
-        return self.stops
+        return self._shared.step(self._thread)
 
 
 BACKEND_NAME = "in_process"

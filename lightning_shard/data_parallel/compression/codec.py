@@ -430,7 +430,7 @@ class CodecExchange(Exchange):
         rows, ranks = torch.empty_like(sent), self.buffer.ranks
         self._travel = _Travel(
             out=out,
-            scale=self.loss_scale(),
+            scale=self.buffer.loss_scale(),
             gradient=gradient if self._tells_usage else None,
             sent=sent,
             sent_form=form,
@@ -453,7 +453,7 @@ class CodecExchange(Exchange):
         taken = torch.empty(padded, dtype=torch.float32, device=self.buffer.device)
         taken[:numel].copy_(values)
         taken[numel:].zero_()
-        if (scale := self.loss_scale()) is not None:
+        if (scale := self.buffer.loss_scale()) is not None:
             taken.div_(scale)
         self._clip(taken)
         for start, stop in self.buffer.layout.gaps:  # what decoding has made must not come back

@@ -28,6 +28,10 @@ from lightning_shard.core.layout import FlatLayout
 State = dict[str, dict[str, Tensor]]  # kind of state -> name -> tensor
 
 
+def unscaled() -> None:
+    """Return the loss scale where there is none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlatBuffer:
     """A flat buffer: where its tensors lie and which ranks average it.
@@ -37,6 +41,8 @@ class FlatBuffer:
         keeps_all: Whether each rank needs the full average, or its own segment only.
         number: Number that tells this buffer from the others of a model, for random streams.
         dense_itemsize: Bytes of a value that travels uncompressed.
+        loss_scale: Returns at each `begin` the loss scale that is in the values, a tensor of
+            shape () on the buffer's device, or None. State is kept without it from step to step.
     """
 
     layout: FlatLayout
@@ -45,6 +51,7 @@ class FlatBuffer:
     number: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dense_itemsize: int = 4
+    loss_scale: Callable[[], Tensor | None] = unscaled
 
     @property
     def numel(self) -> int:
@@ -152,8 +159,6 @@ class Exchange(ABC):
 
     Attributes:
         step: Number of times that the buffer has been averaged.
-        loss_scale: Returns at each `begin` the loss scale that is in the values, a tensor of
-            shape () on the buffer's device, or None. State is kept without it from step to step.
         keeps_momentum: Whether the sent values are summed over steps, so that micro-batches must
             be added up before.
         freezes_variance: Whether Adam's second moment is frozen once a warm-up is over.
@@ -186,7 +191,6 @@ class Exchange(ABC):
         self.step = 0
         self.tally = Tally()
         self.momentum_factors = [0.0] * len(buffer.layout.slots)
-        self.loss_scale: Callable[[], Tensor | None] = lambda: None
 
     def passes(self, values: Tensor, used: Sequence[bool] | None = None) -> bool:
         """Whether the caller has to average `values` itself, uncompressed, as in a warm-up.

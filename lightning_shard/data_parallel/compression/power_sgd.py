@@ -34,6 +34,7 @@ from lightning_shard.data_parallel.compression.compressor import (
     State,
     if_sound,
     scale_up,
+    unscaled,
 )
 from lightning_shard.errors import ConfigError
 
@@ -59,7 +60,8 @@ class VectorAverage:
         self._exchange: Exchange | None = None
         if dtype == "bfloat16" and numel:
             layout = build_layout([("values", (numel,))], num_shards=1)
-            self._exchange = BF16().exchange(replace(buffer, layout=layout, keeps_all=True))
+            parts = replace(buffer, layout=layout, keeps_all=True, loss_scale=unscaled)
+            self._exchange = BF16().exchange(parts)
         self._pending: Pending | Exchange | None = None
 
     def round_(self, part: Tensor) -> None:
@@ -259,7 +261,7 @@ class LowRankExchange(Exchange):
     @torch.no_grad()
     def begin(self, values: Tensor, out: Tensor, used: Sequence[bool] | None = None) -> None:
         first, _ = self._messages()
-        scale, work = self.loss_scale(), values.to(torch.float32, copy=True)
+        scale, work = self.buffer.loss_scale(), values.to(torch.float32, copy=True)
         self._travel = _Travel(out, scale, work)
         if scale is not None:
             work.div_(scale)

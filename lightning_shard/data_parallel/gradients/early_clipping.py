@@ -38,13 +38,13 @@ class EarlyClipping:
         self._ranks = ranks
         self._signs: Tensor | None = None  # of sums, once there are any
         self._rule: _Rule | None = None
-        self._has_clipped = self._was_asked = self._has_erred = False  # the first two in this step
+        self._has_clipped = self._was_asked = False  # in this step
 
     def expect(
         self, limit: float | None, norm_type: float | None, params: Iterable[nn.Parameter] = ()
     ) -> None:
         """Clip from the next backward on; None as the limit for not at all."""
-        is_known = limit is not None and norm_type in (None, 2.0) and not self._has_erred
+        is_known = limit is not None and norm_type in (None, 2.0)
         self._rule = (limit or 0.0, norm_type, frozenset(params)) if is_known else None
         for gradients, exchange in self._gradients:
             gradients.waits_for_end = is_known  # for the norm of all
@@ -63,8 +63,8 @@ class EarlyClipping:
     def end_step(self) -> None:
         """See whether a step was clipped for nothing: then user code clips some steps only."""
         if self._has_clipped and not self._was_asked:
-            self._has_erred = True
             self.expect(None, None)
+            self._gradients = []  # which come as they are from now on
             rank_zero_warn(
                 "A step was taken without clip_gradients after steps with it. Its gradients had "
                 "been clipped as theirs were, before they were sent, since the compressor keeps "
@@ -88,7 +88,7 @@ class EarlyClipping:
     def _norm(self) -> Tensor:
         """Return the norm of the average without the loss scale, shape (), alike on all ranks."""
         exchange, sums = self._gradients[0][1], self._sums()
-        scale = exchange.loss_scale()
+        scale = exchange.buffer.loss_scale()
         if scale is not None:
             sums /= scale
         # uncompressed gradients are clipped without it

@@ -683,6 +683,7 @@ def _exchange(
         number=number,
         device=flat.full.device,
         dense_itemsize=_dense_itemsize(flat, reducing.dp),
+        loss_scale=options.loss_scale,
     )
     return options.compression.exchange(buffer)
 

@@ -422,10 +422,8 @@ class _Source:
         """Return the gradient as a sharded tensor, which looks full."""
         self.shards.reduce_owed()
         local = self.local()
-        tensor = self.apart(local)
-        tensor.norm_of_all = partial(self._norm, local)
-        tensor.on_change = self.changed
-        return tensor
+        norm = partial(self._norm, local)
+        return ShardedTensor(local, self.spread, norm_of_all=norm, on_change=self.changed)
 
     @as_they_are
     def look(self, shown: AveragedGradient) -> None:

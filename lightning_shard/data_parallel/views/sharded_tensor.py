@@ -90,14 +90,19 @@ class ShardedTensor(SeesOperations):
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, spread: Spread, shape: Sequence[int] | None = None
+        cls,
+        local: Tensor,
+        spread: Spread,
+        shape: Sequence[int] | None = None,
+        norm_of_all: Callable[[float], Tensor] | None = None,
+        on_change: Callable[[], None] | None = None,
     ) -> "ShardedTensor":
         """Make a tensor that looks full, or of another `shape` of as many elements."""
         tensor: ShardedTensor = Tensor._make_wrapper_subclass(
             cls, spread.shape if shape is None else shape, dtype=local.dtype, device=local.device
         )
         tensor.local, tensor.spread = local, spread
-        tensor.norm_of_all = tensor.on_change = None
+        tensor.norm_of_all, tensor.on_change = norm_of_all, on_change
         return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -190,9 +195,7 @@ def _viewed(func: Any, tensor: ShardedTensor, shape: Sequence[int], *_: Any) -> 
     wanted = [tensor.numel() if size == -1 and len(shape) == 1 else size for size in shape]
     if wanted not in ([tensor.numel()], list(tensor.shape)):
         raise refusal(func, tensor, f"to shape {tuple(shape)}, expected it flat or as it is")
-    seen = type(tensor)(tensor.local, tensor.spread, wanted)
-    seen.norm_of_all, seen.on_change = tensor.norm_of_all, tensor.on_change
-    return seen
+    return type(tensor)(tensor.local, tensor.spread, wanted, tensor.norm_of_all, tensor.on_change)
 
 
 def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.backends import liveness
-from lightning_shard.backends._c10d import PrefixStore, RankGroups, set_groups
+from lightning_shard.backends._c10d import PrefixStore, RankGroups, Store, set_groups
 from lightning_shard.backends.authentication.connection import (
     Connection,
     Message,
@@ -64,13 +64,15 @@ _memberships: "WeakSet[ServedMembership]" = WeakSet()
 class _MeetingStore(PrefixStore):
     """The store of ranks that meet, where none waits for what a lost one was to set."""
 
-    wait_for_news: Callable[[float], None]
+    def __init__(self, prefix: str, store: Store, wait_for_news: Callable[[float], None]) -> None:
+        super().__init__(prefix, store)
+        self._wait_for_news = wait_for_news
 
     @override
     def get(self, key: str) -> bytes:
-        self.wait_for_news(0)
+        self._wait_for_news(0)
         while not self.check([key]):
-            self.wait_for_news(_POLL_SECONDS)
+            self._wait_for_news(_POLL_SECONDS)
         return super().get(key)
 
 
@@ -187,8 +189,8 @@ class ServedMembership(Membership):
             if self._go != number:
                 raise self._lost_while_meeting(generation)
         job = store_at(self._address, timeout)
-        store = _MeetingStore(f"lightning_shard/generation{number}", job)
-        store.wait_for_news = partial(self._wait_for_news, generation, monotonic() + seconds)
+        wait = partial(self._wait_for_news, generation, monotonic() + seconds)
+        store = _MeetingStore(f"lightning_shard/generation{number}", job, wait)
         if generation.rank == 0:
             store.set(HOST_KEY, self._thread.own_address)
         backend.init_process_group(

@@ -89,7 +89,7 @@ class InProcessLauncher(Launcher):
             replicas = [Replica.copy_of(function, trainer, given, kwargs) for _ in others]
             with told_once(trainer):
                 results = world.run(run_rank)
-            if world.termination.was_terminated and not world.termination.has_stopped:
+            if world.termination.was_terminated and not world.termination.is_ending:
                 if trainer is not None:
                     mark_terminated(trainer)
                 raise SIGTERMException(TERMINATED_STATUS)  # it came after the last step

@@ -1,6 +1,7 @@
 """Flat buffers on in-process ranks, and exchanges that average them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,13 +51,13 @@ def world(backend: str) -> Collectives:
 
 
 def make_exchange(
-    compressor: Compressor, *, keeps_all: bool, number: int = 0, backend: str = "in_process"
+    compressor: Compressor, *, keeps_all: bool, backend: str = "in_process", **options: Any
 ) -> Exchange:
     """Each rank must call."""
     ranks = world(backend)
     layout = build_layout(SHAPES, num_shards=1 if keeps_all else ranks.size, align=4)
     return compressor.exchange(
-        FlatBuffer(layout=layout, ranks=ranks, keeps_all=keeps_all, number=number)
+        FlatBuffer(layout=layout, ranks=ranks, keeps_all=keeps_all, **options)
     )
 
 

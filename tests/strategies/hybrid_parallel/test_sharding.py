@@ -342,4 +342,4 @@ def test_a_pair_comes_from_yaml() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             strategy = parser.instantiate_classes(config).strategy
-        assert strategy.run.groups.data_parallel_size == expected
+        assert strategy.data_parallel_size == expected
