@@ -53,7 +53,6 @@ from lightning_shard.strategies.dimensions.dimension import (
     PlainRunner,
     RunView,
     StepRunner,
-    WrappedRunner,
 )
 from lightning_shard.strategies.names import strategy_name
 from lightning_shard.strategies.parts import RunPart
@@ -229,7 +228,7 @@ class EngineSetup(RunPart):
             layer_sync=layer_sync(strategy),
             matches_tags=strategy.backend.matches_tags,
             loss_scale=self._loss_scale,
-            completed=self._completed,
+            completed=self.completed,
             forget_activations=self._forget_activations,
             start=self._start,
         )
@@ -248,7 +247,7 @@ class EngineSetup(RunPart):
         scale = device_scale(self.strategy.precision_plugin)
         return 1.0 if scale is None else scale
 
-    def _completed(self, result: Any) -> Any:
+    def completed(self, result: Any) -> Any:
         """Return what a step has returned as code that runs on one rank only can take it."""
         for one in self.strategy.dimensions:
             result = one.completed(result)
@@ -342,8 +341,9 @@ class EngineSetup(RunPart):
         apart = view.drawn_for_own_data if run.options.stage < 3 else nullcontext
         runner: StepRunner = PlainRunner(engine.step, apart)
         for one in reversed(dimensions):
-            runner = one.wrapped(runner)
-        run.steps.runner = WrappedRunner(runner, self.ranks_in_step) if dimensions else runner
+            runner = one.runner(runner)
+        contexts = [make for one in dimensions if (make := one.step_context())]
+        run.steps.run_by(runner, [self.ranks_in_step, *contexts])
 
     def _engine_options(self, view: RunView, split: ModelSplit | None) -> EngineOptions:
         run, strategy, dimensions = self.run, self.strategy, self.strategy.dimensions

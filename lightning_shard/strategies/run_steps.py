@@ -139,11 +139,11 @@ class RunSteps(RunPart):
     Attributes:
         activations: The activations of the fit.
         memory: Tells out-of-memory errors what this rank held.
-        runner: Runs the steps; None before the engine is there.
         bytes: Counts what training steps send, of this run or the last.
     """
 
-    runner: StepRunner | None = None
+    _runner: StepRunner | None = None  # None before the engine is there
+    _around: Sequence[Callable[[], AbstractContextManager[None]]] = ()
     _has_begun = False
     _may_differ_in_batches = False  # of prediction
     _metrics: MetricGroups | None = None
@@ -168,6 +168,14 @@ class RunSteps(RunPart):
             self._metrics = MetricGroups(self.run.model, groups.samples.group)
             self._same_batches = SameBatches(model, groups.model_ranks, device)
 
+    def run_by(
+        self,
+        runner: StepRunner,
+        around: Sequence[Callable[[], AbstractContextManager[None]]],
+    ) -> None:
+        """Let `runner` run the steps from now on, within these contexts, the first outermost."""
+        self._runner, self._around = runner, around
+
     def run_step(
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -175,12 +183,14 @@ class RunSteps(RunPart):
         self.run.setup.follow_formats()
         if kind == "training" or not self.run.is_fitting():  # each look is a message between stages
             self.strategy.engine.adoption.may_reformat = False
-        assert self.runner is not None
-        with self.memory.running(kind, args[0]):
+        assert self._runner is not None
+        with self.memory.running(kind, args[0]), ExitStack() as around:
+            for make in self._around:
+                around.enter_context(make())
             step = self.memory.noting(step)
             if kind == "training":
                 step = self.activations.around(step)
-            return self.runner.run(kind, step, args, kwargs)
+            return self.run.setup.completed(self._runner.run(kind, step, args, kwargs))
 
     def train(self, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a training step, whose bytes count; each rank must call."""
@@ -263,7 +273,7 @@ class RunSteps(RunPart):
 
     def end(self) -> None:
         """Forget what belongs to the run that ends."""
-        self.runner = None
+        self._runner = None
         self._may_differ_in_batches, self.memory = False, MemoryNotes(self.strategy)
 
     def end_comparing(self) -> None:

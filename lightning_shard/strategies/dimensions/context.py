@@ -1,6 +1,7 @@
 """Context parallel as a dimension: sequences in parts over the ranks of an axis."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +25,6 @@ from lightning_shard.strategies.dimensions.dimension import (
     DimensionOptions,
     ParallelDimension,
     RunView,
-    StepRunner,
-    WrappedRunner,
 )
 from lightning_shard.strategies.trainer.same_on_ranks import SameResults
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DifferentiatedParts, full_tensor
@@ -61,11 +60,10 @@ class ContextDimension(ParallelDimension):
             self._blocks, self._experts = _cut(run.model, run.mesh, run.groups[self.axis])
 
     @override
-    def wrapped(self, runner: StepRunner) -> StepRunner:
+    def step_context(self) -> Callable[[], AbstractContextManager[None]] | None:
         if self._same_results is None:
-            return runner
-        mean = MeanGradients(self._run.groups[self.axis])
-        return WrappedRunner(runner, partial(asking, mean), full_tensor)
+            return None
+        return partial(asking, MeanGradients(self._run.groups[self.axis]))
 
     @override
     def completed(self, result: Any) -> Any:

@@ -1,8 +1,8 @@
 """What a strategy asks of each way in which ranks share one model.
 
     check                          before a run is set up
-    split, attach, wrapped         the set-up: the model, then the engine, then who runs steps
-    completed                      what a step returns
+    split, attach, runner          the set-up: the model, then the engine, then who runs steps
+    step_context, completed        around a step, and what it returns
     before_backward, before_update what ranks compare
     hook_context, finish_copies    around the user's hooks
     share_state                    before a checkpoint
@@ -133,25 +133,6 @@ class PlainRunner:
             return step(*args, **kwargs)
 
 
-class WrappedRunner:
-    """Runs another one's steps with something around them."""
-
-    def __init__(
-        self,
-        inner: StepRunner,
-        around: Callable[[], AbstractContextManager[None]],
-        completed: Callable[[Any], Any] = lambda result: result,
-    ) -> None:
-        self._inner, self._around, self._completed = inner, around, completed
-
-    def run(
-        self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run one step; see `StepRunner`."""
-        with self._around():
-            return self._completed(self._inner.run(kind, step, args, kwargs))
-
-
 class ParallelDimension:
     """What the ranks along one axis of the mesh share; here they do nothing about it.
 
@@ -206,9 +187,16 @@ class ParallelDimension:
         """
         return None
 
-    def wrapped(self, runner: StepRunner) -> StepRunner:
-        """Return who runs the steps: what does more around `runner`, or stands in its place."""
-        return runner
+    def step_context(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return what makes the context of each step of the module's, or None.
+
+        It is asked for once the dimension is attached.
+        """
+        return None
+
+    def runner(self, inner: StepRunner) -> StepRunner:
+        """Return who runs the steps: `inner`, or what runs them in another way."""
+        return inner
 
     def completed(self, result: Any) -> Any:
         """Return what a step has returned as code that runs on one rank only can take it."""

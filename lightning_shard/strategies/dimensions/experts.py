@@ -28,8 +28,6 @@ from lightning_shard.strategies.dimensions.dimension import (
     DimensionOptions,
     ParallelDimension,
     RunView,
-    StepRunner,
-    WrappedRunner,
 )
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.full_view import ViewsOfKeptParameters
@@ -106,8 +104,8 @@ class ExpertDimension(ParallelDimension):
             yield
 
     @override
-    def wrapped(self, runner: StepRunner) -> StepRunner:
-        return WrappedRunner(runner, self._in_step, full_tensor)
+    def step_context(self) -> Callable[[], AbstractContextManager[None]]:
+        return self._in_step
 
     @override
     def hook_context(self) -> Callable[[], AbstractContextManager[None]] | None:

@@ -153,10 +153,10 @@ class PipelineDimension(ParallelDimension):
         return None if self._split is None else partial(asking, AfterSchedule())
 
     @override
-    def wrapped(self, runner: StepRunner) -> StepRunner:
+    def runner(self, inner: StepRunner) -> StepRunner:
         if self._steps is None:
-            return runner
-        assert isinstance(runner, PlainRunner), "the pipeline has to be the last dimension"
+            return inner
+        assert isinstance(inner, PlainRunner), "the pipeline has to be the last dimension"
         return self._steps
 
     @override

@@ -1,7 +1,7 @@
 """Tensor parallel as a dimension: wide layers in parts over the ranks of an axis."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -25,8 +25,6 @@ from lightning_shard.strategies.dimensions.dimension import (
     DimensionOptions,
     ParallelDimension,
     RunView,
-    StepRunner,
-    WrappedRunner,
 )
 from lightning_shard.strategies.trainer.same_on_ranks import SameResults
 from lightning_shard.tensor_parallel.automatic import automatic_plan, check_layouts
@@ -105,17 +103,18 @@ class TensorDimension(ParallelDimension):
             self._layers.copy_sharded()
 
     @override
-    def wrapped(self, runner: StepRunner) -> StepRunner:
-        # What a step returns goes to code that may run on one rank only, so it is made full.
-        return WrappedRunner(runner, self._in_step, self._full)
+    def step_context(self) -> Callable[[], AbstractContextManager[None]]:
+        return self._step_of_module
 
-    def _full(self, result: Any) -> Any:
-        """Make a step's result full, and what it has put into buffers; each rank must call."""
-        for buffers in self._buffers:
-            for name, buffer in buffers.items():
-                if isinstance(buffer, DimShardedTensor):
-                    buffers[name] = full_tensor(buffer)
-        return full_tensor(result)
+    @contextmanager
+    def _step_of_module(self) -> Iterator[None]:
+        """Make full what a step puts into buffers, which one rank alone may read afterwards."""
+        with self._in_step():
+            yield
+            for buffers in self._buffers:
+                for name, buffer in buffers.items():
+                    if isinstance(buffer, DimShardedTensor):
+                        buffers[name] = full_tensor(buffer)
 
     @override
     def backward_context(self) -> Callable[[], AbstractContextManager[None]]:

@@ -46,8 +46,8 @@ class RowsDimension(ParallelDimension):
         self._group = run.groups[self.axis]
         return None
 
-    def wrapped(self, runner: StepRunner) -> StepRunner:
-        return RowSteps(runner, self._group)
+    def runner(self, inner: StepRunner) -> StepRunner:
+        return RowSteps(inner, self._group)
 
     @property
     def held_besides(self) -> Sequence[str]:

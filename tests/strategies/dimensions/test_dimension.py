@@ -21,7 +21,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.fabric import registry as of_fabric
 from lightning_shard.profiling import TrafficMonitor
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
-from lightning_shard.strategies.dimensions.dimension import PlainRunner, StepKind, WrappedRunner
+from lightning_shard.strategies.dimensions.dimension import PlainRunner, StepKind
 from tests.profiling.monitored import written
 from tests.strategies.dimensions import rows
 from tests.strategies.dimensions.rows import RowsParallelStrategy
@@ -200,15 +200,14 @@ class Told:
 @pytest.mark.parametrize(("kind", "apart"), [("training", ["own data"]), ("validation", [])])
 def test_a_step_runs_within_the_engines(kind: StepKind, apart: list[str]) -> None:
     told = Told()
-    plain = PlainRunner(lambda: told.inside("engine"), lambda: told.inside("own data"))
-    runner = WrappedRunner(plain, lambda: told.inside("layers"), lambda result: result * 2)
+    runner = PlainRunner(lambda: told.inside("engine"), lambda: told.inside("own data"))
 
     def step(*args: Any, **kwargs: Any) -> int:
         told.lines.append(f"{args} {kwargs}")
         return 21
 
-    assert runner.run(kind, step, ("batch", 0), {"dataloader_idx": 1}) == 42
-    around = ["layers", *apart, "engine"]
+    assert runner.run(kind, step, ("batch", 0), {"dataloader_idx": 1}) == 21
+    around = [*apart, "engine"]
     assert told.lines == [
         *(f"enter {one}" for one in around),
         "('batch', 0) {'dataloader_idx': 1}",
