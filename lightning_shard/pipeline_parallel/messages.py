@@ -9,7 +9,7 @@ one knows. Receives are posted early and sends go on while the rank computes.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lightning_shard.pipeline_parallel.containers import opened, signature
 from lightning_shard.pipeline_parallel.gradients import GradientStash
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.needs import Step
-from lightning_shard.pipeline_parallel.schedules import Action, Kind
+from lightning_shard.pipeline_parallel.schedules import Kind
 from lightning_shard.pipeline_parallel.stage_run import StageRun
 
 _SKIPPED = -1  # in the place of a number of tensors
@@ -61,35 +61,36 @@ class StageMessages:
     """Sends and receives lists of tensors between the ranks of a pipeline."""
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
-        self._group = group
+        self.group = group
         self._device = device
         self._known: dict[Hashable, list[TensorMetadata]] = {}  # by this rank's sends
         self._headers: dict[Hashable, _Header] = {}  # by its receives
         self._sending: list[Pending] = []
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, key: Hashable) -> None:
-        """Start to send; `key` determines their metadata and the boundary."""
+    def described(self, tensors: Sequence[Tensor], key: Hashable) -> list[Tensor]:
+        """Return what is sent for tensors, their metadata first unless the receiver knows them.
+
+        `key` determines their metadata and the boundary.
+        """
         all_metadata = [TensorMetadata.of(tensor) for tensor in tensors]
         known = self._known.setdefault(key, all_metadata)
-        if known is all_metadata:
-            self._start(_header(all_metadata, self._device), peer, tag)
-        elif known != all_metadata:
+        if known != all_metadata:
             raise ConfigError(
-                f"Rank {self._group.rank} of the pipeline: a stage's result looks like "
+                f"Rank {self.group.rank} of the pipeline: a stage's result looks like "
                 f"{all_metadata}, expected {known} as for the last batch of these shapes. Make the "
                 "shapes of activations depend on the shapes of the batch only."
             )
-        for tensor in tensors:
-            self._start(tensor.detach().contiguous(), peer, tag)
+        header = [_header(known, self._device)] if known is all_metadata else []
+        return header + [tensor.detach() for tensor in tensors]
 
     def send_skipped(self, peer: int, tag: int, key: Hashable) -> list[Tensor]:
         """Start to send fillers for the tensors of a step that ended before the network."""
         known = self._known.get(key)
         if known is None:
-            self._start(_numbers([_SKIPPED], self._device), peer, tag)
+            self.send([_numbers([_SKIPPED], self._device)], peer, tag)
             return []
         fillers = [self._filler(metadata) for metadata in known]
-        self.send_known([one.detach() for one in fillers], peer, tag)
+        self.send([one.detach() for one in fillers], peer, tag)
         return fillers
 
     def _filler(self, metadata: TensorMetadata) -> Tensor:
@@ -98,25 +99,27 @@ class StageMessages:
         filler = self.empty(metadata).fill_(float("nan") if floats else 0)
         return filler.requires_grad_(metadata.requires_grad)
 
-    def send_known(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """Start to send tensors whose metadata the receiver knows."""
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """Start to send tensors whose metadata the receiver knows, or is sent before them."""
         for tensor in tensors:
-            self._start(tensor.contiguous(), peer, tag)
-
-    def _start(self, tensor: Tensor, peer: int, tag: int) -> None:
-        if tensor.numel():
-            self._sending.append(self._group.send(tensor, peer, tag, async_op=True))
+            if tensor.numel():
+                sent = tensor.contiguous()
+                self._sending.append(self.group.send(sent, peer, tag, async_op=True))
 
     def receive(self, peer: int, tag: int, key: Hashable) -> "ReceiveHandle":
-        """Start to receive the tensors that `send` sends."""
+        """Start to receive tensors that are sent as `described`."""
         if key not in self._headers:
             self._headers[key] = self.next_header(peer, tag)
-        return ReceiveHandle(self, peer, tag, self._headers[key], key)
+        header = self._headers[key]
+        handle = ReceiveHandle(self, peer, tag, header, key)
+        if header.all_metadata is not None and not header.is_skipped:
+            handle.post(header.all_metadata)
+        return handle
 
     def next_header(self, peer: int, tag: int) -> "_Header":
         """Start to receive metadata."""
         header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
-        return _Header(header, self._group.recv(header, peer, tag, async_op=True), tag)
+        return _Header(header, self.group.recv(header, peer, tag, async_op=True), tag)
 
     def replace_header(self, key: Hashable, old: Any, new: "_Header | None") -> None:
         """Let the next receives take their metadata from another header, or wait for one."""
@@ -136,10 +139,6 @@ class StageMessages:
     def empty(self, metadata: TensorMetadata) -> Tensor:
         """Return memory for one tensor."""
         return torch.empty(metadata.shape, dtype=metadata.dtype, device=self._device)
-
-    def start_recv(self, tensor: Tensor, peer: int, tag: int) -> Pending | None:
-        """Start to receive one tensor."""
-        return self._group.recv(tensor, peer, tag, async_op=True) if tensor.numel() else None
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
@@ -180,15 +179,15 @@ class ReceiveHandle:
         self._messages, self._peer, self._tag, self._header = messages, peer, tag, header
         self._key = key
         self._coming: list[tuple[Tensor, TensorMetadata, Pending | None]] | None = None
-        if header is not None and header.all_metadata is not None and not header.is_skipped:
-            self.post(header.all_metadata)
 
     def post(self, all_metadata: Sequence[TensorMetadata]) -> None:
         """Post the receives of tensors of these metadata."""
         self._coming = []
         for metadata in all_metadata:
-            tensor = self._messages.empty(metadata)
-            pending = self._messages.start_recv(tensor, self._peer, self._tag)
+            tensor, pending = self._messages.empty(metadata), None
+            if tensor.numel():
+                group = self._messages.group
+                pending = group.recv(tensor, self._peer, self._tag, async_op=True)
             self._coming.append((tensor, metadata, pending))
 
     def wait(self) -> list[Tensor]:
@@ -290,6 +289,15 @@ class RunningBatch:
     halves: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
 
+    @property
+    def sums(self) -> GradientStash:
+        """Sums of gradients of a training step."""
+        assert self.stash is not None
+        return self.stash
+
+
+StageAction = Callable[[RunningBatch, int, int], None]  # of a batch, a stage and a microbatch
+
 
 class StageTraffic:
     """Sends and receives what neighbouring stages exchange, unless both are on one rank.
@@ -301,15 +309,16 @@ class StageTraffic:
         group: Group of the pipeline's ranks, in order; each must construct this.
         device: Device of this rank.
         stage_ranks: Group rank of each stage.
-    """
 
-    KINDS: ClassVar[tuple[Kind, ...]] = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+    Attributes:
+        actions: What sends and receives what a stage gives or is given for a microbatch.
+    """
 
     def __init__(
         self, group: Collectives, device: torch.device, stage_ranks: Sequence[int]
     ) -> None:
         self._group, self._device, self._stage_ranks = group, device, tuple(stage_ranks)
-        self._does: dict[Kind, Callable[[RunningBatch, int, int], None]] = {
+        self.actions: dict[Kind, StageAction] = {
             "SEND_F": self._send_outputs,
             "RECV_F": self._receive_inputs,
             "SEND_B": self._send_grads,
@@ -324,10 +333,6 @@ class StageTraffic:
     def finish(self) -> None:
         """Wait until all messages of this rank have gone."""
         self._messages.finish()
-
-    def do(self, batch: RunningBatch, action: Action) -> None:
-        """Send or receive what a stage gives or is given for a microbatch."""
-        self._does[action.kind](batch, action.stage, action.microbatch)
 
     def _key(self, batch: RunningBatch, boundary: int, microbatch: int) -> tuple[Any, ...]:
         """Return all that the metadata of the tensors at a boundary depend on."""
@@ -350,7 +355,7 @@ class StageTraffic:
         if run.is_skipped:
             run.outputs = self._messages.send_skipped(peer, tag, key)
         else:
-            self._messages.send(run.outputs, peer, tag, key)
+            self._messages.send(self._messages.described(run.outputs, key), peer, tag)
         if batch.stash is None:
             del batch.runs[stage, index]
 
@@ -366,7 +371,7 @@ class StageTraffic:
     def _send_grads(self, batch: RunningBatch, stage: int, index: int) -> None:
         peer = self._stage_ranks[stage - 1]
         tag = self._tag(stage - 1, index, is_grad=True)
-        self._messages.send_known(batch.grads.pop((stage, index)), peer, tag)
+        self._messages.send(batch.grads.pop((stage, index)), peer, tag)
 
     def inputs(
         self, batch: RunningBatch, stage: int, index: int

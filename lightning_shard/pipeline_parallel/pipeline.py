@@ -9,7 +9,7 @@ A neighbouring stage on the same rank is handed its tensors without a message.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from lightning_shard.pipeline_parallel.messages import (
     LossOf,
     ReceiveHandle,
     RunningBatch,
+    StageAction,
     StageTraffic,
     followed,
 )
@@ -118,16 +119,13 @@ class Pipeline:
         self._noted: NotedCalls | None = None  # in a rehearsal of a training step
         self.randomness = StageRandomness(group, engine.device)
         self._needs = Needs(model, group, stage_params, self._stage_ranks, self.randomness)
-        self._actions: dict[str, Callable[[Action], None]] = {
+        self._actions: dict[Kind, StageAction] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward_inputs,
             "W": self._backward_weights,
-            **dict.fromkeys(
-                StageTraffic.KINDS, lambda action: self._traffic.do(self._batch, action)
-            ),
+            **self._traffic.actions,
         }
-        self._batch: RunningBatch
 
     @property
     def num_stages(self) -> int:
@@ -180,7 +178,6 @@ class Pipeline:
 
     def _run(self, batch: RunningBatch, schedule: Schedule) -> bool:
         """Run this rank's actions of a schedule; return whether the step uses the network."""
-        self._batch = batch
         if self._rehearsed.get(batch.kind, batch.trainable) != batch.trainable:
             del self._rehearsed[batch.kind]  # a penalty over what is trained uses others now
             self._needs.forget(batch.kind)
@@ -196,11 +193,10 @@ class Pipeline:
             is_begun = uses and self._rehearse(batch)
             for action in schedule.actions[self._group.rank] if uses else ():
                 if not (is_begun and action.microbatch == 0 and action.kind in _FORWARD):
-                    self._act(action)
+                    self._act(batch, action)
             self._traffic.finish()
         if batch.stash is not None:
             self._lending.give_back(batch.stash)
-        del self._batch
         return uses
 
     def _learn(self, batch: RunningBatch) -> bool:
@@ -238,7 +234,7 @@ class Pipeline:
             self._wanted = {} if attempt + 1 < _MAX_ATTEMPTS else None
             self._noted = NotedCalls(self._model.held) if batch.stash is not None else None
             for action in self._forward_schedules(1).actions[self._group.rank]:
-                self._act(action)
+                self._act(batch, action)
             self._traffic.finish()
             calls = {} if self._noted is None else self._noted.calls
             every = self._group.all_gather_object((self._wanted, calls))
@@ -266,26 +262,23 @@ class Pipeline:
         self._borrow(batch, wanted)
         self._learn(batch)
 
-    def _act(self, action: Action) -> None:
-        if self.observer is None or action.kind in _RECEIVES.values():
-            self._actions[action.kind](action)
-            return
-        if action.kind in _RECEIVES:
-            self._await(action, self.observer)
-        with self.observer(action):
-            self._actions[action.kind](action)
+    def _act(self, batch: RunningBatch, action: Action) -> None:
+        observer = None if action.kind in _RECEIVES.values() else self.observer
+        if observer is not None and action.kind in _RECEIVES:
+            self._await(batch, action, observer)
+        with nullcontext() if observer is None else observer(action):
+            self._actions[action.kind](batch, action.stage, action.microbatch)
 
-    def _await(self, action: Action, observer: Observer) -> None:
+    def _await(self, batch: RunningBatch, action: Action, observer: Observer) -> None:
         """Wait for the message of a computation before the computation does."""
         receive = _RECEIVES[action.kind]
-        coming = self._batch.inbox.get((receive[-1], action.stage, action.microbatch))
+        coming = batch.inbox.get((receive[-1], action.stage, action.microbatch))
         if isinstance(coming, ReceiveHandle):
             with observer(action._replace(kind=receive)):
                 coming.wait()
 
-    def _forward(self, action: Action) -> None:
-        stage, _, index = action
-        batch, bounds = self._batch, self._model.partition.bounds
+    def _forward(self, batch: RunningBatch, stage: int, index: int) -> None:
+        bounds = self._model.partition.bounds
         microbatch = batch.microbatches[index]
         received, comes_of_skipped = self._traffic.inputs(batch, stage, index)
         run = StageRun(
@@ -304,7 +297,7 @@ class Pipeline:
         with self._buffers.forward(stage):
             self._run_step(run, batch, microbatch)
         if stage == self.num_stages - 1:
-            self._keep_loss(run, microbatch)
+            self._keep_loss(batch, run, microbatch)
             batch.results[index] = map_tensors(run.result, Tensor.detach)
             run.result = None
         batch.runs[stage, index] = run
@@ -329,17 +322,17 @@ class Pipeline:
             self._wanted[run.stage] = error.origins
             run.is_skipped, run.result = True, None
 
-    def _keep_loss(self, run: StageRun, microbatch: Microbatch) -> None:
-        batch = self._batch
+    def _keep_loss(self, batch: RunningBatch, run: StageRun, microbatch: Microbatch) -> None:
         if batch.stash is not None and (loss := batch.loss_of(run.result)) is not None:
             if microbatch.index == 0:
                 leaves = (node.variable for node in leaf_nodes([loss]))
                 self._model.refuse_others(leaves, run.stage)
             batch.losses[microbatch.index] = loss * (microbatch.weight * batch.stash.seed)
 
-    def _roots(self, stage: int, index: int) -> tuple[list[Tensor], list[Tensor] | None]:
+    def _roots(
+        self, batch: RunningBatch, stage: int, index: int
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Return the tensors at which a backward begins, and their gradients (None: one)."""
-        batch = self._batch
         if stage == self.num_stages - 1:
             loss = batch.losses.pop(index, None)
             return [] if loss is None or not loss.requires_grad else [loss], None
@@ -353,22 +346,20 @@ class Pipeline:
         own = [param for param in self._stage_params[stage] if param.requires_grad]
         return [*own, *self._lending.leaves(stage)]  # type: ignore[list-item]
 
-    def _backward(self, action: Action) -> None:
-        stage, _, index = action
-        roots, grads = self._roots(stage, index)
-        run, params, stash = self._batch.runs.pop((stage, index)), self._params(stage), self._stash
+    def _backward(self, batch: RunningBatch, stage: int, index: int) -> None:
+        roots, grads = self._roots(batch, stage, index)
+        run, params = batch.runs.pop((stage, index)), self._params(stage)
         self._buffers.before_backward(stage)
         with self._model.running(run, stage):
             input_grads, param_grads = full_backward(
                 roots, grads, followed(run.inputs), params, reformatted=self._reformats
             )
-        stash.add(params, param_grads)
-        self._batch.grads[stage, index] = input_grads
+        batch.sums.add(params, param_grads)
+        batch.grads[stage, index] = input_grads
 
-    def _backward_inputs(self, action: Action) -> None:
-        stage, _, index = action
-        roots, grads = self._roots(stage, index)
-        run, params, stash = self._batch.runs[stage, index], self._params(stage), self._stash
+    def _backward_inputs(self, batch: RunningBatch, stage: int, index: int) -> None:
+        roots, grads = self._roots(batch, stage, index)
+        run, params = batch.runs[stage, index], self._params(stage)
         inputs = followed(run.inputs)
         self._buffers.before_backward(stage)
         with self._model.running(run, stage):
@@ -376,20 +367,14 @@ class Pipeline:
 
         def weights() -> None:
             with self._model.running(run, stage):
-                stash.add(params, weight_backward(rest, params))
+                batch.sums.add(params, weight_backward(rest, params))
 
-        self._batch.halves[stage, index] = weights
-        self._batch.grads[stage, index] = input_grads
+        batch.halves[stage, index] = weights
+        batch.grads[stage, index] = input_grads
 
-    def _backward_weights(self, action: Action) -> None:
-        stage, _, index = action
-        del self._batch.runs[stage, index]
-        self._batch.halves.pop((stage, index))()
-
-    @property
-    def _stash(self) -> GradientStash:
-        assert self._batch.stash is not None
-        return self._batch.stash
+    def _backward_weights(self, batch: RunningBatch, stage: int, index: int) -> None:
+        del batch.runs[stage, index]
+        batch.halves.pop((stage, index))()
 
 
 def _named(wanted: Sequence[Wanted]) -> str:

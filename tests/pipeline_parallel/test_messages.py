@@ -36,7 +36,7 @@ def sent_and_received(sizes: list[int]) -> tuple[list[list[Tensor]], int]:
         got = []
         for tag, size in enumerate(sizes):
             if rank == 0:
-                messages.send(tensors(size), 1, tag, key=size)
+                messages.send(messages.described(tensors(size), size), 1, tag)
             else:
                 got.append(messages.receive(0, tag, key=size).wait())
         messages.finish()
@@ -65,7 +65,7 @@ def test_receives_may_be_posted_before_their_looks_are_known() -> None:
         _, messages = pair()
         if rank == 0:
             for tag in range(3):
-                messages.send([torch.full((2,), float(tag))], 1, tag, key="same")
+                messages.send(messages.described([torch.full((2,), float(tag))], "same"), 1, tag)
             messages.finish()
             return []
         handles = [messages.receive(0, tag, key="same") for tag in range(3)]
@@ -79,8 +79,8 @@ def test_other_looks_under_the_same_key_are_refused() -> None:
     def work(rank: int) -> None:
         _, messages = pair()
         if rank == 0:
-            messages.send([torch.ones(2)], 1, 0, key="k")
-            messages.send([torch.ones(3)], 1, 1, key="k")
+            messages.send(messages.described([torch.ones(2)], "k"), 1, 0)
+            messages.send(messages.described([torch.ones(3)], "k"), 1, 1)
         else:
             messages.receive(0, 0, key="k").wait()
             messages.receive(0, 1, key="k").wait()
@@ -92,7 +92,7 @@ def test_other_looks_under_the_same_key_are_refused() -> None:
 def test_too_many_tensors_for_a_header() -> None:
     def work(rank: int) -> None:
         _, messages = pair()
-        messages.send([torch.ones(1)] * 100, 1 - rank, 0, key="k")
+        messages.send(messages.described([torch.ones(1)] * 100, "k"), 1 - rank, 0)
 
     with pytest.raises(ConfigError, match="100 tensors between two stages are too many"):
         run_ranks(work, 2)

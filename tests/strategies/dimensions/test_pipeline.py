@@ -55,7 +55,7 @@ def test_one_rank_with_all_stages_leaves_the_model_and_the_steps_as_they_are() -
     plain = PlainRunner(lambda: pytest.fail("no step runs"))
     assert alone.split(run) is None
     assert not alone.brings_model(run)
-    assert alone.wrapped(plain) is plain
+    assert alone.runner(plain) is plain
     with pytest.raises(ConfigError, match="There is no pipeline before"):
         _ = alone.pipeline
     alone.restore(full=False)  # of nothing
