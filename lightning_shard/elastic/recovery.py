@@ -79,6 +79,11 @@ class EarlyEnd:
         self._fit = fit
         self._memory = memory
 
+    def by(self, error: BaseException, *, is_common: bool = False) -> BaseException:
+        """Note that an error ends the fit, of all ranks alike if it `is_common`; return it."""
+        self.is_certain, self.is_common = True, is_common
+        return error
+
     def let_go(self) -> None:
         """Let those ranks go that were asked to; each rank must call."""
         leaving = self._who_leaves()
@@ -86,16 +91,15 @@ class EarlyEnd:
             self._memory.hand_over(leaving)
         if not leaving[self._fit.strategy.collectives.rank]:
             return
-        self.is_certain = True
+        ends = self.by(SIGTERMException(TERMINATED_STATUS), is_common=all(leaving))
         mark_terminated(self._fit.trainer)
-        if all(leaving):  # the scheduler ends the job
-            self.is_common = True
+        if self.is_common:  # the scheduler ends the job
             self._save()
         else:
             self._memory.close()
             self._fit.strategy.drop_generation()
             self._fit.ranks.membership.leave()
-        raise SIGTERMException(TERMINATED_STATUS)
+        raise ends
 
     def save_and_end(self, generation: Generation) -> None:
         """Save what there is, and end, in the last generation; each rank must call."""
@@ -378,8 +382,7 @@ class NextGeneration:
         """Go on in the next generation, from the newest boundary that is complete."""
         is_own = error is not None and not _is_of_a_peer(error)
         if error is not None and is_own and self._fit.ranks.generation.number and all_raise(error):
-            self._early_end.is_certain = self._early_end.is_common = True
-            raise error  # no accident: they would raise it again
+            raise self._early_end.by(error, is_common=True)  # no accident: it would come again
         self._memory.close()
         self._fit.strategy.drop_generation()
         generation = self._following(error, is_own=is_own)
@@ -400,12 +403,11 @@ class NextGeneration:
         try:
             return self._fit.ranks.membership.following(error if is_own else None)
         except EvictedError as verdict:
-            self._early_end.is_certain = True
             assert error is not None
             error.add_note(str(verdict))
-            raise error from None
-        except BaseException:
-            self._early_end.is_certain = True
+            raise self._early_end.by(error) from None
+        except BaseException as raised:
+            self._early_end.by(raised)
             raise
 
     def _check_gain(self, generation: Generation, error: BaseException | None) -> None:
@@ -415,13 +417,12 @@ class NextGeneration:
         self._num_in_vain = self._num_in_vain + 1 if in_vain else 0
         self._last_loss = here
         if self._num_in_vain > self._fit.max_failures:
-            self._early_end.is_certain = True
             assert error is not None
             error.add_note(
                 f"The same {generation.size} ranks have reconfigured {self._num_in_vain} times at "
                 f"step {self._fit.trainer.global_step}, though none of them was lost."
             )
-            raise error
+            raise self._early_end.by(error)
 
     def _take_up(self, generation: Generation) -> bool:
         """Bring this generation to a boundary; each rank must call."""
@@ -467,12 +468,12 @@ class NextGeneration:
             path = _lightning.newest_checkpoint(trainer, self._fit_began)
         path = self._fit.strategy.broadcast(path)
         if path is None:
-            self._early_end.is_certain = True
-            raise CheckpointError(
+            error = CheckpointError(
                 f"Rank {generation.rank}: {generation.reason}, and with them all copies of a "
                 f"part of the state; expected a checkpoint to go back to, but this fit has saved "
                 f"none. Add a ModelCheckpoint with every_n_train_steps."
             )
+            raise self._early_end.by(error)
         module, optimizers = trainer.lightning_module, self._fit.strategy.optimizers
         self._rebuild_engine(generation, WhatTrains.of(module, optimizers, flags_of(module)))
         _lightning.load_checkpoint(trainer, path)
