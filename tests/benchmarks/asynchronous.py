@@ -12,10 +12,8 @@ do not take each other's cores.
 
 import argparse
 import importlib
-import os
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -23,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.backends.registry import get_backend
 from tests.data_parallel.async_sgd.programs import Worker
+from tests.groups import join
 from tests.processes import run_processes
 
 NAME = "tests.benchmarks.asynchronous"
@@ -64,12 +62,9 @@ class Pace:
 def train(*, bound: int, step: float, slowdown: float, rounds: int, steps: int) -> Result:
     """One rank's part; runs in a process of its own."""
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    get_backend("gloo").init_process_group(
-        rank=rank, world_size=size, device=torch.device("cpu"), timeout=timedelta(minutes=5)
-    )
+    ranks = join(seconds=300)
     torch.manual_seed(0)
-    pace = Pace(step * slowdown if rank == size - 1 else step)
+    pace = Pace(step * slowdown if ranks.rank == ranks.size - 1 else step)
     worker = Worker.build(pace.model, _sgd, bound=bound, backend="gloo")
     worker.step(pace.loss)  # allocates
     times = []

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +39,7 @@ from lightning_shard.data_parallel.compression import OneBit, PowerSGD
 from tests.benchmarks.contenders import ADAMW
 from tests.benchmarks.model import Batch, build_model, make_batch
 from tests.benchmarks.namespaces import two_hosts, why_not
+from tests.processes import free_port
 from tests.trainers import cpu_trainer
 
 NUM_RANKS = 2
@@ -210,7 +210,7 @@ def places(megabits: float, reason: str | None) -> Iterator[tuple[Place, Place]]
 
 def race(name: str, ranks: Sequence[Place], num_steps: int, folder: Path) -> Result:
     """Run one contender in two processes; return rank 0's figures."""
-    port = _free_port()
+    port = free_port()
     outputs = [folder / f"{name}_{rank}.json" for rank in range(NUM_RANKS)]
     running = [
         subprocess.Popen(
@@ -257,12 +257,6 @@ def _environment(rank: int, place: Place, port: int) -> Mapping[str, str]:
 def _command(name: str, num_steps: int, output: Path) -> list[str]:
     module = [sys.executable, "-m", "tests.benchmarks.slow_link"]
     return [*module, "--rank-of", name, "--steps", str(num_steps), "--output", str(output)]
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def render(title: str, results: Mapping[str, Sequence[Result]]) -> Table:

@@ -1,7 +1,5 @@
 """A checkpoint is the same file whatever wrote it, and any scheme on any size resumes from it."""
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -23,8 +21,7 @@ from tests.checkpoint.scheme_files import (
     saving,
     trainer_of,
 )
-from tests.patience import patient
-from tests.processes import REPOSITORY
+from tests.processes import run_alone
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import STRATEGIES, quiet_trainer
 
@@ -119,13 +116,10 @@ def test_load_from_checkpoint_without_this_package(tmp_path: Path) -> None:
     trainer = quiet_trainer(strategy="zero3_in_process", devices=4, max_steps=2)
     trainer.fit(model, datamodule=batches(model))
     trainer.save_checkpoint(tmp_path / "gpt.ckpt")
-    command = [sys.executable, "-c", LOAD_WITHOUT_US, str(tmp_path / "gpt.ckpt")]
-    finished = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=patient(100), check=False
-    )
-    assert finished.returncode == 0, finished.stderr
+    finished = run_alone("-c", LOAD_WITHOUT_US, str(tmp_path / "gpt.ckpt"))
+    assert finished.returncode == 0, finished.output
     expected = sum(param.double().sum().item() for param in model.parameters())
-    assert float.fromhex(finished.stdout.strip().splitlines()[-1]) == expected
+    assert float.fromhex(finished.output.strip().splitlines()[-1]) == expected
 
 
 @pytest.mark.parametrize("scheme", [Scheme("shard_ddp", 2), Scheme("zero3", 4)], ids=str)

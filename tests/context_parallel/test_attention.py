@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.context_parallel.crossings import cut_sequence
 from lightning_shard.context_parallel.sequence_part import FullSequences, SequencePart, padded
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor, wrapped
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 BATCH, LENGTH, WIDTH = 2, 8, 4
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -27,7 +27,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def in_parts(tensors: Sequence[Tensor], dim: int) -> tuple[list[Tensor], FullSequences]:
     """Return the tensors cut over all ranks, and what hears of operations that are not."""
-    group = get_backend("in_process").collectives(torch.distributed.group.WORLD)
+    group = all_ranks()
     in_full = FullSequences(group.size)
     in_full.block = "block"
     padding = -tensors[0].shape[dim] % group.size

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from examples.train_gpt import Block
-from lightning_shard.backends.collectives import Collectives
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 BATCH, LENGTH, WIDTH, HEADS, NUM_BLOCKS = 2, 16, 16, 8, 3
 
@@ -68,10 +67,6 @@ class LookingBehind(nn.Module):
         return self.layer(x) * (2 if isinstance(x, DimShardedTensor) else 1)
 
 
-def group() -> Collectives:
-    return get_backend("in_process").collectives(torch.distributed.group.WORLD)
-
-
 def gpt_block() -> nn.Module:
     return Block(WIDTH, HEADS)
 
@@ -106,7 +101,7 @@ def test_results_and_gradients_are_those_of_the_full_sequence(
     expected = results(Blocks(make), inputs(length))
 
     def of_rank(rank: int) -> tuple[list[Tensor], set[str]]:
-        model, ranks = Blocks(make), group()
+        model, ranks = Blocks(make), all_ranks()
         cut = CutBlocks(model, ranks)
         y, of_input, *grads = results(model, inputs(length))
         for grad in grads:
@@ -122,7 +117,7 @@ def test_results_and_gradients_are_those_of_the_full_sequence(
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_what_is_sent_is_four_exchanges_a_block_and_a_gather_each_way(num_ranks: int) -> None:
     def of_rank(rank: int) -> dict[str, int]:
-        model, ranks = Blocks(gpt_block), group()
+        model, ranks = Blocks(gpt_block), all_ranks()
         CutBlocks(model, ranks)
         results(model, inputs())  # blocks are tried
         before = ranks.traffic.snapshot()
@@ -147,7 +142,7 @@ def saved_bytes(num_ranks: int, length: int) -> int:
     """Return the bytes that the blocks keep for backward on rank 0."""
 
     def of_rank(rank: int) -> int:
-        model, ranks = Blocks(gpt_block), group()
+        model, ranks = Blocks(gpt_block), all_ranks()
         if ranks.size > 1:
             CutBlocks(model, ranks)
             model(inputs(length))
@@ -180,7 +175,7 @@ def test_activations_for_backward_fall_as_the_ranks_rise() -> None:
 def test_a_block_that_computes_something_else_of_parts_is_refused_by_name() -> None:
     def of_rank(rank: int) -> None:
         model = Blocks(LookingBehind)
-        CutBlocks(model, group())
+        CutBlocks(model, all_ranks())
         with pytest.raises(ConfigError, match=r"block 'blocks\.0' \(LookingBehind\).*result 0 dif"):
             model(inputs())
 
@@ -212,7 +207,7 @@ def test_each_block_of_a_class_is_tried(change: Callable[[Blocks], None]) -> Non
     def of_rank(rank: int) -> None:
         model = Blocks(Sometimes)
         change(model)
-        CutBlocks(model, group())
+        CutBlocks(model, all_ranks())
         with pytest.raises(ConfigError, match=r"block 'blocks\.1'"):
             model(inputs())
 
@@ -224,7 +219,7 @@ def test_fewer_positions_than_ranks_are_computed_in_full_with_a_warning() -> Non
 
     def of_rank(rank: int) -> list[Tensor]:
         model = Blocks(gpt_block)
-        CutBlocks(model, group())
+        CutBlocks(model, all_ranks())
         return results(model, inputs(1))
 
     with pytest.warns(UserWarning, match="whose 1 positions are fewer than the 2 context-parallel"):
@@ -249,7 +244,7 @@ def test_dropout_between_attentions_is_that_of_a_single_device() -> None:
 
     def of_rank(rank: int) -> Tensor:
         model = Blocks(Dropping)
-        CutBlocks(model, group())
+        CutBlocks(model, all_ranks())
         torch.manual_seed(5)
         return full_tensor(model(inputs())).detach()
 
@@ -267,7 +262,7 @@ def test_restored_blocks_get_full_sequences_and_copies_made_before_are_cut() -> 
                 return super().forward(x)
 
         model = Blocks(lambda: Seeing(WIDTH, WIDTH))
-        cut = CutBlocks(model, group())
+        cut = CutBlocks(model, all_ranks())
         copy.deepcopy(model)(inputs())
         was_cut = DimShardedTensor in seen
         seen.clear()
@@ -281,8 +276,8 @@ def test_restored_blocks_get_full_sequences_and_copies_made_before_are_cut() -> 
 def test_a_model_without_blocks_or_with_blocks_of_others_is_refused() -> None:
     def of_rank(rank: int) -> None:
         with pytest.raises(ConfigError, match="Linear has no ModuleList or Sequential of two"):
-            CutBlocks(nn.Linear(2, 2), group())
-        cut = CutBlocks(Blocks(gpt_block), group())
+            CutBlocks(nn.Linear(2, 2), all_ranks())
+        cut = CutBlocks(Blocks(gpt_block), all_ranks())
         with pytest.raises(
             ConfigError, match=r"none of the 3 blocks of Blocks, such as 'blocks\.0'"
         ):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.testing import run_ranks
-from tests.context_parallel.test_cut_blocks import group
+from tests.groups import all_ranks
 
 LENGTH, WINDOW = 16, 4
 SIZES: dict[str, Any] = {
@@ -106,7 +106,7 @@ def train(
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    cut = CutBlocks(model, group()) if is_cut else None
+    cut = CutBlocks(model, all_ranks()) if is_cut else None
     losses, first = [], {}
     for _ in range(num_steps):
         optimizer.zero_grad()
@@ -114,7 +114,7 @@ def train(
         loss.backward()
         named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         for grad in named.values() if is_cut else ():
-            group().all_reduce(grad, "avg")
+            all_ranks().all_reduce(grad, "avg")
         first = first or {name: grad.clone() for name, grad in named.items()}
         optimizer.step()
         losses.append(loss.item())

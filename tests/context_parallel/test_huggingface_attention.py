@@ -15,8 +15,8 @@ from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.context_parallel.test_cut_blocks import group
 from tests.context_parallel.test_hugging_face import SIZES, packed, padded, text
+from tests.groups import all_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated")
 NAME = "kernel_of_its_own"
@@ -85,7 +85,7 @@ def test_a_kernel_is_given_own_heads_of_the_full_sequence(inputs: Any, num_ranks
     expected = results(qwen2(), inputs())
 
     def of_rank(rank: int) -> list[Tensor]:
-        model, ranks = qwen2(), group()
+        model, ranks = qwen2(), all_ranks()
         cut = CutBlocks(model, ranks)
         found = results(model, inputs(), ranks)
         assert not cut.in_full.noted
@@ -100,7 +100,7 @@ def test_a_kernel_is_given_own_heads_of_the_full_sequence(inputs: Any, num_ranks
 
 def test_heads_that_ranks_cannot_share_out_are_refused_by_name() -> None:
     def of_rank(rank: int) -> None:
-        model, ranks = qwen2(heads=2), group()
+        model, ranks = qwen2(heads=2), all_ranks()
         cut = CutBlocks(model, ranks)
         with pytest.raises(ConfigError, match="cannot share out 2 of them; expected a divisor"):
             results(model, text())
@@ -124,7 +124,7 @@ def test_flex_attention_with_block_masks_is_that_of_the_full_sequence(inputs: An
     )
 
     def of_rank(rank: int) -> Tensor:
-        model, ranks = qwen2(attention="flex_attention"), group()
+        model, ranks = qwen2(attention="flex_attention"), all_ranks()
         cut = CutBlocks(model, ranks, tries=False)
         with torch.no_grad():
             found = full_tensor(model(**inputs()).logits)
@@ -150,7 +150,7 @@ def test_a_kernel_that_takes_no_parts_is_refused_by_name() -> None:
 
     def of_rank(rank: int) -> None:
         model = nn.Sequential(Black(), Black())
-        cut = CutBlocks(model, group())
+        cut = CutBlocks(model, all_ranks())
         message = r"block '0' \(Black\) runs with the full sequence, but not with a sequence in 2"
         with pytest.raises(ConfigError, match=message):
             model(torch.ones(2, 4, 16, requires_grad=True))

@@ -10,7 +10,7 @@ from lightning_shard.context_parallel import ring
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.planning.simulated_step import LiveBytes
 from lightning_shard.testing import run_ranks
-from tests.context_parallel.test_cut_blocks import group
+from tests.groups import all_ranks
 
 WIDTH, NUM_BLOCKS, NUM_CLASSES = 16, 3, 128
 
@@ -56,7 +56,7 @@ def peaks(num_ranks: int, length: int, heads: int, limit: int | None = None) -> 
     def of_rank(rank: int) -> int:
         model = LanguageModel(heads)
         if num_ranks > 1:
-            CutBlocks(model, group())
+            CutBlocks(model, all_ranks())
             model(text[:, : num_ranks + 1])  # each class of blocks is tried, with few positions
         with Limited(limit) as live:
             model(text).backward()

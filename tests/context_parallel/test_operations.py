@@ -12,7 +12,8 @@ from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
 from lightning_shard.testing import run_ranks
 from tests.context_parallel.test_attention import drawn, in_parts, mean
-from tests.context_parallel.test_cut_blocks import BATCH, WIDTH, Blocks, gpt_block, group
+from tests.context_parallel.test_cut_blocks import BATCH, WIDTH, Blocks, gpt_block
+from tests.groups import all_ranks
 
 LENGTH, NUM_CLASSES = 12, 7
 WEIGHT = torch.linspace(0.5, 2.0, NUM_CLASSES)
@@ -153,7 +154,7 @@ def test_a_training_step_has_its_own_logits_and_evaluation_all() -> None:
     expected = torch.autograd.grad(loss, list(model.parameters()))
 
     def of_rank(rank: int) -> tuple[Tensor, list[Tensor], list[Any]]:
-        model, ranks = WithHead(), group()
+        model, ranks = WithHead(), all_ranks()
         CutBlocks(model, ranks)
         loss = shifted(model(x), labels())
         grads = torch.autograd.grad(loss, list(model.parameters()))

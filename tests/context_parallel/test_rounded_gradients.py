@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.data_parallel.torch_private import in_backward
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, full_tensor
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 BATCH, LENGTH, WIDTH = 4, 64, 32
 
@@ -86,7 +86,7 @@ def called(make: Callable[[], nn.Module], dtype: torch.dtype | None = None) -> N
     def of_rank(rank: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(make(), make())
-        CutBlocks(model, get_backend("in_process").collectives(torch.distributed.group.WORLD))
+        CutBlocks(model, all_ranks())
         x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             full_tensor(model(x))

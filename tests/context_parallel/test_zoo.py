@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from lightning_shard.context_parallel.cut_blocks import CutBlocks
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.context_parallel.test_cut_blocks import group
 from tests.context_parallel.zoo import attention, features, mixing
 from tests.context_parallel.zoo.layers import BATCH, WIDTH, Forward, Layers
+from tests.groups import all_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The block .* which has no rule")
 FORWARDS = {**attention.FORWARDS, **mixing.FORWARDS, **features.FORWARDS}
@@ -58,7 +58,7 @@ def compare(name: str, length: int, num_ranks: int) -> set[str]:
     expected = results(Model(FORWARDS[name]), x.clone().requires_grad_())
 
     def of_rank(rank: int) -> tuple[list[Tensor], set[str]]:
-        model, ranks = Model(FORWARDS[name]), group()
+        model, ranks = Model(FORWARDS[name]), all_ranks()
         cut = CutBlocks(model, ranks, tries=False)
         found = results(model, x.clone().requires_grad_())
         for grad in found[2:]:

@@ -30,6 +30,7 @@ from tests.data_parallel.test_training import (
     two_backwards,
     two_backwards_of_one_graph,
     weighted_by_gradient,
+    zero_in_place,
 )
 
 pytestmark = pytest.mark.each_value
@@ -299,16 +300,7 @@ def test_a_block_in_two_reentrant_checkpoints(stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_of_two_reentrant_checkpoints_add_up_where_one_is_there(stage: int) -> None:
     """Where `.grad` had been set to zero, and not to None, the second took the first's place."""
-
-    def update(session: Session, loss: Loss, batch: Tensor) -> Tensor:
-        with session.step():
-            value = loss(session.model, batch)
-        session.optimizer.zero_grad(set_to_none=False)
-        session.backward(value)
-        session.optimizer.step()
-        return value
-
-    check(Case(model=ReentrantShared, update=update), stage, num_ranks=2)
+    check(Case(model=ReentrantShared, update=zero_in_place), stage, num_ranks=2)
 
 
 class ReentrantSharedLater(ReentrantShared):

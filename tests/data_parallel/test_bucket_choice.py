@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import get_backend
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.data_parallel import bucket_choice
@@ -192,7 +191,7 @@ def given_times(
     seconds_of: Callable[[int, int], float],
     *,
     stage: int = 2,
-    groups: Callable[[], DataGroups] = lambda: DataGroups.of(Collectives(dist.group.WORLD)),
+    groups: Callable[[], DataGroups] = lambda: DataGroups.of(all_ranks()),
     num_ranks: int = 2,
     dtype: torch.dtype = F32,
 ) -> list[tuple[LinkFigures, list[int], float]]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_shard import ZeRO3Strategy
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.data_parallel.test_block_calls import Box
 from tests.data_parallel.test_training import (
     Block,
     Case,
@@ -35,16 +36,9 @@ from tests.strategies.stacks import Stack, fit
 pytestmark = ignoring()
 
 
-class Told:
-    """An object that hooks do not know."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
 class Telling(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return Told(super().forward(x))  # type: ignore[return-value]
+        return Box(super().forward(x))  # type: ignore[return-value]
 
 
 TellingNet = net_that_calls(lambda block, x: block(x).value, Telling)

@@ -1,15 +1,12 @@
 """Runs of different kinds in one script: each trains as if it were the only one."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.elastic.kinds import NUM_RANKS, expected_of, train
-from tests.processes import REPOSITORY, run_processes
+from tests.processes import Finished, run_alone, run_processes
 from tests.strategies.parity import ignoring
 
 pytestmark = ignoring()
@@ -35,7 +32,7 @@ def test_launchers_start_a_script_of_different_kinds(
 ) -> None:
     kinds = ["tensor_parallel", "zero2", "elastic", "fabric", "zero3", "elastic"]
     done = run_script(launcher, tmp_path, kinds)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.output
     told = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     for number, kind in enumerate(kinds[1:], 1):
         totals = [told[f"{number}-{rank}"] for rank in range(NUM_RANKS)]
@@ -46,22 +43,12 @@ def test_launchers_start_a_script_of_different_kinds(
 @pytest.mark.timeout(_SECONDS)
 def test_ranks_that_are_left_of_an_elastic_fit_after_another_go_on(tmp_path: Path) -> None:
     done = run_script((), tmp_path, ["zero2", "elastic, dies", "zero3"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0"], done.stdout
-    assert "rank 1 died" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0"], done.output
+    assert "rank 1 died" in done.output
     assert done.returncode != 0
-    assert "Rank 0 of 1: this Trainer would make it rank 0 of 2" in done.stdout
+    assert "Rank 0 of 1: this Trainer would make it rank 0 of 2" in done.output
 
 
-def run_script(
-    launcher: tuple[str, ...], folder: Path, kinds: list[str]
-) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "tests.elastic.kinds", str(folder), *kinds],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+def run_script(launcher: tuple[str, ...], folder: Path, kinds: list[str]) -> Finished:
+    arguments = (*launcher, "-m", "tests.elastic.kinds", str(folder), *kinds)
+    return run_alone(*arguments, timeout_seconds=_SECONDS)

@@ -4,8 +4,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ from lightning_shard.elastic.membership.restart_membership import (
 from lightning_shard.errors import CheckpointError, ConfigError
 from lightning_shard.testing import run_ranks
 from tests.elastic.engines import Setting, start
-from tests.processes import calling_command, run_commands
+from tests.processes import calling_command, run_alone, run_commands
 
 
 def take_steps(folder: Path, num_ranks: int, *steps: int, generation: int = 0) -> list[Snapshot]:
@@ -177,15 +175,8 @@ def test_a_writer_that_is_killed_leaves_what_was_full(tmp_path: Path) -> None:
 
 
 def test_what_a_job_has_left_whose_agent_is_gone_is_removed(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    orphan, mine = (
-        job_folder(f"job-{pid}", tmp_path) for pid in (ended.stdout.strip(), os.getpid())
-    )
+    ended = run_alone("-c", "import os; print(os.getpid())").output.strip()
+    orphan, mine = (job_folder(f"job-{pid}", tmp_path) for pid in (ended, os.getpid()))
     for folder in (orphan, mine):
         (folder / "000001-rank0-0.snapshot").touch()
     remove_orphans(tmp_path)

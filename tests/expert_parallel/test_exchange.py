@@ -8,18 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.batched import BatchedExperts
 from lightning_shard.expert_parallel.exchange import Routes
 from lightning_shard.expert_parallel.finding import find_mixtures
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 WIDTH = 3
-
-
-def group_of_all() -> Any:
-    return get_backend("in_process").collectives(torch.distributed.group.WORLD)
 
 
 class Experts(nn.Module):
@@ -74,7 +70,7 @@ def test_any_counts_of_tokens_give_what_all_experts_give(
     assert whole.weight.grad is not None or not any(ranks)
 
     def of_rank(rank: int) -> tuple[Any, ...]:
-        group = group_of_all()
+        group = all_ranks()
         module = Experts(num_experts)
         (mixture,) = find_mixtures(nn.ModuleList([module]))
         calls = BatchedExperts(mixture, group)
@@ -116,7 +112,7 @@ def test_a_second_derivative_is_not_scaled_by_the_number_of_ranks() -> None:
     def of_rank(rank: int) -> tuple[Any, ...]:
         module = Experts(4)
         (mixture,) = find_mixtures(nn.ModuleList([module]))
-        calls = BatchedExperts(mixture, group_of_all())
+        calls = BatchedExperts(mixture, all_ranks())
         module.weight = nn.Parameter(module.weight.detach().chunk(2)[rank].clone())
         x, index, weights = inputs_of(rank, ranks[rank], 2)
         result = calls.call(module, module.forward, (x, index), {"top_k_weights": weights})
@@ -135,7 +131,7 @@ def test_what_travels_is_what_other_ranks_need() -> None:
     counts = torch.tensor([[3, 0, 2, 1], [0, 0, 0, 4]])  # of ranks 0 and 1 for four experts
 
     def of_rank(rank: int) -> int:
-        group = group_of_all()
+        group = all_ranks()
         before = group.traffic.total_elements
         routes = Routes(counts[rank], group)
         rows = torch.ones(int(counts[rank].sum()), 5, requires_grad=True)
@@ -153,7 +149,7 @@ def test_rows_by_expert_are_sorted_and_put_back() -> None:
     counts = torch.tensor([[1, 2, 0, 1], [2, 0, 1, 0]])
 
     def of_rank(rank: int) -> tuple[list[list[float]], list[float], list[int]]:
-        routes = Routes(counts[rank], group_of_all())
+        routes = Routes(counts[rank], all_ranks())
         rows = torch.arange(float(counts[rank].sum())).view(-1, 1) + 10 * rank
         (received,) = routes.to_experts(rows)
         by_expert = routes.sorted_by_expert(received)
@@ -172,7 +168,7 @@ def test_rows_by_expert_are_sorted_and_put_back() -> None:
 
 def test_without_a_token_anywhere_there_are_zeros() -> None:
     def of_rank(rank: int) -> tuple[int, ...]:
-        module, group = Experts(2), group_of_all()
+        module, group = Experts(2), all_ranks()
         (mixture,) = find_mixtures(nn.ModuleList([module]))
         module.weight = nn.Parameter(module.weight.detach()[rank : rank + 1].clone())
         calls = BatchedExperts(mixture, group)
@@ -199,7 +195,7 @@ def test_other_arguments_are_refused(args: tuple[Tensor, ...], told: str) -> Non
 
     def of_rank(rank: int) -> str:
         with pytest.raises(ConfigError, match=told) as caught:
-            BatchedExperts(mixture, group_of_all()).call(module, module.forward, args, {})
+            BatchedExperts(mixture, all_ranks()).call(module, module.forward, args, {})
         return str(caught.value)
 
     assert "Leave expert_parallel_size out" in run_ranks(of_rank, 2)[0]

@@ -1,10 +1,7 @@
 """Steps without elements: no error, mixture of devices, race, wait without a reason."""
 
 import json
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ import pytest
 from tests.gpu_like.__main__ import every_fit
 from tests.gpu_like.fits import COUNTED
 from tests.gpu_like.reasons import REASONS, reason_for, unexplained
-from tests.patience import patient
+from tests.processes import run_alone
 
 QUICK = ("zero3/bf16-mixed/0",)
 
@@ -28,16 +25,10 @@ def may_wait(name: str) -> bool:
 @cache
 def seen_of(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Run fits in one process of their own; return what was seen of each."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.gpu_like", "--json", *names],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=patient(30 + 60 * len(names)),
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return dict(json.loads(line) for line in run.stdout.splitlines() if line.startswith("["))
+    seconds = 30 + 60 * len(names)
+    run = run_alone("-m", "tests.gpu_like", "--json", *names, timeout_seconds=seconds)
+    assert run.returncode == 0, run.output
+    return dict(json.loads(line) for line in run.output.splitlines() if line.startswith('["'))
 
 
 def check(name: str, seen: dict[str, Any]) -> None:

@@ -1,9 +1,6 @@
 """The device without elements finds each wait, mixture of devices and race, and nothing else."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +8,7 @@ import pytest
 from tests.gpu_like.planted import IN_ENGINE, MIXED, NO_WAITS, WAITS
 from tests.gpu_like.planted_races import RACES
 from tests.gpu_like.reasons import unexplained
+from tests.processes import run_alone
 
 pytestmark = pytest.mark.slow  # half a minute to build what torch is told of
 
@@ -33,16 +31,9 @@ WAITS_FOR = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Run what is planted in a process of its own, which torch tells of the device for good."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.gpu_like.planted"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return dict(json.loads(run.stdout.splitlines()[-1]))
+    run = run_alone("-m", "tests.gpu_like.planted", timeout_seconds=120)
+    assert run.returncode == 0, run.output
+    return dict(json.loads(run.output.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("name", WAITS)
@@ -113,16 +104,9 @@ FOUND = {
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """Run all fits in a process of its own, which torch tells of the device for good."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.gpu_like.planted_races"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return dict(json.loads(line) for line in run.stdout.splitlines() if line.startswith("["))
+    run = run_alone("-m", "tests.gpu_like.planted_races", timeout_seconds=900)
+    assert run.returncode == 0, run.output
+    return dict(json.loads(line) for line in run.output.splitlines() if line.startswith('["'))
 
 
 @pytest.mark.timeout(1000)

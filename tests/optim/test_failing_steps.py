@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.sharded_optimizer import FailingSteps, ShardedOptimizer
 from lightning_shard.testing import run_ranks
+from tests.data_parallel.test_odd_times import batches
 from tests.groups import engine_of
 
 NUM_RANKS = 2
@@ -39,12 +40,6 @@ def build() -> tuple[nn.Sequential, Fragile]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).double()
     return model, Fragile(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def batches(number: int) -> list[Tensor]:
-    """Return a batch of each rank's."""
-    generator = torch.Generator().manual_seed(number)
-    return [torch.randn(5, 3, generator=generator).double() for _ in range(NUM_RANKS)]
 
 
 def train(

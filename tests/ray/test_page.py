@@ -2,8 +2,6 @@
 
 import argparse
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import lightning as L  # noqa: N812
 import pytest
 
 from tests.docs.pages import blocks
-from tests.processes import REPOSITORY
+from tests.processes import run_alone
 from tests.trainers import cpu_trainer
 
 pytestmark = [
@@ -57,18 +55,10 @@ def test_the_example_trains_as_in_process(tmp_path: Path) -> None:
 def test_the_example_is_a_command(cluster: Any, tmp_path: Path) -> None:
     """Three steps are less than an epoch: there is no validation loss to tell."""
     options = {"address": cluster.address, "storage": tmp_path, "steps": 3, "report-every": 2}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "examples.ray_gpt", "--strategy", "tensor_parallel"),
-            *(f"--{name}={value}" for name, value in options.items()),
-        ],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout
+    words = [f"--{name}={value}" for name, value in options.items()]
+    program = ("-m", "examples.ray_gpt", "--strategy", "tensor_parallel")
+    done = run_alone(*program, *words, timeout_seconds=600)
+    assert done.returncode == 0, done.output
     folder = re.escape(str(tmp_path / "ray_gpt"))
     told = rf"^step 3: train_loss \d\.\d+ nats per byte; {folder}/checkpoint_step=3-\w+$"
-    assert re.search(told, done.stdout, flags=re.MULTILINE), done.stdout
+    assert re.search(told, done.output, flags=re.MULTILINE), done.output

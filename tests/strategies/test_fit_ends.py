@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_shard import ConfigError, ZeRO3Strategy
 from lightning_shard.checkpoint import arriving
 from lightning_shard.checkpoint.files import open_folder
 from lightning_shard.strategies import fit_ends
 from tests.checkpoint.sharded.runs import quiet_trainer
+from tests.elastic.engines import assert_same
 from tests.processes import ProcessesFailedError, run_processes
 from tests.strategies.left_in_shards import (
     FULL_SCHEMES,
@@ -35,11 +35,6 @@ pytestmark = ignoring()
 CASES = [
     pytest.param(scheme, marks=() if scheme == "zero3" else pytest.mark.slow) for scheme in SCHEMES
 ]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Compare two checkpoints to the bit."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow

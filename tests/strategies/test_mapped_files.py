@@ -6,11 +6,9 @@ from typing import Any
 import lightning as L  # noqa: N812
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.files.reading import Share, read_mapped
 from lightning_shard.errors import CheckpointError
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles
@@ -18,6 +16,7 @@ from lightning_shard.testing import run_ranks
 from tests.benchmarks.checkpoints import peak_above
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
 from tests.examples.commands import ignoring_advice
+from tests.groups import all_ranks
 
 pytestmark = ignoring_advice("Be aware that when using `ckpt_path`")
 NUM_TENSORS = 6
@@ -70,7 +69,7 @@ def test_each_tensor_is_checked_by_one_of_the_ranks(number: int, tmp_path: Path)
     damage(path, torch.load(path)["state_dict"][f"weights.{number}"])
 
     def load(rank: int) -> str:
-        group = Collectives(dist.group.WORLD)
+        group = all_ranks()
         try:
             CheckpointFiles().load_mapped(path, None, Weights(), group, rank)
         except CheckpointError as error:
@@ -99,9 +98,7 @@ def test_ranks_that_see_other_files_check_all_of_theirs(tmp_path: Path) -> None:
 
     def load(rank: int) -> bool:
         with pytest.raises(CheckpointError, match=r"weights\.0"):
-            CheckpointFiles().load_mapped(
-                paths[rank], None, Weights(), Collectives(dist.group.WORLD), rank
-            )
+            CheckpointFiles().load_mapped(paths[rank], None, Weights(), all_ranks(), rank)
         return True
 
     assert all(run_ranks(load, 2))

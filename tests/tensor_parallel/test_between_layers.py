@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -16,11 +15,11 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 WIDTH, HEADS, VOCABULARY = 16, 4, 12
 PLAN = {
@@ -203,7 +202,7 @@ def test_hooks_see_full_features(num_ranks: int, watching: Any, sequence: bool) 
 
     def fn(rank: int) -> None:
         net = make_net()
-        group = Collectives(dist.group.WORLD)
+        group = all_ranks()
         split = SplitModel(net, match_plan(net, PLAN), group, sequence_parallel=sequence)
         loss, seen = run(net, watching)
         torch.testing.assert_close(loss, expected_loss)
@@ -285,7 +284,7 @@ def test_what_hooks_return_or_keep_is_of_all_ranks(use: str, num_ranks: int) -> 
 
     def fn(rank: int) -> None:
         net = make_net()
-        split = SplitModel(net, match_plan(net, PLAN), Collectives(dist.group.WORLD))
+        split = SplitModel(net, match_plan(net, PLAN), all_ranks())
         with split.step():
             loss = loss_of(net, use)
         torch.testing.assert_close(loss, expected)
@@ -305,7 +304,7 @@ def test_a_hook_of_what_cannot_be_told_is_refused_by_name() -> None:
 
     def fn(rank: int) -> None:
         net = nn.Sequential(nn.Linear(4, 8), Rolled(), nn.Unflatten(-1, (-1, 4)), nn.Linear(8, 4))
-        SplitModel(net, match_plan(net, {"0": "colwise"}), Collectives(dist.group.WORLD))
+        SplitModel(net, match_plan(net, {"0": "colwise"}), all_ranks())
         net[1].register_forward_hook(lambda *_: None)
         with pytest.raises(
             ConfigError, match=r"Rank \d: '1', which is called between split .*\(12,\)"
@@ -320,7 +319,7 @@ def test_a_copy_has_the_users_hooks() -> None:
 
     def fn(rank: int) -> None:
         net = make_net()
-        split = SplitModel(net, match_plan(net, PLAN), Collectives(dist.group.WORLD))
+        split = SplitModel(net, match_plan(net, PLAN), all_ranks())
         if rank == 0:
             net.feed.act.register_forward_hook(lambda _, args, result: calls.append(result.shape))
         with split.step():

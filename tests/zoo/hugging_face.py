@@ -38,13 +38,6 @@ _ENCODER = _WIDE | _DEEP | _TEXT
 _IMAGE = {"image_size": 8, "patch_size": 4, "num_labels": NUM_CLASSES}
 
 
-class Words(Trained):
-    """Each token is its own label."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.network(input_ids=batch[0], labels=batch[0]).loss
-
-
 class Pairs(Trained):
     """What comes in is to come out, reversed."""
 
@@ -131,7 +124,7 @@ def _drop_nothing(config: Any) -> None:
 
 
 def _encoder(name: str, **sizes: Any) -> Small:
-    return Small(name=name, kind="ForMaskedLM", sizes=_ENCODER | sizes, module=Words)
+    return Small(name=name, kind="ForMaskedLM", sizes=_ENCODER | sizes, module=Language)
 
 
 def _classifier(name: str, sizes: Mapping[str, Any], **flags: Any) -> Small:

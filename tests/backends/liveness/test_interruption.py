@@ -1,8 +1,6 @@
 """What another thread can do for one that waits in a group."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,8 +13,7 @@ import torch.distributed as dist
 from lightning_shard.backends.liveness.interruption import Interruptible, interrupt_groups
 from lightning_shard.backends.rendezvous import join_world
 from lightning_shard.core.settings import prefer_loopback_for_gloo
-from tests.patience import patient
-from tests.processes import rank_and_world_size, run_processes
+from tests.processes import rank_and_world_size, run_alone, run_processes
 
 
 def wait_for_each_other() -> str:
@@ -103,10 +100,5 @@ thread.start()
 @pytest.mark.slow
 def test_a_thread_inside_of_torch_comes_back_before_python_ends() -> None:
     """One that was given up came back while Python ended, and the process aborted."""
-    done = subprocess.run(
-        [sys.executable, "-c", INSIDE_OF_TORCH],
-        capture_output=True,
-        text=True,
-        timeout=patient(100),
-    )
-    assert (done.returncode, done.stdout) == (0, "came back\n"), done.stderr
+    done = run_alone("-c", INSIDE_OF_TORCH)
+    assert (done.returncode, done.output) == (0, "came back\n")

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.async_sgd.async_sgd import Clocks, Kind, Message, Wire, mean
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
@@ -26,6 +25,7 @@ from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.optim.clipping import clip_grad_norm
 from lightning_shard.testing import Fault, run_ranks
 from tests.data_parallel.async_sgd.programs import Recording, Worker, let_others_run
+from tests.groups import all_ranks
 
 BASE = 2**11  # of the counts that a parameter holds: more steps than any rank takes
 
@@ -560,10 +560,8 @@ class Mixed(nn.Module):
 
 
 def wire_of(num_ranks: int) -> tuple[Mixed, Wire]:
-    group = torch.distributed.group.WORLD
-    assert group is not None
     model = Mixed()
-    ranks = get_backend("in_process").collectives(group)
+    ranks = all_ranks()
     engine = DataParallelEngine(model, ranks, EngineOptions(stage=1))
     return model, Wire(engine.flats, num_ranks)
 
@@ -599,9 +597,7 @@ def test_shards_of_all_ranks_make_up_the_parameters() -> None:
                 param.add_(100 * rank)
         here = wire.shard()
         here.address(Kind.SHARD, 0, [0, 0])
-        group = torch.distributed.group.WORLD
-        assert group is not None
-        ranks = get_backend("in_process").collectives(group)
+        ranks = all_ranks()
         both = ranks.all_gather_object(here.data)
         wire.take_over(Message(wire, both[1 - rank]), 1 - rank)
         return [param.flatten().real.tolist() for param in model.parameters()]

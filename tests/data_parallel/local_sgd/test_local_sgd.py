@@ -1,18 +1,17 @@
 """How a model is cut into fragments."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.compression import TopK
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.local_sgd.local_sgd import LocalParameters, cut_into_fragments
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 TABLES = [
     ([1, 1, 1, 1], 2, [[0, 1], [2, 3]]),
@@ -52,9 +51,7 @@ def test_more_fragments_than_parameters() -> None:
 
 
 def _orders_of_parameters(rank: int) -> dict[str, list[str]]:
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    collectives = get_backend("in_process").collectives(group)
+    collectives = all_ranks()
     orders: dict[str, list[str]] = {}
     for stage, compression in ((0, None), (0, TopK()), (1, TopK()), (2, TopK())):
         model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.data_parallel.local_sgd.optimizer_state import averaged_state
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 
 
 def _states(rank: int) -> tuple[dict, dict, dict]:
@@ -16,9 +16,7 @@ def _states(rank: int) -> tuple[dict, dict, dict]:
     if rank == 1:
         params[1].grad = torch.ones(2)
     optimizer.step()
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    collectives = get_backend("in_process").collectives(group)
+    collectives = all_ranks()
     before = optimizer.state_dict()["state"]
     with averaged_state(optimizer, collectives):
         inside = optimizer.state_dict()["state"]

@@ -13,7 +13,7 @@ import pytest
 from tests.elastic.chaos import Seen
 from tests.elastic.chaos_job import NUM_SAMPLES, Job, undisturbed
 from tests.patience import patient
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, run_alone
 from tests.strategies.parity import ignoring
 
 pytestmark = ignoring()
@@ -87,15 +87,8 @@ def test_a_script_of_several_fits_goes_on_where_it_was(
     """A script of several fits failed or began anew."""
     program = ["-m", "tests.elastic.several_fits", str(tmp_path), what]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
-    done = subprocess.run(
-        [sys.executable, *(torchrun if launcher == "torchrun" else []), *program],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout
+    arguments = [*(torchrun if launcher == "torchrun" else []), *program]
+    done = run_alone(*arguments, timeout_seconds=_SECONDS)
+    assert done.returncode == 0, done.output
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [steps] * 2
     assert (tmp_path / "killed").exists() == dies

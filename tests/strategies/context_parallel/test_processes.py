@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_shard import ContextParallelStrategy
-from lightning_shard.backends.registry import get_backend
 from lightning_shard.context_parallel.crossings import heads_and_ring
 from lightning_shard.context_parallel.ring import Visible, ring_attention
+from tests.groups import all_ranks
 from tests.mpirun import run_mpi
 from tests.processes import run_processes
 from tests.strategies.parity import (
@@ -48,7 +48,7 @@ def attend(num_ranks: int) -> list[Tensor]:
 
 def attend_in_a_ring(backend: str) -> list[Tensor]:
     """Return this rank's slice of the same."""
-    group = get_backend(backend).collectives(torch.distributed.group.WORLD)
+    group = all_ranks(backend)
     own = [
         one.chunk(group.size, 2)[group.rank].contiguous().requires_grad_()
         for one in drawn(group.size)

@@ -7,16 +7,15 @@ from typing import Any
 import lightning as L  # noqa: N812
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.trainer.shared_values import SharedValues
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 from tests.strategies.parity import quiet_trainer
 
 CPU = torch.device("cpu")
@@ -32,7 +31,7 @@ def _shared(make_values: list[Any], num_ranks: int = 3) -> list[list[Any]]:
     """Share values of the last rank one after the other; what each rank has got."""
 
     def on_rank(rank: int) -> list[Any]:
-        shared = SharedValues(Collectives(dist.group.WORLD), num_ranks - 1)
+        shared = SharedValues(all_ranks(), num_ranks - 1)
         is_source = rank == num_ranks - 1
         return [shared.share(value if is_source else None, CPU) for value in make_values]
 

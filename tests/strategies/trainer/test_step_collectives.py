@@ -4,19 +4,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard.backends.in_process import InProcessBackend
 from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.strategies.trainer.step_collectives import default_group_is, gathered
 from lightning_shard.testing import assert_traffic, run_ranks
+from tests.groups import all_ranks
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sync_grads", [False, True])
 def test_a_value_of_another_stage_does_not_go_to_the_group(rank: int, sync_grads: bool) -> None:
     """A value of another stage went to the group without elements."""
-    group = dist.group.WORLD
-    assert group is not None
-    collectives = InProcessBackend().collectives(group)
+    collectives = all_ranks()
     value = Placeholder.of(torch.ones(1), (3, 4), "embed.weight")
     with assert_traffic(collectives):
         result = gathered(value, collectives, sync_grads=sync_grads)

@@ -3,8 +3,6 @@
 import inspect
 import os
 import signal
-import subprocess
-import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +16,7 @@ from lightning_shard.backends.liveness import thread
 from lightning_shard.backends.liveness.lifeline import Lifeline
 from lightning_shard.backends.liveness.thread import TERMINATED_STATUS, TOGETHER_SECONDS
 from lightning_shard.strategies.trainer.termination import RequeueHandler, TerminationHandler
-from tests.processes import REPOSITORY
+from tests.processes import run_alone
 from tests.strategies.models import ExampleGPT
 from tests.strategies.parity import UPSTREAM_WARNINGS, GlobalBatches, quiet_trainer
 
@@ -81,7 +79,7 @@ def test_a_forked_child_passes_over_slurms_signal() -> None:
 
 def outcome(call: str) -> int:
     code = f"from tests.strategies.trainer.test_termination import {call}; {call}()"
-    return subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode
+    return run_alone("-c", code).returncode
 
 
 def receive(*seconds: float) -> None:

@@ -267,11 +267,7 @@ class FollowsBatch(Net):
         return F.mse_loss(self(batch[0] - self.center), batch[1])
 
 
-class FollowsAfterwards(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.center = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
-
+class FollowsAfterwards(FollowsBatch):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = F.mse_loss(self(batch[0] - self.center.clone()), batch[1])
         with torch.no_grad():

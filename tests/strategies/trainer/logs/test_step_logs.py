@@ -26,6 +26,7 @@ from lightning_shard.strategies.trainer import _lightning
 from lightning_shard.strategies.trainer.logs.step_logs import MetricSources, StepLogs
 from lightning_shard.strategies.trainer.step_collectives import MetricGroups
 from lightning_shard.testing import run_ranks
+from tests.groups import all_ranks
 from tests.strategies.parity import ignoring
 from tests.strategies.pipeline_parallel.pipelined import (
     PipelineOfRanks,
@@ -175,7 +176,7 @@ def _recorded(
     def on_rank(rank: int) -> list[Any]:
         module = _Recorder()
         reached = module.reached = []
-        logs = StepLogs(module, Collectives(dist.group.WORLD), source=1)
+        logs = StepLogs(module, all_ranks(), source=1)
         for index, size in enumerate(sizes):
             with logs.recording(size, counts=rank == 1):
                 calls(module, index)
@@ -238,7 +239,7 @@ def test_a_metric_without_a_value_on_the_step_is_logged_for_the_epoch() -> None:
     def on_rank(rank: int) -> Any:
         module = _Recorder()
         module.reached, module.total = [], SumMetric()
-        logs = StepLogs(module, Collectives(dist.group.WORLD), source=1)
+        logs = StepLogs(module, all_ranks(), source=1)
         for value in (1.0, 2.0):
             with logs.recording(1, counts=rank == 1):
                 module.total.update(value)
@@ -271,7 +272,7 @@ def test_a_step_that_fails_gives_log_back_and_has_logged_nothing() -> None:
     def on_rank(rank: int) -> Any:
         module = _Recorder()
         module.reached = []
-        logs = StepLogs(module, Collectives(dist.group.WORLD), source=0)
+        logs = StepLogs(module, all_ranks(), source=0)
         with suppress(RuntimeError), logs.recording(1):
             module.log("lost", 1.0)
             raise RuntimeError
@@ -285,7 +286,7 @@ def test_a_batch_takes_one_small_broadcast_once_its_logs_are_known() -> None:
     def on_rank(rank: int) -> list[tuple[int, ...]]:
         module = _Recorder()
         module.reached = []
-        pipeline = Collectives(dist.group.WORLD)
+        pipeline = all_ranks()
         logs = StepLogs(module, pipeline, source=1)
         found = []
         for step in range(8):
@@ -393,7 +394,7 @@ def _of_two(run: Callable[[int, MetricSources, Any], Any], *metrics: Metric) -> 
 
     def on_rank(rank: int) -> Any:
         module = nn.ModuleDict({str(i): one.clone() for i, one in enumerate(metrics)})
-        sources = MetricSources(module, Collectives(dist.group.WORLD), source=1)
+        sources = MetricSources(module, all_ranks(), source=1)
         return run(rank, sources, module)
 
     return run_ranks(on_rank, 2)
@@ -437,7 +438,7 @@ def test_updates_by_steps_of_other_stages_do_not_count() -> None:
 def test_updates_by_other_stages_of_the_only_rank_do_not_count() -> None:
     def on_rank(rank: int) -> float:
         metric = SumMetric()
-        sources = MetricSources(nn.ModuleList([metric]), Collectives(dist.group.WORLD), source=0)
+        sources = MetricSources(nn.ModuleList([metric]), all_ranks(), source=0)
         for counts in (False, True):
             with sources.step(counts=counts):
                 metric.update(2.0)
