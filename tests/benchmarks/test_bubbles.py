@@ -1,7 +1,5 @@
 """The benchmark of idle shares: what it computes, and what it says that it left out."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.benchmarks import bubbles
@@ -30,9 +28,3 @@ def test_the_tables_left_out_are_counted(
 ) -> None:
     run(monkeypatch, "--only", "gpipe", "--most-actions", "64")
     assert "large: 42 tables of more than 64 computations" in capsys.readouterr().out
-
-
-def test_the_plot_is_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "bubbles.png"
-    run(monkeypatch, "--only", "gpipe", "zbv", "--most-actions", "250", "--plot", str(path))
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -1,16 +1,13 @@
 """The benchmark of convergence trains every method, and says how far each is from dense."""
 
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from tests.benchmarks import convergence
-from tests.benchmarks.convergence import METHODS, Run, draw, kept, render, train, train_all
+from tests.benchmarks.convergence import METHODS, Run, draw, render, train
 from tests.benchmarks.convergence_tasks import NoisyDigits
 
 RUNS = [
@@ -21,24 +18,6 @@ RUNS = [
     ]
     for seed in range(2)
 ]
-
-
-class AtOnce:
-    """In place of a pool of processes."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __enter__(self) -> "AtOnce":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        job: Future[Any] = Future()
-        job.set_result(function(*arguments))
-        return job
 
 
 @pytest.mark.slow
@@ -67,16 +46,6 @@ def test_a_method_stands_beside_dense(tmp_path: Path) -> None:
     ]
     draw(tmp_path / "curves.png", RUNS)
     assert (tmp_path / "curves.png").stat().st_size > 0
-
-
-def test_what_is_kept_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "runs.jsonl"
-    monkeypatch.setattr(convergence, "ProcessPoolExecutor", AtOnce)
-    monkeypatch.setattr(convergence, "train", lambda run: next(r for r in RUNS if r.key == run.key))
-    assert train_all(RUNS[:3], file) == RUNS[:3]
-    assert kept(file) == {run.key: run for run in RUNS[:3]}
-    monkeypatch.setattr(convergence, "train", lambda run: RUNS[3])
-    assert train_all(RUNS, file) == RUNS
 
 
 def test_no_digit_is_validated_twice() -> None:

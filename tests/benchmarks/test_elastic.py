@@ -1,30 +1,11 @@
-"""The benchmark of elastic training: its arithmetic, its tables, and small jobs."""
+"""The benchmark of elastic training: its arithmetic, and small jobs."""
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
-from tests.benchmarks.elastic import (
-    Cost,
-    Recovery,
-    measure_kills,
-    measure_snapshots,
-    parts_of,
-    recovery_table,
-    snapshot_table,
-    step_seconds,
-)
+from tests.benchmarks.elastic import measure_kills, measure_snapshots, parts_of, step_seconds
 from tests.benchmarks.elastic_processes import Options, Step
-from tests.benchmarks.timing import Record
 
 TINY = Options(num_ranks=2, width=16, batch_size=1, snapshot_every=4)
-
-
-def printed(table: Table) -> str:
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
 
 
 def step(time: float, number: int, **changes: object) -> Step:
@@ -46,30 +27,6 @@ def test_parts_are_the_times_between_the_marks() -> None:
 def test_what_lies_between_generations_is_no_step() -> None:
     steps = [step(0.0, 1), step(1.0, 2), step(9.0, 2, generation=2), step(10.0, 3, generation=2)]
     assert step_seconds(steps) == 1.0
-
-
-def test_a_recovery_that_is_slow_or_loses_much_misses_its_goal() -> None:
-    def table(seconds: float, steps_lost: int) -> str:
-        one = Recovery(
-            rank=0, seconds=seconds, steps_lost=steps_lost, parts={"state": 0.125}, step_seconds=0.1
-        )
-        return printed(recovery_table([one], [], 4))
-
-    assert table(0.5, 4).count("met") == 2
-    assert "0.125" in table(0.5, 4)
-    assert table(1.5, 5).count("missed") == 2
-
-
-def test_snapshots_are_compared_with_none() -> None:
-    def cost(seconds: float) -> Cost:
-        record = Record(step_seconds=[seconds], cpu_seconds=[seconds])
-        return Cost(record=record, held_bytes=2_000_000, snapshot_bytes=3_000_000)
-
-    times = {"zero2": 1.0, "never": 1.0, "every 10": 1.02, "every 1": 1.25}
-    output = printed(snapshot_table({name: cost(seconds) for name, seconds in times.items()}))
-    assert output.count("met") == 2
-    assert "1.250" in output
-    assert "3.0" in output
 
 
 @pytest.mark.slow

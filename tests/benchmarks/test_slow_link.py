@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.benchmarks.namespaces import two_hosts, why_not
-from tests.benchmarks.slow_link import Place, Result, race, render
+from tests.benchmarks.slow_link import Place, race
 
 LOOPBACK = Place((), "lo", "127.0.0.1")
 ANSWER = """
@@ -47,14 +46,3 @@ def test_a_race_over_loopback(name: str, tmp_path: Path) -> None:
     assert not result.error
     assert result.seconds > 0
     assert result.num_bytes > 0
-
-
-def test_a_contender_that_fails_is_said_to() -> None:
-    results = {"dense": [Result(2.0, 4e6)], "int8": [Result(1.0, 1e6)], "odd": [Result(error="no")]}
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(render("title", results))
-    printed = capture.get()
-    assert "does not run: no" in printed
-    assert "0.500" in printed
-    assert "4.0x" in printed

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import ZeRO3Strategy
-from tests.strategies.parity import ignoring, quiet_trainer
+from tests.strategies.parity import fit_alike, ignoring
 
 pytestmark = ignoring("You're resuming from a checkpoint that ended before")
 WIDTH = 6
@@ -41,19 +40,7 @@ class Unusual(L.LightningModule):
 
 
 def fitted(strategy: Any, num_steps: int, lr: Callable[[], Any], **options: Any) -> L.Trainer:
-    generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(
-        torch.randn(16, WIDTH, generator=generator), torch.randn(16, 1, generator=generator)
-    )
-    trainer = quiet_trainer(
-        strategy=strategy,
-        devices=1 if strategy == "auto" else 2,
-        max_steps=num_steps,
-        accumulate_grad_batches=1,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(Unusual(lr), DataLoader(data, batch_size=4), **options)
-    return trainer
+    return fit_alike(Unusual(lr), strategy, num_steps, 16, **options)
 
 
 @pytest.mark.parametrize("lr", [lambda: 0.01, lambda: torch.tensor(0.01)], ids=["number", "tensor"])

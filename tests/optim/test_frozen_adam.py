@@ -16,6 +16,7 @@ from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
 from lightning_shard.testing import run_ranks
 from tests.data_parallel.compression.buffers import Exact
 from tests.groups import engine_of
+from tests.optim.test_sharded_optimizer import make_model
 
 WARMUP, NUM_STEPS, LR, DECAY, EPS = 3, 7, 0.05, 0.1, 1e-8
 BETAS = (0.8, 0.95)
@@ -42,11 +43,6 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     ),
     "Adam": lambda p: optim.Adam(p, lr=LR, betas=BETAS, weight_decay=DECAY, eps=EPS),
 }
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
 def inputs(step: int, rank: int) -> Tensor:

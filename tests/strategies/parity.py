@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import DDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
@@ -141,6 +141,23 @@ class GlobalBatches(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         return rank_loader(self.trainer, self.dataset, GLOBAL_BATCH)
+
+
+def fit_alike(
+    module: L.LightningModule, strategy: Any, num_steps: int, num_samples: int, **options: Any
+) -> L.Trainer:
+    """Train on one device, or on two ranks with the same batches, of six features and a target."""
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(*(torch.randn(num_samples, n, generator=generator) for n in (6, 1)))
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=1 if strategy == "auto" else 2,
+        max_steps=num_steps,
+        accumulate_grad_batches=1,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=4), **options)
+    return trainer
 
 
 def build(name: str) -> Trained:

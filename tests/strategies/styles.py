@@ -1,5 +1,6 @@
 """Ways of writing a LightningModule, and what a run under a strategy is compared with."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import lightning as L  # noqa: N812
@@ -359,8 +360,17 @@ def ranks(stage: int, num_ranks: int = 2) -> Any:
     return STRATEGIES[stage](backend="in_process", num_ranks=num_ranks, bucket_mb=1e-4)
 
 
-def check(style: type[Automatic], stage: int, num_ranks: int = 2) -> None:
-    alone, together = train(style), train(style, ranks(stage, num_ranks))
+def fit_twice(strategy: Callable[[], Any]) -> dict[str, Tensor]:
+    """Fit one module again and again; return its state."""
+    model = train(Automatic, strategy())
+    make_trainer(strategy(), []).fit(model)
+    make_trainer(strategy(), []).fit(model)
+    return dict(model.state_dict())
+
+
+def check(style: type[Automatic], strategy: Any) -> None:
+    """Compare a fit with one device's."""
+    alone, together = train(style), train(style, strategy)
     torch.testing.assert_close(together.history, alone.history, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(
         dict(together.state_dict()), dict(alone.state_dict()), rtol=1e-4, atol=1e-6

@@ -7,18 +7,18 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_shard import ConfigError, ZeRO2Strategy, ZeRO3Strategy, load_safetensors
+from lightning_shard import ConfigError, ZeRO2Strategy, ZeRO3Strategy
 from tests.benchmarks.memory import EXACT_ALLOCATION
 from tests.checkpoint.kept_runs import RUNS, Regressor
 from tests.checkpoint.sharded.runs import LAYOUTS, quiet_trainer
 from tests.checkpoint.sharded.runs import Model as Regression
 from tests.data_parallel.deferred_init.counting import AliveBytes
-from tests.data_parallel.deferred_init.test_recorder import build
 from tests.examples.commands import ignoring_advice
 from tests.processes import run_processes
 from tests.strategies.meta_starts import rise_at_start
+from tests.strategies.test_pretrained import Pretrained, build
 
 pytestmark = ignoring_advice()
 
@@ -166,36 +166,11 @@ def test_the_resident_set_of_a_process_rises_by_its_shards_and_one_unit(
         assert found["rise"] > 3 * found["shards"]
 
 
-class Loading(L.LightningModule):
-    """Reads a Hugging Face folder into a model on meta."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder, self.network = folder, None
-
-    def configure_model(self) -> None:
-        if self.network is None:
-            with torch.device("meta"):
-                self.network = build("llama")
-            load_safetensors(self.network, self.folder)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.network(input_ids=batch[0], labels=batch[0]).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(
-            torch.utils.data.TensorDataset(torch.arange(16).view(2, 8)), batch_size=1
-        )
-
-
 def test_a_folder_of_safetensors_is_read_into_shards(tmp_path: Path) -> None:
-    stored = build("llama")
+    stored = build("tied")
     stored.save_pretrained(tmp_path)
     peak = Peak()
-    module = Loading(tmp_path)
+    module = Pretrained("tied", tmp_path)
     strategy = LAYOUTS["zero3-4"]()
     quiet_trainer(strategy, max_steps=1, callbacks=[peak]).fit(module)
     for above, allowed in zip(peak.above, peak.allowed, strict=True):
@@ -210,16 +185,16 @@ def test_a_folder_of_safetensors_is_read_into_shards(tmp_path: Path) -> None:
 def test_from_pretrained_in_configure_model_gives_what_it_gives_elsewhere(tmp_path: Path) -> None:
     import transformers
 
-    stored = build("llama")
+    stored = build("tied")
     stored.save_pretrained(tmp_path)
 
-    class Pretrained(Loading):
+    class FromPretrained(Pretrained):
         def configure_model(self) -> None:
             if self.network is None:
                 self.network = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
                 self.network.train()
 
-    module = Pretrained(tmp_path)
+    module = FromPretrained("tied", tmp_path)
     quiet_trainer(LAYOUTS["zero3-3"](), max_steps=1).fit(module)
     for one, other in zip(module.network.parameters(), stored.parameters(), strict=True):
         assert torch.equal(one, other)

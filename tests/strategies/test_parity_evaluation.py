@@ -95,25 +95,47 @@ def assert_shares(got: list[Tensor], expected: list[Tensor], num_ranks: int) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.few_cases(1)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_fit_then_validate_test_predict_and_fit_again(strategy: str) -> None:
-    num_ranks = 3
+def check_evaluation(ranks: L.Trainer, num_shares: int) -> None:
+    """Fit, validate, test, predict and fit again, as on one device."""
     full, single = seeded(EvaluatedGPT), trainer()
     single.fit(full, datamodule=batches(full))
-    model, ranks = seeded(EvaluatedGPT), trainer(strategy, num_ranks)
+    model = seeded(EvaluatedGPT)
     ranks.fit(model, datamodule=batches(model))
     assert ranks.callback_metrics["val_loss"].item() == pytest.approx(
         single.callback_metrics["val_loss"].item(), rel=1e-5
     )
     got, expected = results(ranks, model), results(single, full)
     assert got[:2] == pytest.approx(expected[:2], rel=1e-5)
-    assert_shares(got[2], expected[2], 3)
+    assert_shares(got[2], expected[2], num_shares)
     for fitted, its_model in ((ranks, model), (single, full)):
         fitted.fit_loop.max_epochs, fitted.fit_loop.epoch_loop.max_steps = -1, 2 * NUM_STEPS
         fitted.fit(its_model, datamodule=batches(its_model))
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, full.state_dict()[name], rtol=1e-5, atol=2e-7)
+
+
+def check_without_a_fit(ranks: L.Trainer, num_shares: int) -> None:
+    model = seeded(EvaluatedGPT)
+    expected, got = results(trainer(), model), results(ranks, model)
+    assert got[:2] == pytest.approx(expected[:2], rel=1e-5)
+    assert_shares(got[2], expected[2], num_shares)
+
+
+def check_given_back(model: Trained, fitted: L.Trainer) -> None:
+    """Find parameters free, and their state full."""
+    for param in model.parameters():
+        assert param.is_leaf
+        assert param.requires_grad
+        assert param.grad is None
+        assert not param._post_accumulate_grad_hooks
+        state = fitted.optimizers[0].state[param]
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == param.shape
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fit_then_validate_test_predict_and_fit_again(strategy: str) -> None:
+    check_evaluation(trainer(strategy, 3), 3)
 
 
 @pytest.mark.few_cases(1)
@@ -127,13 +149,7 @@ def test_the_callers_module_is_full_and_free_after_a_fit(strategy: str) -> None:
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
-    for param in model.parameters():
-        assert param.is_leaf
-        assert param.requires_grad
-        assert param.grad is None
-        assert not param._post_accumulate_grad_hooks
-        state = ours.optimizers[0].state[param]
-        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == param.shape
+    check_given_back(model, ours)
     before = [param.detach().clone() for param in model.parameters()]
     trainer().fit(model, datamodule=batches(model))  # plain Lightning goes on with it
     assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
@@ -155,11 +171,7 @@ def test_every_rank_validates_with_rank_zeros_running_statistics(strategy: str) 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero3"])
 def test_evaluation_without_a_fit(strategy: str) -> None:
-    model = seeded(EvaluatedGPT)
-    expected = results(trainer(), model)
-    got = results(trainer(strategy, 3), model)
-    assert got[:2] == pytest.approx(expected[:2], rel=1e-5)
-    assert_shares(got[2], expected[2], 3)
+    check_without_a_fit(trainer(strategy, 3), 3)
 
 
 class Halved(Stack):

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -28,6 +27,7 @@ from .styles import (
     Backbone,
     Manual,
     check,
+    fit_twice,
     make_trainer,
     ranks,
     train,
@@ -43,14 +43,14 @@ pytestmark = [
 @pytest.mark.parametrize("style", [*AUTOMATIC, *MANUAL])
 @pytest.mark.parametrize("stage", range(4))
 def test_styles(style: type[Automatic], stage: int) -> None:
-    check(style, stage)
+    check(style, ranks(stage))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", [*AUTOMATIC, *MANUAL])
 @pytest.mark.parametrize("stage", range(4))
 def test_styles_on_three_ranks(style: type[Automatic], stage: int) -> None:
-    check(style, stage, num_ranks=3)
+    check(style, ranks(stage, num_ranks=3))
 
 
 class BackboneWithState(Backbone):
@@ -76,7 +76,7 @@ class LimitedMemory(Automatic):
 
 
 def test_lbfgs_without_sharding() -> None:
-    check(LimitedMemory, stage=0)
+    check(LimitedMemory, ranks(0))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -104,7 +104,7 @@ class OwnClippingManual(Manual):
 @pytest.mark.parametrize("stage", range(4))
 def test_torch_clipping_is_right_or_refused(style: type[Automatic], stage: int) -> None:
     try:
-        check(style, stage)
+        check(style, ranks(stage))
     except ShardError:
         return
 
@@ -130,7 +130,7 @@ class WassersteinCritic(Manual):
 @pytest.mark.parametrize("style", [ModuleZeroGrad, WassersteinCritic])
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_and_weights_changed_by_hand(style: type[Automatic], stage: int) -> None:
-    check(style, stage)
+    check(style, ranks(stage))
 
 
 class Averaged(Automatic):
@@ -149,7 +149,7 @@ class MovingAverage(Automatic):
 @pytest.mark.parametrize("style", [Averaged, MovingAverage])
 @pytest.mark.parametrize("stage", range(4))
 def test_weight_averaging(style: type[Automatic], stage: int) -> None:
-    check(style, stage)
+    check(style, ranks(stage))
 
 
 class SkipsSteps(Automatic):
@@ -172,18 +172,12 @@ class Copies(Automatic):
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("stage", range(3))
 def test_copies_during_training(stage: int) -> None:
-    check(Copies, stage)
+    check(Copies, ranks(stage))
 
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_two_fits_of_one_module(stage: int) -> None:
-    def fit_twice(strategy: Callable[[], Any]) -> dict[str, Tensor]:
-        model = train(Automatic, strategy())
-        make_trainer(strategy(), []).fit(model)
-        make_trainer(strategy(), []).fit(model)
-        return dict(model.state_dict())
-
     torch.testing.assert_close(
         fit_twice(lambda: ranks(stage)), fit_twice(lambda: "auto"), rtol=1e-4, atol=1e-6
     )

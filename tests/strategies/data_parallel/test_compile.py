@@ -74,6 +74,7 @@ IN_PROCESS: dict[str, tuple[type, int, dict[str, Any]]] = {
 
 
 def slow(*values: Any) -> list[Any]:
+    """Leave these to `make test-all`."""
     return [
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.slow)
         for one in values

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import ConfigError
-from tests.strategies.parity import ignoring, quiet_trainer
+from tests.strategies.parity import fit_alike, ignoring
 
 pytestmark = ignoring("`torch.jit:DeprecationWarning", "`torch.jit:FutureWarning")
 WIDTH, NUM_SAMPLES = 6, 32
@@ -47,21 +46,8 @@ class OfTorchScript(L.LightningModule):
 
 
 def fitted(strategy: str, num_steps: int, **options: Any) -> L.Trainer:
-    """Train with every rank on the same batches, so that batch norms see what one device sees."""
-    generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(
-        torch.randn(NUM_SAMPLES, WIDTH, generator=generator),
-        torch.randn(NUM_SAMPLES, 1, generator=generator),
-    )
-    trainer = quiet_trainer(
-        strategy=strategy if strategy == "auto" else f"{strategy}_in_process",
-        devices=1 if strategy == "auto" else 2,
-        max_steps=num_steps,
-        accumulate_grad_batches=1,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(OfTorchScript(), DataLoader(data, batch_size=4), **options)
-    return trainer
+    made = strategy if strategy == "auto" else f"{strategy}_in_process"
+    return fit_alike(OfTorchScript(), made, num_steps, NUM_SAMPLES, **options)
 
 
 def assert_same(got: L.Trainer, expected: L.Trainer) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard import TensorParallelStrategy
+from tests.strategies.data_parallel.test_compile import slow
 from tests.strategies.models import ExampleGPT, HuggingFaceLM, Trained
 from tests.strategies.parity import (
     SMALL_BUCKET_MB,
@@ -47,14 +48,6 @@ def train_split(model: Trained, layout: str, plan: Any = "auto") -> Run:
     strategy = TensorParallelStrategy(backend="in_process", plan=plan, **options)
     strategy.run.options.__dict__["bucket_mb"] = SMALL_BUCKET_MB
     return train(model, strategy=strategy, devices=num_ranks)
-
-
-def slow(*values: Any) -> list[Any]:
-    """Leave these to `make test-all`."""
-    return [
-        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.slow)
-        for one in values
-    ]
 
 
 class Checkpointed(nn.Module):

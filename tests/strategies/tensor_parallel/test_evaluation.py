@@ -21,9 +21,10 @@ from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 from tests.strategies.test_parity_evaluation import (
     NUM_STEPS,
     EvaluatedGPT,
-    assert_shares,
     batches,
-    results,
+    check_evaluation,
+    check_given_back,
+    check_without_a_fit,
     seeded,
 )
 from tests.strategies.test_parity_evaluation import trainer as plain_trainer
@@ -45,30 +46,12 @@ def trainer(num_ranks: int, size: int, stage: int = 0, plan: str = "gpt", **opti
 def test_fit_then_validate_test_predict_and_fit_again(
     num_ranks: int, size: int, stage: int
 ) -> None:
-    full, single = seeded(EvaluatedGPT), plain_trainer()
-    single.fit(full, datamodule=batches(full))
-    model, ranks = seeded(EvaluatedGPT), trainer(num_ranks, size, stage)
-    ranks.fit(model, datamodule=batches(model))
-    assert ranks.callback_metrics["val_loss"].item() == pytest.approx(
-        single.callback_metrics["val_loss"].item(), rel=1e-5
-    )
-    got, expected = results(ranks, model), results(single, full)
-    assert got[:2] == pytest.approx(expected[:2], rel=1e-5)
-    assert_shares(got[2], expected[2], num_ranks // size)
-    for fitted, its_model in ((ranks, model), (single, full)):
-        fitted.fit_loop.max_epochs, fitted.fit_loop.epoch_loop.max_steps = -1, 2 * NUM_STEPS
-        fitted.fit(its_model, datamodule=batches(its_model))
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, full.state_dict()[name], rtol=1e-5, atol=2e-7)
+    check_evaluation(trainer(num_ranks, size, stage), num_ranks // size)
 
 
 @pytest.mark.slow
 def test_evaluation_without_a_fit() -> None:
-    model = seeded(EvaluatedGPT)
-    expected = results(plain_trainer(), model)
-    got = results(trainer(4, 2), model)
-    assert got[:2] == pytest.approx(expected[:2], rel=1e-5)
-    assert_shares(got[2], expected[2], 2)
+    check_without_a_fit(trainer(4, 2), 2)
 
 
 @pytest.mark.slow
@@ -80,13 +63,7 @@ def test_the_callers_module_is_full_and_free_after_a_fit() -> None:
     ours.fit(model, datamodule=batches(model))
     assert {name: param.shape for name, param in model.named_parameters()} == shapes
     assert [sorted(vars(module)) for module in model.modules()] == attributes
-    for param in model.parameters():
-        assert param.is_leaf
-        assert param.requires_grad
-        assert param.grad is None
-        assert not param._post_accumulate_grad_hooks
-        state = ours.optimizers[0].state[param]
-        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == param.shape
+    check_given_back(model, ours)
 
 
 @pytest.mark.few_cases(1)

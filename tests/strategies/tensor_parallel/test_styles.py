@@ -5,13 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_shard import TensorParallelStrategy
 from tests.strategies import styles
 from tests.strategies.parity import ignoring
-from tests.strategies.styles import AUTOMATIC, MANUAL, Adversarial, Automatic, make_trainer, train
+from tests.strategies.styles import (
+    AUTOMATIC,
+    MANUAL,
+    Adversarial,
+    Automatic,
+    check,
+    fit_twice,
+    train,
+)
 from tests.strategies.test_training_styles import Copies, ModuleZeroGrad, WassersteinCritic
 from tests.trainers import rank_loader
 
@@ -54,21 +62,13 @@ def ranks(style: type[Automatic], num_ranks: int, stage: int) -> TensorParallelS
     return strategy
 
 
-def check(style: type[Automatic], num_ranks: int, stage: int) -> None:
-    alone, together = train(style), train(style, ranks(style, num_ranks, stage))
-    torch.testing.assert_close(together.history, alone.history, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(
-        dict(together.state_dict()), dict(alone.state_dict()), rtol=1e-4, atol=1e-6
-    )
-
-
 STYLES = [*AUTOMATIC, *MANUAL, Copies, ModuleZeroGrad, WassersteinCritic]
 
 
 @pytest.mark.few_cases(2)
 @pytest.mark.parametrize("style", STYLES)
 def test_styles(style: type[Automatic]) -> None:
-    check(style, 2, 0)
+    check(style, ranks(style, 2, 0))
 
 
 @pytest.mark.slow
@@ -78,24 +78,14 @@ def test_styles(style: type[Automatic]) -> None:
     [(style, stage) for style in STYLES for stage in (0, 1, 3) if (style, stage) != (Copies, 3)],
 )
 def test_styles_with_data_parallel(style: type[Automatic], stage: int) -> None:
-    check(style, 4, stage)
+    check(style, ranks(style, 4, stage))
 
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_two_fits_of_one_module(num_ranks: int) -> None:
-    def fit_twice(strategy: Any) -> dict[str, Tensor]:
-        model = train(Automatic, strategy())
-        make_trainer(strategy(), []).fit(model)
-        make_trainer(strategy(), []).fit(model)
-        return dict(model.state_dict())
-
-    torch.testing.assert_close(
-        fit_twice(lambda: ranks(Automatic, num_ranks, 0)),
-        fit_twice(lambda: "auto"),
-        rtol=1e-4,
-        atol=1e-6,
-    )
+    got = fit_twice(lambda: ranks(Automatic, num_ranks, 0))
+    torch.testing.assert_close(got, fit_twice(lambda: "auto"), rtol=1e-4, atol=1e-6)
 
 
 def test_a_module_copied_after_a_fit_is_an_ordinary_one() -> None:
