@@ -28,6 +28,9 @@ def test_a_loss_unlike_ddp_s_is_an_error() -> None:
     records = {"ddp": Record(losses=[5.0, 4.0]), "zero2": Record(losses=[5.0, 4.001])}
     with pytest.raises(LossMismatchError, match=r"Step 1 of 'zero2'.*4\.001.*4\.0"):
         check_losses(records)
+    with pytest.raises(LossMismatchError):
+        check_losses({"ddp": Record(losses=[5.0]), "zero2": Record(losses=[float("nan")])})
+    check_losses({"ddp": Record(losses=[5.0]), "local": Record(losses=[4.0])})  # which trains alone
 
 
 def test_views_and_ties_count_once() -> None:

@@ -34,7 +34,15 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tests.features.columns import COLUMNS, Here
 from tests.features.declared import add, by, feature
-from tests.features.network import Loaders, Network, Report, fitted, left_by
+from tests.features.network import (
+    CountsBatches,
+    Loaders,
+    Network,
+    Report,
+    WithRate,
+    fitted,
+    left_by,
+)
 
 GROUP = "Callbacks"
 AVERAGES = by("elastic", "averages that are lost") | by(
@@ -167,29 +175,13 @@ def lambda_callback(here: Here) -> Report:
     return fitted(here, callbacks=[LambdaCallback(on_train_epoch_end=note)]) | {"first": seen[0]}
 
 
-class _Stateful(Callback):
-    """Has a state, which is in checkpoints."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.batches += 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.batches = state["batches"]
-
-
 @feature(GROUP, "a callback with a state")
 def stateful(here: Here) -> Report:
-    first = here.trainer(max_epochs=1, callbacks=[_Stateful()])
+    first = here.trainer(max_epochs=1, callbacks=[CountsBatches()])
     first.fit(Network(), datamodule=Loaders(here))
     path = here.folder / "state.ckpt"
     first.save_checkpoint(path)
-    counter = _Stateful()
+    counter = CountsBatches()
     report = fitted(here, callbacks=[counter], ckpt_path=path)
     return report | {"batches": counter.batches}
 
@@ -199,20 +191,9 @@ def learning_rate_finder(here: Here) -> Report:
     finder = LearningRateFinder(
         min_lr=1e-3, max_lr=0.1, num_training_steps=6, early_stop_threshold=None, attr_name="lr"
     )
-    module = _WithRate()
+    module = WithRate()
     report = fitted(here, module, callbacks=[finder], max_epochs=1, num_sanity_val_steps=0)
     return report | {"rates": finder.optimal_lr.results["lr"], "chosen": module.lr}
-
-
-class _WithRate(Network):
-    """Its learning rate is an attribute, which a finder may set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.05
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
 class _Sized(Loaders):

@@ -14,6 +14,7 @@ from tests.features.network import (
     Loaders,
     Network,
     Report,
+    WithRate,
     assigned,
     dataset,
     fitted,
@@ -128,18 +129,9 @@ def data_module(here: Here) -> Report:
     return left_by(again, module) | {"calls": data.calls}
 
 
-class _Rated(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.05
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-
 @feature(GROUP, "Tuner.lr_find", refused=by("elastic", "learning-rate finder"))
 def lr_find(here: Here) -> Report:
-    module = _Rated()
+    module = WithRate()
     found = Tuner(here.trainer(max_epochs=1)).lr_find(
         module,
         datamodule=Loaders(here),

@@ -157,3 +157,30 @@ def left_by(trainer: L.Trainer, module: nn.Module) -> Report:
         "epoch": trainer.current_epoch,
         "stopped": trainer.should_stop,
     }
+
+
+class WithRate(Network):
+    """Its learning rate is an attribute, which a finder may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.05
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class CountsBatches(Callback):
+    """Has a state, which is in checkpoints."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]

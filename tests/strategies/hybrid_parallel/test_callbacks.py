@@ -30,6 +30,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_shard import ConfigError
+from tests.features.network import CountsBatches
 from tests.strategies.parity import ignoring
 from tests.strategies.test_parity_evaluation import EvaluatedGPT, EvaluationBatches, seeded
 from tests.strategies.trainer.test_weight_averaging import SCHEMES, SINGLE, Scheme
@@ -68,22 +69,6 @@ class Measured(EvaluatedGPT):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-class Counter(Callback):
-    """Has a state of its own."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.batches += 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.batches = state["batches"]
-
-
 @dataclass
 class Watched:
     """What the callbacks have seen and done."""
@@ -105,7 +90,7 @@ class Watched:
             "stopped": by_type[EarlyStopping].stopped_epoch,
             "wait": by_type[EarlyStopping].wait_count,
             "rates": [list(values) for values in by_type[LearningRateMonitor].lrs.values()],
-            "batches": by_type[Counter].batches,
+            "batches": by_type[CountsBatches].batches,
             "steps": self.trainer.global_step,
             "epochs": self.trainer.current_epoch,
             "metric": self.trainer.callback_metrics["mean_loss"],
@@ -138,7 +123,7 @@ def fit(scheme: Scheme, folder: Path, max_epochs: int = 5, resume: Path | None =
                 )
             ),
             DeviceStatsMonitor(cpu_stats=False),
-            Counter(),
+            CountsBatches(),
         ],
         precision="64-true",
         accumulate_grad_batches=1,
