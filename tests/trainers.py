@@ -23,4 +23,5 @@ def rank_loader(trainer: L.Trainer | None, dataset: Dataset[Any], global_batch: 
     assert trainer is not None
     place = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
     sampler = DistributedSampler(dataset, **place, shuffle=False)
-    return DataLoader(dataset, global_batch // place["num_replicas"], sampler=sampler)
+    size = global_batch // place["num_replicas"]
+    return DataLoader(dataset, batch_size=size, sampler=sampler)
