@@ -69,7 +69,7 @@ from lightning_shard.data_parallel.units.presenting import (
     look_full,
 )
 from lightning_shard.data_parallel.units.unit import HERE, Unit, build_units, exist_once
-from lightning_shard.data_parallel.units.unsharding import Unsharder
+from lightning_shard.data_parallel.units.unsharding import Since, Unsharder
 from lightning_shard.data_parallel.views.sharded_parameter import move_out
 from lightning_shard.data_parallel.views.unseen_calls import SeesUnseenCalls, makers_seen
 
@@ -244,6 +244,12 @@ class DataParallelEngine:
     def groups_of_gradients(self) -> list[Collectives]:
         """Groups over whose ranks the elements of one gradient lie, from backward to the update."""
         return [] if self.options.stage == 0 or self.is_alone else [self.groups.shard]
+
+    def groups_of_forwards(self) -> list[Collectives]:
+        """Groups whose ranks unshard together in each forward."""
+        if self._unsharder is None or self._unsharder.since is Since.HELD or self.is_alone:
+            return []
+        return [self.groups.shard]
 
     @property
     def steps_alone(self) -> bool:

@@ -234,9 +234,11 @@ class EngineSetup(RunPart):
         )
         if not strategy.dimensions:
             return found
+        along = run.groups.of_models.along
         return replace(
             found,
-            groups=run.groups.of_models.along,
+            groups=along,
+            of_forwards=[along[axis] for axis in run.groups.sample_axes[1:]],
             of_parts=run.groups.of_models.of_parts,
             with_shards=self.hidden,
             in_hook=self._shown,

@@ -49,6 +49,7 @@ class RunView:
         groups: This rank's group along each axis of a dimension; there once groups are made.
         of_parts: The ranks that have the same parts of what a dimension with samples of its own
             shares out, and second groups of them for gradients; None without such a dimension.
+        of_forwards: Groups of ranks with samples of their own that need each other in a forward.
         with_shards: Inside, weights are the shards that are here, also within a hook.
         in_hook: Inside, code sees weights as hooks do; each rank must enter.
         drawn_for_own_data: Inside, ranks that are given different samples draw random numbers of
@@ -69,6 +70,7 @@ class RunView:
     matches_tags: bool
     groups: Mapping[Axis, Collectives] = field(default_factory=dict)
     of_parts: tuple[DataGroups, DataGroups] | None = None
+    of_forwards: Sequence[Collectives] = ()
     with_shards: Callable[[], AbstractContextManager[None]] = nullcontext
     in_hook: Callable[[], AbstractContextManager[None]] = nullcontext
     drawn_for_own_data: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -171,7 +171,15 @@ class MicrobatchedSteps(StepRunner):
             if not self._ragged:
                 rank_zero_warn(_RAGGED)
             self._ragged = True
-        return split_batch(batch, num_parts, reader)
+        return split_batch(batch, self._agreed(num_parts), reader)
+
+    def _agreed(self, num_parts: int) -> int:
+        """Return the fewest parts of the ranks that meet in each forward, of other samples."""
+        for group in (*self._engine.groups_of_forwards(), *self._run.of_forwards):
+            fewest = torch.tensor([num_parts], device=self._run.device)
+            group.all_reduce(fewest, "min").wait()
+            num_parts = int(fewest)
+        return num_parts
 
     def _recorded(self, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
         """Return what runs the module's step on one microbatch, and records what it logs."""

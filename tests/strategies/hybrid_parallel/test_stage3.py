@@ -9,11 +9,12 @@ from typing import Any
 import lightning as L  # noqa: N812
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import ConfigError, HybridParallelStrategy
 from tests.precision.test_plugins import _error
@@ -34,7 +35,7 @@ from tests.strategies.parity import (
     single_device,
     train,
 )
-from tests.strategies.stacks import WIDTH, Block, Fitted, Stack, fit
+from tests.strategies.stacks import WIDTH, Block, Fitted, Stack, fit, samples
 
 pytestmark = ignoring(".* microbatches are fewer than the")
 
@@ -112,6 +113,54 @@ def assert_same(got: Fitted, expected: Fitted) -> None:
     torch.testing.assert_close(got.curve.losses, expected.curve.losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(got.curve.norms, expected.curve.norms, rtol=2e-5, atol=1e-9)
     torch.testing.assert_close(got.weights, expected.weights, rtol=1e-5, atol=2e-7)
+
+
+class OfUnevenBatches(Stack):
+    """One data-parallel rank takes three samples where the other takes one."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, classes = batch
+        parts = [slice(0, 3), slice(3, 4)] if len(x) == 4 else [slice(None)]
+        return torch.stack([F.cross_entropy(self(x[p]), classes[p]) for p in parts]).mean()
+
+    def train_dataloader(self) -> Any:
+        place = (self.trainer.distributed_sampler_kwargs or {}).get("rank")
+        taken = {None: slice(0, 4), 0: slice(0, 3), 1: slice(3, 4)}[place]
+        batches = [list(range(first, first + 4))[taken] for first in range(0, 12, 4)]
+        return DataLoader(self.dataset(), batch_sampler=batches)  # type: ignore[arg-type]
+
+
+class OnceCalled(OfUnevenBatches):
+    """Calls its network once, as pipelines want it."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_ranks_that_unshard_together_have_as_many_microbatches() -> None:
+    """Four samples made four microbatches and one made one: ranks waited for each other."""
+    alone = fit_stack(OfUnevenBatches, None, max_epochs=1)
+    ranks = fit_stack(OnceCalled, "1f1b", max_epochs=1)
+    torch.testing.assert_close(ranks.weights, alone.weights, rtol=1e-5, atol=2e-7)
+
+
+def test_ranks_predict_last_batches_of_unequal_sizes() -> None:
+    """Seven samples on one rank and six on the other: the last two were one microbatch."""
+    x = samples(13)[0]
+
+    class Predicted(Stack):
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(batch[0])
+
+        def predict_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(x), batch_size=4)
+
+    fitted = fit_stack(Predicted, "1f1b", max_epochs=1, use_distributed_sampler=True)
+    predicted = fitted.trainer.predict(fitted.model)
+    assert predicted is not None
+    with torch.no_grad():
+        expected = fitted.model.cpu()(x)
+    torch.testing.assert_close(torch.cat(predicted), expected)
 
 
 @pytest.mark.slow
