@@ -5,6 +5,10 @@
 
 Every class that stands for elements elsewhere answers one of the two, or both. Such a class has no
 memory of its own shape, and must not lead to another's: an address would be that of garbage.
+
+Of `tensor.data = value` torch asks the tensor's class alone; the property that this module puts in
+the place of `Tensor.data` asks the value's, too. Whoever compares with `Tensor.data.__set__` has to
+import this module first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.errors import ConfigError
@@ -35,6 +40,28 @@ MOVES_MEMORY = frozenset({"share_memory", "swap_tensors"})
 
 BY_PYTHON = frozenset({"apply", "map", "map2"})
 """Calls that read and write each element by Python."""
+
+_TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
+_OWN_DATA = _TENSOR.data
+SET_OWN_DATA: Callable[[Tensor, Tensor], None] = _OWN_DATA.__set__
+"""Points a tensor at another, whose class is not asked."""
+
+
+def _set_data(tensor: Tensor, value: Any) -> None:
+    """Point a tensor at another, whose class torch does not ask: it may have no memory."""
+    if has_torch_function((tensor,)) or not has_torch_function((value,)):
+        SET_OWN_DATA(tensor, value)
+    else:
+        handle_torch_function(_TENSOR.data.__set__, (value,), tensor, value)
+
+
+class _Data(property):
+    """What torch and `name_of` ask a property of tensors for."""
+
+    __name__, __objclass__ = "data", _OWN_DATA.__objclass__
+
+
+_TENSOR.data = _Data(_OWN_DATA.__get__, _set_data)
 
 
 def name_of(func: Any) -> str:

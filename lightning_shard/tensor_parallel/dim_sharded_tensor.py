@@ -39,7 +39,7 @@ from lightning_shard.core.tensor_calls import (
 )
 from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.recompute.recomputation import TakenApart, take_apart_by
-from lightning_shard.data_parallel.torch_private import untraced
+from lightning_shard.data_parallel.torch_private import storage_key, untraced
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.transforms import OF_RANKS, refuse_transforms
 from lightning_shard.errors import ConfigError
@@ -61,6 +61,7 @@ class Part:
         dim: The sharded dimension, counted from 0.
         group: Group of the W ranks that have the parts.
         num_blocks: Number of equal blocks along `dim`, of each of which a rank has 1 / W.
+        weight: The parameter that a step reads, or has computed this from; None if it is unknown.
         own_rules: Rules by operation that go before those of `dim_sharded_operations`.
         has_own_rows: Whether each rank computes its rows of a result, with the same parameters.
     """
@@ -72,6 +73,7 @@ class Part:
     dim: int
     group: Collectives
     num_blocks: int = 1
+    weight: Tensor | None = None
 
     @property
     def place(self) -> int:
@@ -174,7 +176,7 @@ def from_local(local: Tensor, group: Collectives, dim: int = -1, num_blocks: int
     """Make a tensor that looks full of each rank's part, without sending anything."""
     if group.size == 1:
         return local
-    place = {"dim": dim % local.ndim, "num_blocks": num_blocks}
+    place: dict[str, Any] = {"dim": dim % local.ndim, "num_blocks": num_blocks}
     return wrapped(Part(local=local, group=group, **place))
 
 
@@ -334,6 +336,7 @@ def showing(seen: Tensor, param: Tensor) -> Tensor:
     """
     if seen is not param and isinstance(seen, DimShardedTensor):
         seen._shown, seen.__dict__ = param, vars(param)
+        seen._part = replace(seen._part, weight=param)
     return seen
 
 
@@ -354,6 +357,7 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     """Gather and go on with plain tensors; written values go back into the part."""
     if name_of(func) in MOVES_MEMORY:
         raise memory_refused(func, args[0], "each rank of a layer has a part of it")
+    _refuse_aliases(func, args)
     gathered: dict[int, Tensor] = {}
 
     def full(sharded: DimShardedTensor) -> Tensor:
@@ -378,6 +382,20 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
         if not (gathered[key].requires_grad and _is_of_leaf(one.part.local))
     ]
     return _shown(result, shown)
+
+
+def _refuse_aliases(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raise where another tensor, which would be given a copy, is to lie in a weight's memory."""
+    if func != _SET_DATA or isinstance(args[0], nn.Parameter):
+        return
+    wide = args[1].of._wide if isinstance(args[1], ViewOfGathered) else args[1]
+    local, weight = wide.part.local, wide.part.weight
+    if weight is not None and storage_key(local) == storage_key(weight):
+        raise ConfigError(
+            f"Rank {wide.part.group.rank}: .data of another tensor was set to a weight of shape "
+            f"{tuple(wide.shape)} in a step, but each rank of a layer has a part of it; expected "
+            f"elements that are the other tensor's own. Set it to weight.detach().clone()."
+        )
 
 
 def _is_of_leaf(local: Tensor) -> bool:
@@ -466,6 +484,7 @@ class ViewOfGathered(Tensor):
         if _writes_several(func, args):
             return _in_turn(func, args, kwargs)
         views = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)}
+        _refuse_aliases(func, args)
         homes = [*{id(one.of): one.of for one in views.values()}.values()]
         targets = [one for one in changed_by(func, args, kwargs) if id(one) in views]
         if func in _OF_THE_GRAPH and DimShardedTensor in types:
@@ -520,6 +539,7 @@ def getters(names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names.split()}
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_THE_GRAPH = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)  # of these nodes
 _OF_THE_OBJECT = {
     *getters("shape ndim dtype device layout requires_grad grad_fn is_leaf _version output_nr"),

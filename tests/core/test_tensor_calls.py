@@ -31,6 +31,24 @@ class _Told(SeesCalls, SeesOperations):
         return torch.full((len(args),), 7.0 if kwargs else 5.0)
 
 
+@pytest.mark.parametrize("made", [torch.zeros, lambda size: nn.Parameter(torch.zeros(size))])
+def test_data_of_a_plain_tensor_asks_the_class_of_what_it_is_set_to(made: Any) -> None:
+    """The tensor had no memory afterwards: reading it ended the process."""
+    tensor, asked = made(2), []
+
+    class Asked(_Told):
+        @classmethod
+        @override
+        def called(cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+            asked.append((func, args))
+
+    tensor.data = value = _empty(Asked)
+    assert [func for func, _ in asked] == [Tensor.data.__set__]  # type: ignore[attr-defined]
+    assert [*map(id, asked[0][1])] == [id(tensor), id(value)]
+    tensor.data = torch.ones(3)
+    assert tensor.data.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_calls_come_before_operations() -> None:
     told = _empty(_Told)
     assert told.add(1, alpha=2) == ("add", 2, {"alpha": 2})

@@ -12,6 +12,7 @@ from lightning_shard.errors import ConfigError
 from tests.strategies.decoders import (
     DECODER_SCHEMES,
     OF_STAGES,
+    WIDTH,
     Decoder,
     assert_as_alone,
     fit_decoder,
@@ -388,6 +389,110 @@ def test_a_step_sets_gradients_of_weights_that_it_keeps(from_optimizer: bool, sc
     """One weight among them that is not cut made the gradients of all those of parts."""
     own = {"from_optimizer": from_optimizer}
     assert_as_alone(type("Kept", (Differentiated,), own), scheme)
+
+
+class DataOfAnother(Decoder):
+    """Puts a tensor into `.data` of a plain tensor, and computes with this."""
+
+    value: Callable[[Any], Tensor]
+    is_written = False
+
+    def build(self) -> None:
+        self.listed = [self.blocks[0].up.weight]
+        self.register_buffer("average", torch.zeros(2 * WIDTH, WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        other: Any = torch.zeros(3, dtype=torch.float64)
+        other.data = type(self).value(self)
+        if self.is_written:
+            with torch.no_grad():
+                other.mul_(0.9)
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * other.square().sum())
+
+
+def _averaged(model: Any) -> Tensor:
+    model.average.data = 0.9 * model.average + 0.1 * model.blocks[0].up.weight.detach()
+    return model.average.clone()
+
+
+OWN_ELEMENTS: dict[str, Callable[[Any], Tensor]] = {
+    "computed": lambda model: 2 * model.blocks[0].up.weight,
+    "cloned": lambda model: model.blocks[0].up.weight.detach().clone(),
+    "averaged": _averaged,
+    "gradient": lambda model: model.blocks[0].up.weight.grad.clone(),
+    "bias": lambda model: model.blocks[0].down.bias.detach().clone(),
+}
+OF_WEIGHTS: dict[str, Callable[[Any], Tensor]] = {
+    "weight": lambda model: model.blocks[0].up.weight,
+    "data": lambda model: model.blocks[0].up.weight.data,
+    "detached": lambda model: model.blocks[0].down.weight.detach(),
+    "rows": lambda model: model.blocks[0].down.weight.detach()[:2],
+    "listed": lambda model: model.listed[0],
+}
+
+
+class ManualData(DataOfAnother):
+    """Does so after the backward, whose gradients are there then."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(Decoder.training_step(self, batch, batch_idx))
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.few_cases(5)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", OWN_ELEMENTS)
+def test_a_step_sets_data_of_a_plain_tensor_to_what_it_computes(name: str, scheme: str) -> None:
+    """A tensor without memory ended the process with a segmentation fault."""
+    own = {"value": staticmethod(OWN_ELEMENTS[name])}
+    assert_as_alone(type("Data", (ManualData,), own), scheme)
+
+
+@pytest.mark.few_cases(3)
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("scheme", ["zero2", "zero3", "context_zero3"])
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_a_plain_tensor_lies_in_the_memory_of_a_weight(
+    name: str, scheme: str, is_written: bool
+) -> None:
+    """Stage 3 of ZeRO put this rank's shard there, without a word, or nothing at all."""
+    own = {"value": staticmethod(OF_WEIGHTS[name]), "is_written": is_written}
+    assert_as_alone(type("Data", (DataOfAnother,), own), scheme)
+
+
+@pytest.mark.few_cases(3)
+@pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3", "2x2x2"])
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_the_memory_of_a_split_weight_for_a_plain_tensor_is_refused(name: str, scheme: str) -> None:
+    """It ended the process with a segmentation fault."""
+    own = {"value": staticmethod(OF_WEIGHTS[name])}
+    with pytest.raises(ConfigError, match=r"\.data of another tensor was set to a weight .* in a"):
+        fit_decoder(type("Data", (DataOfAnother,), own), scheme)
+
+
+class WrittenInHook(Decoder):
+    """Shrinks a weight in a hook, by a plain tensor that lies in its memory."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        other: Any = torch.zeros(3, dtype=torch.float64)
+        other.data = self.blocks[0].up.weight
+        other.mul_(0.9)
+
+
+@pytest.mark.few_cases(2)
+@pytest.mark.parametrize("scheme", ["zero2", "zero3", "tensor", "pipeline"])
+def test_a_hook_writes_by_a_plain_tensor_in_the_memory_of_a_weight(scheme: str) -> None:
+    """Under stage 3 of ZeRO the tensor was a copy."""
+    assert_as_alone(WrittenInHook, scheme)
 
 
 class Copied(Decoder):

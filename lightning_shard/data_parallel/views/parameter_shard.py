@@ -224,6 +224,9 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
     """Write what is assigned to the data of a tensor, or what Python makes of its elements."""
     if func != _SET_DATA:
         return args[0].copy_(func(*map(_full, args)))  # type: ignore[no-any-return]
+    if _base(args[0]) is None:  # its memory is held by an object, as that of an array is
+        func(args[0], _lent("array", args[1]))
+        return None
     with torch.no_grad():  # as torch sets data
         args[0].copy_(args[1])
     return None

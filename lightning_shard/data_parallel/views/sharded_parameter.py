@@ -156,7 +156,7 @@ class KeptParameter(nn.Parameter):
         """Compute with what modules have in the parameter's place."""
         given = args, kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func not in OF_TRAINING and is_called_by_user():
+            if func not in OF_TRAINING and is_called_by_user(_COMPUTES):
                 given = tree_map_only(cls, _seen, given)
             if any(type(one) is cls for one in tree_leaves(given)):
                 if AveragedGradient not in types:
@@ -355,7 +355,7 @@ def _in_shards(
 ) -> Any:
     """Compute with the full parameters of which the arguments are shards."""
     refuse_recording()
-    if func == _TENSOR.data.__set__:
+    if func == _TENSOR.data.__set__ and type(args[0]) is ShardedParameter:
         return _assign(args[0], args[1])
     if func == torch.ops.aten.set_.source_Tensor and type(args[0]) is ShardedParameter:
         _assign(args[0], *args[1:])

@@ -1,7 +1,6 @@
 """Calls that torch shows to no class of tensors, as user code makes them with shards.
 
-tensor.data = shard, torch.tensor(param)    a mode sees them, while a hook runs
-plain_param.data = shard                    a property in its place asks the shard's class
+tensor.grad = shard, torch.tensor(param)    a mode sees them, while a hook runs
 torch.to_dlpack(param), as_subclass         a function in its place asks classes and modes
 torch.Tensor(param), nn.Parameter(param)    made of a view, of which these are asked
 torch.FloatTensor(param), vmap, scripted    what is in their place, while user code runs, too
@@ -30,7 +29,7 @@ from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, 
 from lightning_shard.data_parallel.views.sharded_parameter import ShardedParameter
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_SETTERS = (_SET_DATA, Tensor.grad.__set__)  # type: ignore[union-attr]
+_SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _LOOKS_FULL = (ParameterShard, ShardView, ShardedParameter)
 
@@ -45,13 +44,13 @@ class SeesUnseenCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_set = func in _SETTERS and not isinstance(args[0], _LOOKS_FULL)
+        is_set = func == _SET_GRAD and not isinstance(args[0], _LOOKS_FULL)
         in_hook = Phase.HOOK in self._phases.open
         if in_hook and (is_set or (func in _MAKERS and _copies(func, *args, **kwargs))):
             args, kwargs = _in_full((tuple(args), kwargs))
         if in_hook and func == _SET_DATA and type(args[1]) is AveragedGradient:
             args = (args[0], args[1].full_tensor())
-        return (_set_data if func == _SET_DATA else func)(*args, **kwargs)
+        return func(*args, **kwargs)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -170,14 +169,6 @@ def _is_note(key: str, value: object) -> bool:
     return key.startswith(f"_{package}_") or type(value).__module__.startswith(f"{package}.")
 
 
-def _set_data(param: nn.Parameter, value: Any) -> None:
-    """Point a parameter at a tensor, whose class torch does not ask: it may have no memory."""
-    if isinstance(param, _LOOKS_FULL) or not has_torch_function((value,)):
-        _SET_DATA(param, value)
-    else:
-        handle_torch_function(_SET_DATA, (value,), param, value)
-
-
 _REDUCE: Any = nn.Parameter.__reduce_ex__
 _TENSOR: Any = Tensor
 _TENSOR.as_subclass = _seen(_TENSOR.as_subclass)
@@ -187,7 +178,6 @@ _PARAMETER: Any = nn.Parameter
 for made in (_TENSOR, _PARAMETER):
     made.__new__ = staticmethod(_of_view(made.__new__))
 _PARAMETER.__reduce_ex__ = _reduced
-_PARAMETER.data = property(_TENSOR.data.__get__, _set_data)
 _SCRIPTED: Any = torch.jit.ScriptFunction
 _SCRIPTED.__call__ = _of_views(_SCRIPTED.__call__)
 for module, name in ((torch, "to_dlpack"), (dlpack, "to_dlpack"), (torch.utils, "swap_tensors")):

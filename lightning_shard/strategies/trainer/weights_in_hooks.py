@@ -47,6 +47,7 @@ _PASSED_THROUGH = (
     *("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", _LOADING, __name__),
     f"{_PACKAGE}.strategies.trainer.logs.experiments",
     f"{_PACKAGE}.data_parallel.views.unseen_calls",
+    f"{_PACKAGE}.core.tensor_calls",
 )
 
 
