@@ -1,7 +1,8 @@
 """The typed facade over one process group: what every engine of this package calls.
 
-    engine ──> Collectives ──────────> C10dTransfers ──> c10d (nccl, in_process, shm)
-                   └─ ExchangeCollectives ──> c10d's point-to-point messages (gloo, mpi)
+    engine ──> Collectives ──────────> C10dTransfers ──> c10d (nccl, in_process), sum / ranks
+                   ├─ ShmCollectives ──> memory of all ranks, which is averaged there
+                   └─ ExchangeCollectives ──> c10d's point-to-point messages (gloo, mpi), rank_order
 
 Public methods check the tensors, count the traffic and hand over to a protected method of the same
 name in `C10dTransfers`, which a subclass overrides where its backend has something better. All

@@ -1,4 +1,4 @@
-"""The one module that reads the environment.
+"""The one module that reads what launchers and users set in the environment.
 
 Launchers tell a process by variables where it is and where its peers are, each by its own names:
 

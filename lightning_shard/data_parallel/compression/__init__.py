@@ -40,6 +40,7 @@ __all__ = [
     "find_compressor",
 ]
 
+# Names of strategies come of these names, as `core.schemes.COMPRESSIONS` has them, without torch.
 COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "fp16": FP16,
     "bf16": BF16,
