@@ -13,6 +13,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_shard.core.states import having
+from lightning_shard.tensor_parallel.full_view import sees_parts
+
 _TELLS = "_tensor_parallel_copies"
 _COPIES = "__deepcopy__"
 
@@ -103,6 +106,7 @@ class _ShardCopier:
     ) -> None:
         self._copies, self._param, self._inner = copies, weakref.ref(param), inner
 
+    @having(sees_parts, value=True)
     @torch.no_grad()
     def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
         param = self._param()

@@ -11,6 +11,7 @@ goes through; the view, which lies in the layer, says what is seen.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
@@ -31,6 +32,8 @@ from lightning_shard.data_parallel.views.sharded_parameter import show_kept
 from lightning_shard.tensor_parallel.dim_sharded_tensor import showing
 
 _VIEW = "_lightning_shard_view"
+sees_parts: ContextVar[bool] = ContextVar("sees_parts", default=False)
+"""Whether a split layer's own forward runs in this thread, or what copies its weights."""
 _TORCH_HAS = frozenset(vars(nn.Module()))
 _LISTING = nn.Module.named_parameters.__code__.co_filename
 

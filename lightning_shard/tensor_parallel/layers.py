@@ -28,9 +28,10 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.modules import give_class_back
+from lightning_shard.core.states import having
 from lightning_shard.data_parallel.torch_private import is_called_plainly
 from lightning_shard.data_parallel.units.unsharding import TracedHook
-from lightning_shard.tensor_parallel.full_view import FullView, extend_class, set_view
+from lightning_shard.tensor_parallel.full_view import FullView, extend_class, sees_parts, set_view
 from lightning_shard.tensor_parallel.regions import (
     copy_to_region,
     gather_copies,
@@ -172,7 +173,8 @@ def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
         params.update(parts)
         before, view.is_own = view.is_own, True
         try:
-            return forward(self, *args, **kwargs)
+            with having(sees_parts, value=True):
+                return forward(self, *args, **kwargs)
         finally:
             view.is_own = before
             params.update(instead)

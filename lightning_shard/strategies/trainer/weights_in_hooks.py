@@ -12,11 +12,9 @@ show themselves full by their class (`data_parallel/views/sharded_parameter.py`)
 gathering; that cannot be here, where layers need their shards while a hook runs their forward.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.torch_private import (
     innermost_function_mode,
     outside_transforms,
+    sees_subclasses,
     wraps_tensors,
 )
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
@@ -37,18 +36,7 @@ from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.views.unseen_calls import makers_seen
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
-
-_PACKAGE = __name__.partition(".")[0]
-_LAYERS = f"{_PACKAGE}.tensor_parallel."
-_LOADING = f"{_PACKAGE}.checkpoint.conversion.loading."  # on behalf of the hook
-# Makes calls that a step has put off.
-_OF_USERS = f"{_PACKAGE}.strategies.trainer.logs.logger_calls."
-_PASSED_THROUGH = (
-    *("torch.", f"{_PACKAGE}.pipeline_parallel.staged_model", _LOADING, __name__),
-    f"{_PACKAGE}.strategies.trainer.logs.experiments",
-    f"{_PACKAGE}.data_parallel.views.unseen_calls",
-    f"{_PACKAGE}.core.tensor_calls",
-)
+from lightning_shard.tensor_parallel.full_view import sees_parts
 
 
 @dataclass(eq=False)
@@ -154,10 +142,9 @@ class WeightsInHooks:
             return func(*args, **kwargs)
         if func in _OF_THE_OBJECT:
             return func(*args, **kwargs)
-        caller = _caller()
-        if caller.startswith(_PACKAGE + "."):
+        if _own_code_runs():
             self._bring_back(params)
-            is_of_layers = caller.startswith(_LAYERS) and self._engine.split.groups_of_layers
+            is_of_layers = sees_parts.get() and self._engine.split.groups_of_layers
             return self._on_shards(func, args, kwargs) if is_of_layers else func(*args, **kwargs)
         if name_of(func) == "swap_tensors":
             raise self._swap_refused(params[0])
@@ -177,7 +164,7 @@ class WeightsInHooks:
             self._behind = self._follow()
         tensors = tree_leaves((args, kwargs)) if self._behind else []
         late = [one for one in tensors if isinstance(one, Tensor) and one in self._behind]
-        if not late or _caller().startswith(_PACKAGE + "."):
+        if not late or _own_code_runs():
             return args, kwargs
         instead = {one: self._behind.pop(one)() for one in dict.fromkeys(late)}
         return tree_map_only(Tensor, lambda one: instead.get(one, one), (tuple(args), kwargs))  # type: ignore[no-any-return]
@@ -409,16 +396,9 @@ def _shaped(param: Tensor, shape: torch.Size) -> Tensor:
     return torch.empty(shape, dtype=param.dtype, device="meta")
 
 
-def _caller() -> str:
-    """Return the name of the module whose code calls, also through torch's functions."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = f"{frame.f_globals.get('__name__', '')}."
-        is_mode = frame.f_code.co_name == "__torch_function__"  # which passes calls on
-        if not is_mode and not module.startswith(_PASSED_THROUGH):
-            return "" if module == _OF_USERS else module
-        frame = frame.f_back
-    return ""
+def _own_code_runs() -> bool:
+    """Whether a split layer's own forward calls, or code that sees parameters `as_they_are`."""
+    return sees_parts.get() or not sees_subclasses()
 
 
 def _getters(names: str) -> set[Any]:
@@ -436,7 +416,8 @@ _OF_THE_SHAPE = {
 }
 _OF_THE_OBJECT = {
     *_getters("dtype device layout is_cuda is_cpu is_meta itemsize is_sparse grad grad_fn is_leaf"),
-    *_getters("requires_grad retains_grad _version output_nr _backward_hooks"),
+    *_getters("requires_grad retains_grad _version output_nr"),
+    *_getters("_backward_hooks _post_accumulate_grad_hooks"),
     *(Tensor.requires_grad.__set__, Tensor.requires_grad_),  # type: ignore[attr-defined]
     *(Tensor.detach_, torch.detach_),  # of a leaf: it is trained no more
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
