@@ -2,7 +2,8 @@
 
 Between that line and the process group lie frames of torch, Lightning and this package, of the
 standard library that wraps their functions (`functools`, `contextlib`), and code that a compiler
-has made. This is the one file that looks at frames, for what people are told.
+has made. This is the one file that looks at frames: for what people are told, and for weights that
+look full to user code in the middle of layers that see parts (`is_called_by_user`).
 """
 
 import os
@@ -116,6 +117,11 @@ def calls_through(error: BaseException) -> Iterator[tuple[CodeType, Mapping[str,
     """Yield the code and the variables of each call that an error has ended, outermost first."""
     for frame, _ in walk_tb(error.__traceback__):
         yield frame.f_code, frame.f_locals
+
+
+def code_that_calls() -> CodeType:
+    """Return the code that has called the caller."""
+    return sys._getframe(2).f_code
 
 
 def is_called_by_user(through: Collection[str] = ()) -> bool:

@@ -8,7 +8,6 @@ A layer's class gets a property for each such weight, and one for the mapping th
 goes through; the view, which lies in the layer, says what is seen.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_shard.core.call_site import is_called_by_user
+from lightning_shard.core.call_site import code_that_calls, is_called_by_user
 from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.torch_private import (
     calls_of,
@@ -223,7 +222,7 @@ def _listed_full(module: nn.Module) -> Mapping[str, Any]:
     own: dict[str, Any] = module.__dict__["_parameters"]
     if torch.compiler.is_compiling() or is_traced():
         return own
-    code, view = sys._getframe(1).f_code, view_of(module)
+    code, view = code_that_calls(), view_of(module)
     if view is None or code.co_name != "<lambda>" or code.co_filename != _LISTING:
         return own
     if not is_called_by_user():

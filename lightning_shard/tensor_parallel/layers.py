@@ -164,6 +164,7 @@ class LayerContext:
 def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Let a layer's own forward see the parts that this rank has of its weights."""
 
+    @having(sees_parts, value=True)
     @wraps(forward)
     def own(self: Any, *args: Any, **kwargs: Any) -> Any:
         view: FullView = getattr(self, _PLACE).view
@@ -173,8 +174,7 @@ def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
         params.update(parts)
         before, view.is_own = view.is_own, True
         try:
-            with having(sees_parts, value=True):
-                return forward(self, *args, **kwargs)
+            return forward(self, *args, **kwargs)
         finally:
             view.is_own = before
             params.update(instead)

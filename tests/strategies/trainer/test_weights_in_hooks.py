@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -12,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.tuner import Tuner
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import (
@@ -23,6 +24,7 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from lightning_shard.errors import DeadlockError
+from lightning_shard.tensor_parallel.split import SplitModel
 from tests.features.columns import COLUMNS, ONE_DEVICE, Column, Here
 from tests.features.network import Report, fitted
 from tests.strategies.data_parallel.hooked import (
@@ -67,6 +69,36 @@ def test_hooks_have_full_layers_where_both_split_them(style: type[Hooked]) -> No
 def test_hooks_have_full_layers_in_two_pipelines(style: type[Hooked]) -> None:
     """Hooks had shards of some layers in two pipelines."""
     assert_equal(fit(style, replicas()), alone(style))
+
+
+class Calls(Hooked):
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for block in self.blocks:
+            self.see(block.layer(torch.ones(1, 8, dtype=torch.float64)).norm())
+
+
+@pytest.mark.parametrize("strategy", [tensor, both])
+def test_split_layers_that_hooks_call_compute_with_their_parts(strategy: Any) -> None:
+    assert_equal(fit(Calls, strategy()), alone(Calls))
+
+
+def test_split_layers_that_hooks_call_gather_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering, full = list[int](), SplitModel.full
+
+    def noted(split: SplitModel, param: nn.Parameter, local: Tensor) -> Tensor:
+        gathering.append(get_ident())
+        return full(split, param, local)
+
+    class Counts(Calls):
+        def on_train_batch_end(self, *args: Any) -> None:
+            before = gathering.count(get_ident())
+            super().on_train_batch_end(*args)
+            self.see(gathering.count(get_ident()) - before)
+
+    monkeypatch.setattr(SplitModel, "full", noted)
+    assert not any(fit(Counts, tensor()).seen[3::4])
+    assert gathering, "the fit's end gathers them"
 
 
 class TeachesInSteps(Teaches):
