@@ -70,7 +70,7 @@ from lightning_shard.data_parallel.units.presenting import (
 )
 from lightning_shard.data_parallel.units.unit import HERE, Unit, build_units, exist_once
 from lightning_shard.data_parallel.units.unsharding import Since, Unsharder
-from lightning_shard.data_parallel.views.sharded_parameter import move_out
+from lightning_shard.data_parallel.views.sharded_parameter import move_out, shards_as_they_are
 from lightning_shard.data_parallel.views.unseen_calls import SeesUnseenCalls, makers_seen
 
 T = TypeVar("T")
@@ -291,7 +291,8 @@ class DataParallelEngine:
                 waits(index)
             else:
                 self.shards.changed()
-                self.reducer.arrive(position, index)
+                with shards_as_they_are():
+                    self.reducer.arrive(position, index)
 
         return arrived
 
@@ -429,7 +430,8 @@ class DataParallelEngine:
         for hook in gradient_hooks(param).values():
             changed = hook(grad)
             grad = grad if changed is None else changed
-        self.reducer.take(*self._positions[param], grad)
+        with shards_as_they_are():
+            self.reducer.take(*self._positions[param], grad)
 
     def hold_parameters(self) -> None:
         """Keep full parameters from now on for prediction, in which ranks may take other steps.

@@ -463,9 +463,23 @@ class FlatGradients:
         self.buffer.hold(index, shown)
         self.averaged(index).copy_(elements)
 
-    @unrecorded
     def begin_reduce(self, *, synchronised: bool = True) -> None:
         """Start averaging the full buffer over the ranks; each rank must call."""
+        with torch.no_grad():
+            sent = self._sent(synchronised=synchronised)
+            if sent is None:
+                return
+            groups = self._groups
+            if self.flat.stage == 0:
+                work, out = groups.dp.all_reduce(sent, "avg", async_op=True), sent
+            else:
+                out, sizes = self._target(sent.dtype), self.flat.layout.shard_numels
+                work = groups.shard.reduce_scatter(out, sent, "avg", sizes=sizes, async_op=True)
+            differs = self.flat.stage > 0 and groups.replicate is not None
+            self._travel = _Travel(work, out, synchronised, differs)
+
+    def _sent(self, *, synchronised: bool) -> Tensor | None:
+        """Return what a collective averages; None where an exchange of one's own has begun."""
         self.finish_reduce()
         self.accept_waiting()
         self.is_owed = False
@@ -488,26 +502,17 @@ class FlatGradients:
             out = full if self.flat.stage == 0 else self._target(self.flat.master_dtype)
             self.exchange.begin(full, out, used)
             self._travel = _Travel(self.exchange, out, synchronised)
-        else:
-            send = full.to(self.flat.reduce_dtype)
-            if send is not full:
-                self.buffer.free_sent()
-            self._travel = self._sent(send, synchronised=synchronised)
+            return None
+        sent = full.to(self.flat.reduce_dtype)
+        if sent is not full:
+            self.buffer.free_sent()
+        return sent
 
     def _clear_unused(self, used: Sequence[bool]) -> None:
         for index in (index for index, is_used in enumerate(used) if not is_used):
             self.buffer.set_aside()
             self._keep_average(index)
             self.buffer.views[index].zero_()
-
-    def _sent(self, send: Tensor, *, synchronised: bool) -> _Travel:
-        if self.flat.stage == 0:
-            work = self._groups.dp.all_reduce(send, "avg", async_op=True)
-            return _Travel(work, send, synchronised)
-        out = self._target(send.dtype)
-        sizes = self.flat.layout.shard_numels
-        work = self._groups.shard.reduce_scatter(out, send, "avg", sizes=sizes, async_op=True)
-        return _Travel(work, out, synchronised, self._groups.replicate is not None)
 
     def _target(self, dtype: torch.dtype) -> Tensor:
         return self.buffer.target(dtype, travels_on=self._groups.replicate is not None)

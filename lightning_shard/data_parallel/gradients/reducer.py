@@ -223,9 +223,11 @@ class Reducer:
         else:
             self._reset()
 
-    @as_they_are
     def arrive(self, position: int, index: int) -> None:
-        """Note that autograd has put a gradient on parameter `index` of buffer `position`."""
+        """Note that autograd has put a gradient on parameter `index` of buffer `position`.
+
+        As in `take`, the caller sees `shards_as_they_are`.
+        """
         gradients = self._gradients[position]
         if self.owed not in HAS_ARRIVED:
             if Phase.BACKWARD not in self._phases.open:
@@ -247,7 +249,6 @@ class Reducer:
             gradients.buffer.give_up_zeroed()
         self._holds = self.kinds.begin(p for one in self._gradients for p in one.flat.params)
 
-    @as_they_are
     def take(self, position: int, index: int, grad: Tensor) -> None:
         """Take a gradient that was computed outside autograd's own pass, inside `backward`."""
         gradients = self._gradients[position]

@@ -549,30 +549,32 @@ class FlatParameters:
             self.host.send_up(self.shard)
             self.host.copier.join()
 
-    @unrecorded
     def begin_unshard(self) -> Pending | Uploaded | None:
         """Start bringing the full parameters together from the shards; each rank must call."""
-        if self.reshards:
-            self.see_assigned()
-        if self.common is not None:
-            self._is_here = True
-            return self.common.gather()
-        if not self.is_unsharded:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        own = self.own_part(self.full)
-        if self.host is not None and self.is_away:
-            return self.host.unshard(own, partial(self._gather_own, own))
-        if self.shard.dtype == own.dtype and self.layout.num_shards > 1:
-            return self._gather_own(self.shard)
-        if own.data_ptr() != self.shard.data_ptr():
-            own.copy_(self.shard)
-        return self._gather_own(own)
+        with torch.no_grad():
+            if self.reshards:
+                self.see_assigned()
+            if self.common is not None:
+                self._is_here = True
+                return self.common.gather()
+            if not self.is_unsharded:
+                self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            own, gather = self.own_part(self.full), self._gather
+            if self.host is not None and self.is_away:
+                return self.host.unshard(own, partial(gather, own))
+            if self.shard.dtype == own.dtype and self.layout.num_shards > 1:
+                return gather(self.shard)
+            if own.data_ptr() != self.shard.data_ptr():
+                own.copy_(self.shard)
+            return gather(own)
 
-    def _gather_own(self, own: Tensor) -> Pending | None:
+    @property
+    def _gather(self) -> Callable[[Tensor], Pending | None]:
+        """What brings the ranks' own parts together."""
         if self.layout.num_shards == 1:
-            return None
+            return lambda own: None
         sizes = self.layout.shard_numels
-        return self.groups.shard.all_gather(self.full, own, sizes=sizes, async_op=True)
+        return partial(self.groups.shard.all_gather, self.full, sizes=sizes, async_op=True)
 
     @unrecorded
     def take_in_edits(self) -> None:

@@ -199,8 +199,10 @@ class Unit:
             for flat in self.flats if self.passages.open_calls else ():
                 flat.refuse_assigned()
             self.on_unshard()
-            pending = [flat.begin_unshard() for flat in self.flats]
-            self._pending = [handle for handle in pending if handle is not None]
+            self._pending = []
+            for flat in self.flats:
+                if (handle := flat.begin_unshard()) is not None:
+                    self._pending.append(handle)
             self.state = self.state.to(UnitState.UNSHARDING)
 
     def ensure_full(self) -> None:

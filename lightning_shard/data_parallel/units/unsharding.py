@@ -299,20 +299,18 @@ class Unsharder:
                 self._hook_holder(module)
 
     def _hook_block(self, unit: Unit, module: nn.Module) -> None:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._before_forward(unit, args, kwargs)
+        before = partial(self._before_forward, unit)
 
         def before_other(called: nn.Module, args: Any, kwargs: Any) -> None:
             # A copy that has full values, or none, is no block of the model.
             if not self._as_copy(called, self.copies.enter) and called in self._left_graphs:
-                self._before_forward(unit, args, kwargs)
+                self._before_forward(unit, called, args, kwargs)
 
-        def after(called: nn.Module, _: Any, output: Any) -> None:
-            self._after_forward(unit, called, output)
+        after = partial(self._after_forward, unit)
 
-        def after_other(called: nn.Module, _: Any, output: Any) -> None:
+        def after_other(called: nn.Module, args: Any, output: Any) -> None:
             if not self._as_copy(called, self.copies.leave) and called in self._left_graphs:
-                self._after_forward(unit, called, output)
+                self._after_forward(unit, called, args, output)
 
         make = self._outside_of_steps if unit.stays else _Hook
         first, last = make(before, before_other), make(after, after_other)
@@ -570,7 +568,7 @@ class Unsharder:
             self._previous = {after: before for before, after in self._next.items()}
             self._trace = {}
 
-    def _before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if unit.state not in HERE:
             refuse_transforms(OF_SHARDS)
         self._widen(unit)
@@ -589,7 +587,7 @@ class Unsharder:
         if not torch.is_autocast_enabled(self._device_type):
             unit.widen(for_good=Phase.STEP in self._phases.open)
 
-    def _after_forward(self, unit: Unit, module: nn.Module, output: Any) -> None:
+    def _after_forward(self, unit: Unit, module: nn.Module, _: Any, output: Any) -> None:
         if in_backward():
             return
         if torch.is_grad_enabled():

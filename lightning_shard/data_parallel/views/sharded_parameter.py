@@ -67,14 +67,18 @@ _COMPUTES = (  # for code that calls them
 )
 
 
+shards_as_they_are = torch._C.DisableTorchFunctionSubclass
+"""Inside, the engine sees this rank's shards of parameters, whoever calls it."""
+
+
 def as_they_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function of the engine see this rank's shards of parameters, whoever calls it."""
+    """Let a function run inside of `shards_as_they_are`."""
 
     @wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not sees_subclasses():  # called by another one
             return function(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with shards_as_they_are():
             return function(*args, **kwargs)
 
     return called
