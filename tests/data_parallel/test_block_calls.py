@@ -478,6 +478,12 @@ def test_stages_that_add_up_in_shards_take_gradients_that_come_twice(name: str, 
     check(TWO_ARRIVALS[name], stage, num_ranks=2)
 
 
+def test_gradients_that_come_twice_on_one_rank_alone_are_refused_by_stage_2() -> None:
+    """That rank began one reduction more than the others, and all waited for ever."""
+    with pytest.raises(ConfigError, match=r"Rank 1: .*blocks\.2.* arrived again .*not on every"):
+        check(TWO_ARRIVALS["on_one_rank"], 2, num_ranks=2)
+
+
 @pytest.mark.parametrize("name", ["model_twice", "block_twice_thawed", "on_one_rank"])
 @pytest.mark.parametrize("num_copies", [1, 2])
 @pytest.mark.parametrize("bucket_mb", [1e-5, 25])

@@ -293,6 +293,10 @@ class Reducer:
         gradients.begin_reduce(synchronised=self.synchronises)
         self._in_flight.append(gradients)
 
+    def _begin_all(self, several: Iterable[FlatGradients]) -> None:
+        for gradients in several:
+            self._begin(gradients)
+
     def _finish_ready(self) -> None:
         """Finish reductions that have ended, so that their memory is free, or used again."""
         while self._in_flight and self._in_flight[0].is_reduced_by_all:
@@ -329,12 +333,13 @@ class Reducer:
         due = [one for one in in_turn if one.must_reduce and self._reduces_now(one)]
         if due and self._clipping is not None:
             self._clipping.prepare()
-        for gradients in due:
-            self._begin(gradients)
+        late = [one for one in due if one.state in IS_SENT]  # for the second time
+        self._begin_all(one for one in due if one not in late)
         self._flush_frozen()
         agrees = self.synchronises or self._shows_averages()
         if agrees:
-            self.usage.begin()
+            self.usage.begin(late)  # before any rank waits for what only this one may send
+        self._begin_all(late)
         while self._in_flight:
             self._in_flight.popleft().finish_reduce()
         self.usage.finish()

@@ -9,6 +9,7 @@ along: ranks that unshard different units of one size would mix their shards wit
 
 An optimizer's step may raise on one rank alone, where user code catches it. The others' shards are
 updated then, and that rank's are not: it tells, and asks whether there is a rank without the error.
+So does a rank before it reduces gradients again, which reentrant checkpoints have brought late.
 """
 
 import zlib
@@ -26,6 +27,7 @@ from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.errors import ConfigError
 
 _DIGEST_BYTES = 4
+_FAILED, _REDUCES_AGAIN, _IS_AS_EXPECTED = range(3)  # ranks tell, and see the highest
 
 
 class UnshardRecord:
@@ -100,16 +102,25 @@ class UsageAgreement:
                     f"which ranks agree, or once the last micro-batch has been reduced."
                 )
 
-    def begin(self) -> None:
-        """Start the exchange; each rank must call, after its last reduction has started."""
+    def begin(self, late: Sequence[FlatGradients] = ()) -> None:
+        """Start the exchange; each rank must call, after its reductions but `late` have started.
+
+        Raises:
+            ConfigError: This rank has to reduce the gradients in `late` again, and not all have.
+        """
         used = b"".join(one.states.is_used for one in self._gradients)
+        again = [one for one in late if one in self._gradients]
         if self._unshards is not None:
             self._digest = self._unshards.digest()
         moved = bytes([self._weights.have_moved]) if self._weights is not None else b""
-        whole = bytes([not self._has_failed])
-        message = _as_tensor(used + whole + moved + self._digest)
+        state = _REDUCES_AGAIN if again else _IS_AS_EXPECTED
+        told = bytes([_FAILED if self._has_failed else state])
+        message = _as_tensor(used + told + moved + self._digest)
         self._flags = sent_up(message, self._device)
         self._pending = self._collectives.all_reduce(self._flags, "max", async_op=True)
+        if again:
+            self._pending.wait()
+            self._check_again(again[0], int(self._flags[len(used)]))
 
     def finish(self) -> None:
         """Wait for the answer, and mark the gradients that are valid."""
@@ -129,6 +140,16 @@ class UsageAgreement:
             stop = start + len(states)
             states.validate(states.is_used if complete else flags[start:stop])
             start = stop
+
+    def _check_again(self, late: FlatGradients, highest: int) -> None:
+        if highest == _IS_AS_EXPECTED:
+            name = late.own.name(late.states.is_local.index(True))
+            raise ConfigError(
+                f"Rank {self._collectives.rank}: the gradient of {name!r} arrived again after its "
+                f"unit had been reduced, but not on every rank, expected the same on all: this "
+                f"rank alone would average it again. Use activation checkpointing with "
+                f"use_reentrant=False, or ZeRO stage 1."
+            )
 
     def _check_failed(self, some_are_whole: torch.Tensor) -> None:
         if not self._has_failed:
@@ -174,10 +195,10 @@ class UsageOfSeveral:
         for one in self._all:
             one.check_equal()
 
-    def begin(self) -> None:
+    def begin(self, late: Sequence[FlatGradients] = ()) -> None:
         """Start the exchanges; each rank must call."""
         for one in self._all:
-            one.begin()
+            one.begin(late)
 
     def finish(self) -> None:
         """Wait for the answers, and mark the gradients that are valid."""
