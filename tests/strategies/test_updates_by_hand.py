@@ -383,10 +383,13 @@ class Differentiated(ByHand):
         return loss
 
 
-@pytest.mark.parametrize("scheme", ["zero3", "tensor"])
+@pytest.mark.parametrize("scheme", ["zero3", "tensor", "tensor_zero3"])
 @pytest.mark.parametrize("from_optimizer", [True, False])
 def test_a_step_sets_gradients_of_weights_that_it_keeps(from_optimizer: bool, scheme: str) -> None:
-    """One weight among them that is not cut made the gradients of all those of parts."""
+    """One weight among them that is not cut made the gradients of all those of parts.
+
+    With stage 3 of ZeRO they were those of parts, too, which torch refused as `.grad`.
+    """
     own = {"from_optimizer": from_optimizer}
     assert_as_alone(type("Kept", (Differentiated,), own), scheme)
 

@@ -161,7 +161,7 @@ class KeptParameter(nn.Parameter):
         given = args, kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func not in OF_TRAINING and is_called_by_user(_COMPUTES):
-                given = tree_map_only(cls, _seen, given)
+                given = tree_map_only((cls, ShardedParameter), _seen, given)
             if any(type(one) is cls for one in tree_leaves(given)):
                 if AveragedGradient not in types:
                     return func(*given[0], **given[1])
@@ -394,6 +394,10 @@ def _in_shards(
 def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `torch.autograd.grad`: what it computes again, as a checkpoint does, sees subclasses."""
     sharded = [one for one in tree_flatten(inputs)[0] if type(one) is ShardedParameter]
+    if any(_KEPT in vars(param) for param in sharded) and is_called_by_user():
+        with torch._C.DisableTorchFunctionSubclass():
+            inputs = tree_map_only(ShardedParameter, _seen, inputs)
+        return torch.autograd.grad(outputs, inputs, *args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         for param in sharded:
             home = _home_of(param)
