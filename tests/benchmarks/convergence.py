@@ -14,21 +14,8 @@ Every method keeps to dense's hyperparameters. What PowerSGD and DiLoCo add was 
 and 11, which are none of those that count here; but DiLoCo's warm-up was 250 steps until that had
 missed its goal here.
 
-| name     | what it is                                                       | synchronous | goal |
-|----------|------------------------------------------------------------------|-------------|------|
-| dense    | `shard_ddp`                                                      |             |      |
-| fp16 ... | its `compression`: fp16, bf16, int8                              |             | 1 %  |
-|          | powersgd, of rank 6 in bfloat16, under a frozen second moment    | 200 steps   | 3 %  |
-|          | powersgd2, of rank 2 in float32                                  | 200 steps   | 3 %  |
-|          | topk, 1 % of the values                                          | 250 steps   | 5 %  |
-|          | onebit                                                           | 100 steps   | 5 %  |
-| local    | averages of parameters every 10 steps                            | 50 steps    |      |
-| diloco   | 50 steps, then Nesterov on what has changed                      | 300 steps   | 3 %  |
-| ...250   | likewise                                                         | 250 steps   | 3 %  |
-| diloco25 | 25 steps, likewise                                               | 250 steps   | 3 %  |
-| async    | parameter servers, a bound of 4 steps                            | 200 steps   | 5 %  |
-| late     | the same beside a slow rank, so that the others are always ahead | 200 steps   | 5 %  |
-| late100  | likewise                                                         | 100 steps   | 5 %  |
+`METHODS` has what each is and how far its loss may lie above dense's; `late` trains beside a slow
+rank, so that the others are always ahead.
 """
 
 import argparse
