@@ -482,6 +482,22 @@ def test_the_memory_of_a_split_weight_for_a_plain_tensor_is_refused(name: str, s
         fit_decoder(type("Data", (DataOfAnother,), own), scheme)
 
 
+class Swapped(Decoder):
+    """Swaps a weight with a plain tensor."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        other = torch.zeros(2 * WIDTH, WIDTH)
+        torch.utils.swap_tensors(other, self.blocks[0].up.weight)  # type: ignore[no-untyped-call]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "tensor"])
+def test_a_step_that_swaps_a_weight_is_refused_by_name(scheme: str) -> None:
+    """Stage 3 of ZeRO raised an error of its own."""
+    with pytest.raises(ConfigError, match=r"swap_tensors\(\)"):
+        fit_decoder(Swapped, scheme)
+
+
 class WrittenInHook(Decoder):
     """Shrinks a weight in a hook, by a plain tensor that lies in its memory."""
 

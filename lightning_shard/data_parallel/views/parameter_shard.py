@@ -185,7 +185,8 @@ _OF_WRAPPER = OF_AUTOGRAD | {
     _TENSOR.shape.__get__,
 }
 _AS_FULL = ("tolist", "as_subclass")
-_NEEDS_FULL = ("reduce_ex", "reduce", *MOVES_MEMORY)
+NEEDS_FULL = ("reduce_ex", "reduce", *MOVES_MEMORY)
+"""Calls that are refused, by `name_of`: see `pickling_refused`."""
 
 
 def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,7 +210,7 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return _written(func, args)
     if name == "deepcopy":
         return args[0].clone()
-    if name in _NEEDS_FULL:
+    if name in NEEDS_FULL:
         raise pickling_refused(_bases(args)[0].spread.name, name)
     if name in OF_MEMORY:
         return func(*tree_map_only(Tensor, partial(_lent, name), args), **kwargs)

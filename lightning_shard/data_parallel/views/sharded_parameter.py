@@ -44,6 +44,7 @@ from lightning_shard.data_parallel.torch_private import (
 )
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.views.parameter_shard import (
+    NEEDS_FULL,
     OF_AUTOGRAD,
     ParameterShard,
     ShardView,
@@ -366,7 +367,7 @@ def _in_shards(
         return args[0]
     if func == _SET_GRAD:
         return _set_gradient(args[0], args[1])
-    if (name := name_of(func)) in ("reduce_ex", "reduce"):
+    if (name := name_of(func)) in NEEDS_FULL:
         raise pickling_refused(_home_of(params[0]).spread.name, name)
     recorded = torch.is_grad_enabled() and func not in _NOT_RECORDED
     trained = [param for param in params if recorded and param.requires_grad]
