@@ -212,6 +212,7 @@ class ParameterSpread:
             return None
         return tensor if self.bounds is None else tensor.reshape(-1)[slice(*self.bounds)]
 
+    @as_they_are
     def own(self, tensor: Tensor) -> Tensor:
         """Return the part of a full tensor that belongs to this rank's part of the model."""
         if self.own_shape is None:
@@ -411,6 +412,7 @@ class _Source:
     spread: ParameterSpread
     place: tuple[FlatGradients, int] | None
 
+    @as_they_are
     def local(self) -> Tensor:
         """Return this rank's elements of the gradient."""
         if self.place is None:
