@@ -514,6 +514,24 @@ def test_a_hook_writes_by_a_plain_tensor_in_the_memory_of_a_weight(scheme: str) 
     assert_as_alone(WrittenInHook, scheme)
 
 
+class KeptTogether(Decoder):
+    """Computes with two weights that it keeps in a list, and with one of them twice."""
+
+    def build(self) -> None:
+        self.listed = [self.blocks[0].up.weight, self.blocks[0].down.weight]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        up, down = self.listed
+        penalty = (up @ down).square().sum() + (down * down).sum()
+        return super().training_step(batch, batch_idx) + 0.1 * penalty
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3"])
+def test_a_step_computes_with_several_weights_that_it_keeps(scheme: str) -> None:
+    """With stage 3 of ZeRO the second was this rank's part."""
+    assert_as_alone(KeptTogether, scheme)
+
+
 class Copied(Decoder):
     """Draws weights to copies that its first step has made."""
 

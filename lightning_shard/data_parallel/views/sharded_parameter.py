@@ -162,7 +162,7 @@ class KeptParameter(nn.Parameter):
         given = args, kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func not in OF_TRAINING and is_called_by_user(_COMPUTES):
-                given = tree_map_only((cls, ShardedParameter), _seen, given)
+                given = _as_seen(given)
             if any(type(one) is cls for one in tree_leaves(given)):
                 if AveragedGradient not in types:
                     return func(*given[0], **given[1])
@@ -177,6 +177,11 @@ def _seen(param: nn.Parameter) -> Tensor:
     stand_in, look = vars(param).get(_KEPT, (None, None))
     seen: Tensor = param if stand_in is None else stand_in
     return seen if look is None else look(seen)
+
+
+def _as_seen(given: Any) -> Any:
+    # To see one may bring its unit: others are no longer of the class that was asked.
+    return tree_map_only((KeptParameter, ShardedParameter), _seen, given)
 
 
 def show_kept(
@@ -286,7 +291,7 @@ class ShardedParameter(nn.Parameter):
                 return func(*given[0], **given[1])
             if not any(_KEPT in vars(param) for param in params):
                 return _of_user(func, params, *given)
-            given = tree_map_only(cls, _seen, given)
+            given = _as_seen(given)
             params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
             if params:
                 return _of_user(func, params, *given)
@@ -397,7 +402,7 @@ def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
     sharded = [one for one in tree_flatten(inputs)[0] if type(one) is ShardedParameter]
     if any(_KEPT in vars(param) for param in sharded) and is_called_by_user():
         with torch._C.DisableTorchFunctionSubclass():
-            inputs = tree_map_only(ShardedParameter, _seen, inputs)
+            inputs = _as_seen(inputs)
         return torch.autograd.grad(outputs, inputs, *args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         for param in sharded:
