@@ -78,7 +78,7 @@ def _frees_what_comes(unit: Unit) -> None:
         storage.resize_(num_bytes)
 
 
-def _zeroes(gradients: FlatGradients, _: Tensor) -> None:
+def _zeroes(gradients: FlatGradients) -> None:
     if gradients.buffer._sent is not None:
         gradients.buffer._sent[0].zero_()
 
@@ -142,12 +142,12 @@ RACES: dict[str, tuple[str, Plant]] = {
     ),
     "gradients on their way are freed": (
         "zero2",
-        after(FlatGradients, "_sent", lambda one, _: one.buffer.free_sent()),
+        after(FlatGradients, "begin_reduce", lambda one: one.buffer.free_sent()),
     ),
-    "gradients on their way are changed": ("zero3", after(FlatGradients, "_sent", _zeroes)),
+    "gradients on their way are changed": ("zero3", after(FlatGradients, "begin_reduce", _zeroes)),
     "a shard that is gathered is changed": (
         "zero3",
-        after(FlatParameters, "_gather_own", lambda _, own: own.mul_(2)),
+        after(FlatParameters, "begin_unshard", lambda one: one.shard.mul_(2)),
     ),
     "flags on their way are changed": (
         "zero2",
