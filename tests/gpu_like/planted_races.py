@@ -151,7 +151,7 @@ RACES: dict[str, tuple[str, Plant]] = {
     ),
     "flags on their way are changed": (
         "zero2",
-        after(usage.UsageAgreement, "begin", lambda one: one._flags.zero_()),
+        after(usage.UsageAgreement, "begin", lambda one, *_: one._flags.zero_()),
     ),
     "a message is changed before it is sent up": ("zero2", instead(usage, "sent_up", _overwritten)),
     "copies follow nothing": ("zero2_offload", instead(HostCopier, "running", _after_nothing)),

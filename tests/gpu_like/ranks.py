@@ -90,10 +90,10 @@ class LonelyCollectives(Collectives):
     told: ClassVar[Told]
 
     @override
-    def _start(
+    def start(
         self, operation: str, begin: Callable[[], StartedTransfer], async_op: bool = False
     ) -> Pending:
-        return super()._start(operation, lambda: self._marked(begin), async_op)
+        return super().start(operation, lambda: self._marked(begin), async_op)
 
     def _marked(self, begin: Callable[[], StartedTransfer]) -> StartedTransfer:
         """Begin a transfer whose handles are seen to be waited for."""
