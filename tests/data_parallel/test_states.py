@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_shard.core.states import State
-from lightning_shard.data_parallel.async_sgd.async_sgd import Step
+from lightning_shard.data_parallel.async_sgd.async_sgd import WorkerStep
 from lightning_shard.data_parallel.buffers import Differ, Updated
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.flat_gradients import InBackward
@@ -25,7 +25,7 @@ from tests.groups import all_ranks
 
 # what an object is made in
 FIRST = [UnitState.FULL, Digits.ROUNDED, InBackward.ARRIVING, Owed.NOTHING, Since.START, Shown.FULL]
-FIRST += [Phase.REST, Differ.NOT, Updated.UNKNOWN, Step.COUNTED]
+FIRST += [Phase.REST, Differ.NOT, Updated.UNKNOWN, WorkerStep.COUNTED]
 Ways = dict[str, set[str]]
 
 

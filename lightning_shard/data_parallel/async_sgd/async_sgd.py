@@ -300,7 +300,7 @@ class AsyncCounters:
         return self.total_staleness / max(1, self.steps)
 
 
-class Step(State):
+class WorkerStep(State):
     """Where this rank's step is."""
 
     COUNTED = "PREPARED"  # the last one
@@ -338,7 +338,7 @@ class AsyncSGD:
         self._waiting: list[Arrived] = []  # to be applied, in the order of arrival
         self._newest: dict[int, Message] = {}
         self._last: set[int] = set()  # peers whose last message has come
-        self._step = Step.COUNTED
+        self._step = WorkerStep.COUNTED
         engine.part(self._view)
         engine.around_methods = self._around_methods
 
@@ -354,7 +354,7 @@ class AsyncSGD:
             self._last.clear()
             self._mailbox = self._make_mailbox(self._ranks, self._wire.num_words, is_last)
         self._check_frozen()
-        self._step = self._step.to(Step.PREPARED)
+        self._step = self._step.to(WorkerStep.PREPARED)
 
     def _check_frozen(self) -> None:
         """Raise if a parameter that was frozen when ranks agreed is trained: it is not sent."""
@@ -368,13 +368,13 @@ class AsyncSGD:
 
     def _own_update(self) -> Update:
         """Send the gradient of a step, and return the update by this rank's own part of it."""
-        if self._step is not Step.PREPARED:
+        if self._step is not WorkerStep.PREPARED:
             raise ConfigError(
                 f"Rank {self._ranks.rank}: a step of the optimizer went past the Trainer, expected "
                 f"steps that asynchronous SGD can count. Take the optimizer from "
                 f"self.optimizers() without use_pl_optimizer=False."
             )
-        self._step = self._step.to(Step.SENT)
+        self._step = self._step.to(WorkerStep.SENT)
         self._observe()
         return self._sent([param.grad for param in self._view.params])
 
@@ -445,11 +445,11 @@ class AsyncSGD:
 
     def count_step(self) -> None:
         """Count a step that user code has left out on this rank, whose gradient is nothing."""
-        if self._step is Step.COUNTED:
+        if self._step is WorkerStep.COUNTED:
             self.before_step()
             self._view.apply(self._sent([None] * len(self._view.params)))
             self.after_step()
-        self._step = self._step.to(Step.COUNTED)
+        self._step = self._step.to(WorkerStep.COUNTED)
 
     # --- consensus ------------------------------------------------------------------------------
 
