@@ -31,7 +31,11 @@ from lightning_shard.data_parallel.gradients.flat_gradients import (
     build_gradients,
     reducing_of,
 )
-from lightning_shard.data_parallel.gradients.gradient_shards import AbsentGradients, GradientShards
+from lightning_shard.data_parallel.gradients.gradient_shards import (
+    AbsentGradients,
+    GradientShards,
+    LentMemory,
+)
 from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
 from lightning_shard.data_parallel.gradients.reducer import (
     HAS_ARRIVED,
@@ -145,6 +149,7 @@ class DataParallelEngine:
         self._buffer_numbers = {id(param): one for param, (one, _) in self._positions.items()}
         self.phases = Phases()
         self.user_code = self.phases.user_code
+        self._lent = LentMemory()
         self._unsharder = self._made_unsharder()
         self._weights = self._made_weights(reducing)
         self.edits = HandEdits(
@@ -183,7 +188,8 @@ class DataParallelEngine:
         if self.options.stage != 3:
             return None
         ahead = 1 if self.options.prefetch is None else self.options.prefetch
-        return Unsharder(self.model, self.units, self._close, ahead, self.phases)
+        taken_back = self._lent.take_all_back
+        return Unsharder(self.model, self.units, self._close, ahead, self.phases, taken_back)
 
     def _made_adoption(self) -> Adoption:
         weights, rank, phases = self._weights, self.collectives.rank, self.phases
@@ -214,6 +220,7 @@ class DataParallelEngine:
             self._reduce_asked,
             self.collectives,
             self.phases,
+            self._lent,
         )
 
     def _reduce_asked(self) -> None:

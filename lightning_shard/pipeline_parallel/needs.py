@@ -213,9 +213,10 @@ class Needs:
         """Return what a stage needs in a kind of step; None after the last stage."""
         return self._known[kind][stage] if stage < len(self._stage_ranks) else None
 
-    def forget(self, kind: str) -> None:
-        """Learn a kind of step anew."""
-        self._known.pop(kind, None)
+    def forget(self, *kinds: str) -> None:
+        """Learn kinds of step anew; all where none is given."""
+        for kind in kinds or list(self._known):
+            self._known.pop(kind, None)
         self.wanted = []
 
     def learn(

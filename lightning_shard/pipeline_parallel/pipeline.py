@@ -209,7 +209,7 @@ class Pipeline:
             if not self._needs.wanted:
                 return uses
             wanted = self._needs.wanted
-            self._borrow(batch, wanted)
+            self._borrow(wanted)
         raise ConfigError(
             f"The {batch.kind} step uses parameters of other stages of the pipeline one after the "
             f"other, and still asks for {_named(wanted)} after {_MAX_ATTEMPTS} "
@@ -218,12 +218,13 @@ class Pipeline:
             f"strategy='zero3'."
         )
 
-    def _borrow(self, batch: RunningBatch, wanted: Sequence[Wanted]) -> None:
+    def _borrow(self, wanted: Sequence[Wanted]) -> None:
         """Let stages borrow parameters of others from now on."""
         self._model.hide()
         self._lending.add(wanted)
         self._lending.lend()
-        self._needs.forget(batch.kind)
+        self._needs.forget()  # steps of every kind have what is borrowed, and are sent less
+        self._traffic.begin_again()
 
     def _rehearse(self, batch: RunningBatch) -> bool:
         """Send the first microbatch through all stages, to find what they want to borrow."""
@@ -258,8 +259,7 @@ class Pipeline:
     def _begin_again(self, batch: RunningBatch, wanted: Sequence[Wanted]) -> None:
         for kept in (batch.runs, batch.inbox, batch.results, batch.losses):
             kept.clear()
-        self._traffic.begin_again()
-        self._borrow(batch, wanted)
+        self._borrow(wanted)
         self._learn(batch)
 
     def _act(self, batch: RunningBatch, action: Action) -> None:

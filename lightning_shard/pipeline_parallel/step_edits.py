@@ -38,6 +38,7 @@ from lightning_shard.pipeline_parallel.staged_model import MAX_FOLLOWED_NUMEL, S
 from lightning_shard.tensor_parallel.dim_sharded_tensor import own_part
 
 _MOST_NAMED = 3  # layers in a warning
+_NO_USERS = ("_lightning_shard_", "_dynamo_", "_has_dynamo_")  # attributes that are not user code's
 
 
 _Watched = dict[str, tuple[nn.Module, str, Tensor | None]]  # by path, with their values
@@ -232,7 +233,7 @@ class EditMarks:
         numbers: dict[str, object] = {name: int(mark) for name, mark in marks.items()}
         for name, param in self._params.items():
             for key, value in vars(param).items():
-                if not key.startswith("_lightning_shard_"):
+                if not key.startswith(_NO_USERS):
                     numbers[f"{name}.{key}"] = tuple(map(_mark, tree_leaves(value)))
         numbers["gradients"] = self._num_changes
         self._kept, before = [_what_is(grad) for _, grad in self._grads()], self._kept

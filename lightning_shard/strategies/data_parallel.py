@@ -102,8 +102,14 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
         if is_running and (current_world() is not None or not self.is_in_process):
             return self  # before there is a world, ranks are copied
         made = memo[id(self)] = type(self).__new__(type(self))
-        made.__setstate__(deepcopy(self.__getstate__(), memo))
+        vars(made).update(deepcopy(self.__getstate__(), memo))
+        made._wrap(made.optimizers)
         return made
+
+    def _wrap(self, optimizers: list[Optimizer]) -> None:
+        """Have optimizers as Lightning has them; in a copy, whose run may not be whole yet, too."""
+        strategy: Any = Strategy
+        strategy.optimizers.fset(self, optimizers)
 
     def __copy__(self) -> Self:
         """Return a copy to ask; what is done to it stays apart from this one's run."""
@@ -334,8 +340,7 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
             ConfigError: They are not the same on all ranks, or cannot be exchanged here.
         """
         self.run.setup.exchange_optimizers(optimizers)
-        strategy: Any = Strategy
-        strategy.optimizers.fset(self, optimizers)
+        self._wrap(optimizers)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

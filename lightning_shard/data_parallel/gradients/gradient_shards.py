@@ -87,6 +87,7 @@ class LentMemory:
 
     shard.numpy(), .data_ptr(), .untyped_storage() ──> memory of all elements, gathered now
     what is written there                          ──> back into the shards, with the next operation
+                                                       or when a unit is unsharded
     the hook or step ends                          ──> the memory goes, unless user code holds it
 
     A shard has no memory of its own shape: files and arrays of it were garbage.
@@ -121,6 +122,12 @@ class LentMemory:
         """Write to a shard what user code has written to memory of its elements."""
         lent = self._lent.get(_key(shard)) if self._lent else None
         if lent is not None:
+            lent.take_back()
+
+    @torch.no_grad()
+    def take_all_back(self) -> None:
+        """Write to all shards what user code has written."""
+        for lent in self._lent.values():
             lent.take_back()
 
     def changed(self) -> None:
@@ -265,11 +272,12 @@ class GradientShards:
         reduce_owed: Callable[[], None],
         all_ranks: Collectives,
         phases: Phases,
+        lent: LentMemory,
     ) -> None:
         self._split, self._device = split, device
         self._all_ranks, self._phases = all_ranks, phases
         self._shard_groups, self.reduce_owed = shard_groups, reduce_owed
-        self.lent = LentMemory()
+        self.lent = lent
         self.num_changes = 0
         self._known: tuple[int, dict[float, Tensor]] = (-1, {})
         places = {

@@ -248,8 +248,9 @@ class Unsharder:
         on_left: Callable[[Unit], None],
         units_ahead: int,
         phases: Phases,
+        take_back: Callable[[], None],
     ) -> None:
-        self._units = units
+        self._units, self._take_back = units, take_back
         self._units_ahead = units_ahead
         self._on_left = on_left
         self._staying = [unit for unit in units if unit.stays]
@@ -268,7 +269,7 @@ class Unsharder:
         self.copies = ShardCopies(flats, self._shows_full)
         self.record = UnshardRecord()
         for index, unit in enumerate(units):
-            unit.on_unshard = partial(self.record.note, index, unit.name)
+            unit.on_unshard = partial(self._begin_unshard, index, unit.name)
             unit.passages.on_entry = partial(self._before_backward, unit)
             unit.passages.on_exit = partial(self._after_backward, unit)
         self._left_graphs: dict[nn.Module, LeftGraphs] = {}  # by block
@@ -278,6 +279,10 @@ class Unsharder:
             self._generating = [one for one in model.modules() if hasattr(one, GENERATES)]
         for module in self._generating:
             vars(module)[GENERATES_TOGETHER] = True
+
+    def _begin_unshard(self, index: int, name: str) -> None:
+        self._take_back()  # before the elements travel
+        self.record.note(index, name)
 
     def _shows_full(self) -> bool:
         return Phase.STEP in self._phases.open or self.since is Since.HELD

@@ -113,11 +113,13 @@ def copied_objects(source: "pl.Trainer", target: "pl.Trainer") -> dict[int, Any]
 
 def exchange_strategy(source: "pl.Trainer", target: "pl.Trainer") -> None:
     """Give a trainer's strategy, which keeps launcher and model, all else of another's."""
-    strategy = target.strategy
+    strategy: Any = target.strategy
     kept = {"_launcher": strategy._launcher}
     model = strategy.lightning_module
     vars(strategy).clear()
     vars(strategy).update(vars(source.strategy), **kept)
+    if run := vars(strategy).get("run"):
+        run.strategy = strategy  # the other one's so far
     if model is not None:
         strategy.connect(model)
 

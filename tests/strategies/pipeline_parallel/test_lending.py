@@ -205,3 +205,40 @@ def test_a_step_that_is_run_again_with_what_it_asked_for_counts_once(style: type
 def test_it_is_said_how_much_is_lent() -> None:
     with pytest.warns(UserWarning, match=r"uses 1 parameters .*'?embed.weight.*: 32 values are"):
         fit(PenaltyOfWeights, pipeline(2, "1f1b"), max_epochs=1)
+
+
+class FirstToEveryBlock(Stack):
+    """Every block gets what the embedding makes, whose weight training borrows for a penalty."""
+
+    class block(nn.Module):  # noqa: D106, N801
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, first: Tensor) -> Tensor:
+            return x + torch.tanh(self.layer(x) + first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, first)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        penalty = sum(one.square().sum() for one in self.embed.parameters())
+        return self.loss(batch) + 0.1 * penalty
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    val_dataloader = Stack.train_dataloader
+
+
+def test_a_validation_before_a_fit_s_steps_borrow_is_learnt_anew() -> None:
+    """The next validation was refused: it was sent what the sanity check had not had there."""
+    alone = fit(FirstToEveryBlock, num_sanity_val_steps=1)
+    staged = fit(FirstToEveryBlock, pipeline(2, "1f1b"), num_sanity_val_steps=1)
+    torch.testing.assert_close(staged.weights, alone.weights)
+    torch.testing.assert_close(
+        dict(staged.trainer.callback_metrics), dict(alone.trainer.callback_metrics)
+    )
