@@ -382,12 +382,15 @@ class SimulatedPipeline:
         """Run a step on every rank, up to the optimizer's."""
         with self._model.staged.batch():
             self._needed = self._needs()
+        in_parts = len(self.microbatches) > 1
         for _ in range(_STEPS_OF_STAGE_3 if self._model.options.engine.stage == 3 else 1):
-            self._run_step()
+            self._run_step(in_parts=in_parts)
 
-    def _run_step(self) -> None:
+    def _run_step(self, *, in_parts: bool) -> None:
         for rank in self.ranks:
             rank.begin_step()
+            for group in rank.engine.groups_of_forwards() if in_parts else ():
+                group.all_reduce(torch.zeros(1, dtype=torch.int64), "min").wait()  # of parts
         with self._model.staged.batch():
             steps = [rank.in_step() for rank in self.ranks]
             self._run_actions()

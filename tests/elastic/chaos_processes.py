@@ -106,9 +106,7 @@ class Processes:
 
     def server(self) -> int:
         """The server's process id."""
-        (found,) = [
-            one for one in self.living() if b"elastic.rendezvous_server" in _read(one, "cmdline")
-        ]
+        (found,) = [one for one in self.living() if b"rendezvous_server" in _read(one, "cmdline")]
         return found
 
     # --- observing --------------------------------------------------------------------------------

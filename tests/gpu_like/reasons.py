@@ -26,7 +26,7 @@ class Reason(NamedTuple):
 
 REASONS = (
     Reason(
-        "lightning_shard/strategies/data_parallel.py optimizer_step",
+        "lightning_shard/strategies/run_steps.py update",
         "amp/grad_scaler.py",
         "item",
         1,
