@@ -33,12 +33,12 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel._torch import iterates_powers
+from lightning_shard.pipeline_parallel._torch import OF_COMPILER, iterates_powers
 from lightning_shard.pipeline_parallel.staged_model import MAX_FOLLOWED_NUMEL, StagedModel
 from lightning_shard.tensor_parallel.dim_sharded_tensor import own_part
 
 _MOST_NAMED = 3  # layers in a warning
-_NO_USERS = ("_lightning_shard_", "_dynamo_", "_has_dynamo_")  # attributes that are not user code's
+_NO_USERS = ("_lightning_shard_", *OF_COMPILER)  # attributes that are not user code's
 
 
 _Watched = dict[str, tuple[nn.Module, str, Tensor | None]]  # by path, with their values

@@ -9,6 +9,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from torch.overrides import BaseTorchFunctionMode
 
 from lightning_shard.pipeline_parallel._torch import (
+    OF_COMPILER,
     add_messages,
     computations,
     is_innermost,
@@ -85,3 +86,10 @@ def test_the_mode_that_is_entered_last_is_innermost() -> None:
         with inner:
             assert is_innermost(inner)
             assert not is_innermost(outer)
+
+
+def test_what_the_compiler_notes_on_tensors_is_told_by_its_name() -> None:
+    tensor = torch.zeros(2, 2)
+    torch._dynamo.mark_dynamic(tensor, 0)
+    assert vars(tensor)
+    assert all(name.startswith(OF_COMPILER) for name in vars(tensor))

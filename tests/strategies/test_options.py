@@ -99,7 +99,7 @@ def test_a_command_line_has_types_defaults_and_explanations(
     assert (parsed.data_parallel_size, parsed.bucket_mb) == ((1, 2), 2)
     assert (parsed.zero_stage, parsed.schedule, parsed.units) == (1, "1f1b", None)
     strategy = HybridParallelStrategy(**parsed.as_dict())
-    assert strategy.run.groups.axis_order == ("dp", "pp", "tp")
+    assert strategy.axis_order == ("dp", "pp", "tp")
     parser.print_help()
     said = " ".join(capsys.readouterr().out.split())
     assert "Ranks of one pipeline. (type: int, default: 1)" in said

@@ -465,19 +465,18 @@ class FlatGradients:
 
     def begin_reduce(self, *, synchronised: bool = True) -> None:
         """Start averaging the full buffer over the ranks; each rank must call."""
-        with torch.no_grad():
-            sent = self._sent(synchronised=synchronised)
-            if sent is None:
-                return
-            groups = self._groups
-            if self.flat.stage == 0:
-                work, out = groups.dp.all_reduce(sent, "avg", async_op=True), sent
-            else:
-                out, sizes = self._target(sent.dtype), self.flat.layout.shard_numels
-                work = groups.shard.reduce_scatter(out, sent, "avg", sizes=sizes, async_op=True)
-            differs = self.flat.stage > 0 and groups.replicate is not None
-            self._travel = _Travel(work, out, synchronised, differs)
+        sent, groups = self._sent(synchronised=synchronised), self._groups
+        if sent is None:
+            return
+        if self.flat.stage == 0:
+            work, out = groups.dp.all_reduce(sent, "avg", async_op=True), sent
+        else:
+            out, sizes = self._target(sent.dtype), self.flat.layout.shard_numels
+            work = groups.shard.reduce_scatter(out, sent, "avg", sizes=sizes, async_op=True)
+        differs = self.flat.stage > 0 and groups.replicate is not None
+        self._travel = _Travel(work, out, synchronised, differs)
 
+    @unrecorded
     def _sent(self, *, synchronised: bool) -> Tensor | None:
         """Return what a collective averages; None where an exchange of one's own has begun."""
         self.finish_reduce()

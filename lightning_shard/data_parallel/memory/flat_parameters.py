@@ -413,7 +413,8 @@ class FlatParameters:
     def see_assigned(self) -> None:
         """Take over values that user code has assigned to parameters, found by a quick check."""
         if not self._shown.stand:
-            self.on_assigned()
+            with torch.no_grad():
+                self.on_assigned()
 
     @as_they_are
     def refuse_assigned(self) -> None:
@@ -551,22 +552,31 @@ class FlatParameters:
 
     def begin_unshard(self) -> Pending | Uploaded | None:
         """Start bringing the full parameters together from the shards; each rank must call."""
-        with torch.no_grad():
-            if self.reshards:
-                self.see_assigned()
-            if self.common is not None:
-                self._is_here = True
-                return self.common.gather()
-            if not self.is_unsharded:
-                self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            own, gather = self.own_part(self.full), self._gather
-            if self.host is not None and self.is_away:
-                return self.host.unshard(own, partial(gather, own))
-            if self.shard.dtype == own.dtype and self.layout.num_shards > 1:
-                return gather(self.shard)
-            if own.data_ptr() != self.shard.data_ptr():
-                own.copy_(self.shard)
-            return gather(own)
+        if self.reshards:
+            self.see_assigned()
+        if self.common is not None:
+            self._is_here = True
+            return self.common.gather()
+        gather = self._gather
+        if self.host is not None and self.is_away:
+            own = self.own_part(self._allocated())
+            return self.host.unshard(own, partial(gather, own))
+        return gather(self._sent())
+
+    def _allocated(self) -> Tensor:
+        if not self.is_unsharded:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        return self.full
+
+    @unrecorded
+    def _sent(self) -> Tensor:
+        """Return this rank's elements, in the format in which they are gathered."""
+        own = self.own_part(self._allocated())
+        if self.shard.dtype == own.dtype and self.layout.num_shards > 1:
+            return self.shard
+        if own.data_ptr() != self.shard.data_ptr():
+            own.copy_(self.shard)
+        return own
 
     @property
     def _gather(self) -> Callable[[Tensor], Pending | None]:
