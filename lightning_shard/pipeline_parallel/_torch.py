@@ -30,7 +30,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 Step = tuple[int, str, int]
-OF_COMPILER = ("_dynamo_", "_has_dynamo_")
+OF_COMPILER = ("_dynamo_", "_has_dynamo_", "_specialize_on")
 """How the names of attributes begin that `torch.compile` sets on tensors."""
 
 
