@@ -161,8 +161,7 @@ class DataParallelEngine:
         self.buffers = BufferSync(model, self.collectives)
         self.buffers.broadcast_all()
         self.shards = self._gradient_shards()
-        params = list(model.parameters())
-        self.absent = AbsentGradients(self.shards, params, self.split, self.device)
+        self.absent = AbsentGradients(self.shards, [*model.parameters()], self.split, self.device)
         self.view = self._made_view()
         self._loading = cut_loaded(model, self._homes, self.split) if options.stage == 3 else []
         self.adoption = self._made_adoption()
