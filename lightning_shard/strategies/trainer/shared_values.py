@@ -64,21 +64,13 @@ class SharedValues:
         if self._group.size == 1:
             return value
         if self._group.rank == self._source:
-            try:
-                self._send(_packed(value), device)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise ConfigError(
-                    f"Rank {self._group.rank} of the pipeline: what a step returns, logs or keeps "
-                    f"in a list cannot be sent to other ranks ({error}), expected tensors, "
-                    f"numbers, texts, and lists and dictionaries of them. Keep it in a tuple, "
-                    f"which is left to the last stage, or in on_train_batch_end."
-                ) from error
+            self._send(_packed(value), device)
             return value
         return self._receive(device)
 
     def _send(self, packed: "_TakenApart", device: torch.device) -> None:
         form = _Form(value=packed.form, num_scalars=len(packed.scalars))
-        encoded = pickle.dumps(form)
+        encoded, objects = self._pickled(form), self._pickled(packed.objects)
         index = self._indices.get(encoded)
         numbers = _joined(packed, device)
         message = torch.zeros(1 + self._capacity, dtype=torch.float64, device=device)
@@ -91,9 +83,20 @@ class SharedValues:
             self._group.broadcast_object((encoded, numbers.tolist()), self._source)
             self._learn(encoded, form, len(numbers))
         if packed.objects:
-            self._group.broadcast_object(packed.objects, self._source)
+            self._group.broadcast_object(objects, self._source)
         for tensor in packed.tensors:
             self._group.broadcast(_bytes_of(tensor.to(device)), self._source).wait()
+
+    def _pickled(self, value: Any) -> bytes:
+        try:
+            return pickle.dumps(value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"Rank {self._group.rank} of the pipeline: what a step returns, logs or keeps "
+                f"in a list cannot be sent to other ranks ({error}), expected tensors, "
+                f"numbers, texts, and lists and dictionaries of them. Keep it in a tuple, "
+                f"which is left to the last stage, or in on_train_batch_end."
+            ) from error
 
     def _receive(self, device: torch.device) -> Any:
         message = torch.empty(1 + self._capacity, dtype=torch.float64, device=device)
@@ -252,7 +255,7 @@ class _Unpacking:
 
     def _object(self) -> Any:
         if self.objects is None:
-            self.objects = self.group.broadcast_object([], self.source)
+            self.objects = pickle.loads(self.group.broadcast_object(b"", self.source))
         value = self.objects.pop(0)
         if not isinstance(value, _LargeTensor):
             return value
