@@ -10,11 +10,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from lightning_shard.cli.parsers import TEXTS, parser_of
+from lightning_shard.cli.parsers import PRECISIONS, TEXTS, parser_of
 from lightning_shard.core.schemes import named_schemes, names_of
 
 _ACCELERATORS = ("auto", "cpu", "gpu")
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
 _PATHS = ("--config", "--ckpt_path", "--yaml", "--picture", "--measure", "--tensor-plan")
 _PATH_NAMES = ("source", "output", "path", "folder")
 _COMMON = {
@@ -25,7 +24,7 @@ _COMMON = {
     "--trainer.accelerator": _ACCELERATORS,
     "--trainer.devices": None,
     "--trainer.num_nodes": None,
-    "--trainer.precision": _PRECISIONS,
+    "--trainer.precision": PRECISIONS,
     "--trainer.max_steps": None,
     "--trainer.max_epochs": None,
 }

@@ -1,15 +1,17 @@
 """The command's entry point, which imports torch and Lightning for the subcommands only.
 
-Every subcommand tells an error of this package in one line, or with a traceback to debug.
+Every subcommand tells what can be mended without a look into code in one line, or with a traceback
+to debug. An error that user code was on the way of has its traceback, which says where.
 """
 
 import sys
 import traceback
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
+from lightning_shard.cli.arguments import OneLineParser
 from lightning_shard.cli.parsers import HOMES, TEXTS, parser_of
 from lightning_shard.errors import ShardError
 
@@ -55,8 +57,9 @@ The others read checkpoints:
     lightning-shard describe last.ckpt
     lightning-shard consolidate last.ckpt model.safetensors
 
-`lightning-shard fit --help` lists the options of `fit`. An error of this package ends the command
-with one message and exit code 1; with --debug after the subcommand the traceback comes too.
+`lightning-shard fit --help` lists the options of `fit`. What you can mend ends the command
+with one line on standard error and exit code 1, or 2 for arguments and a prove or replay that could
+not be made; with --debug after the subcommand its traceback comes instead.
 """
 
 
@@ -64,12 +67,27 @@ def told(run: Callable[[], int], *, debug: bool, status: int = 1) -> int:
     """Run a subcommand and return its exit code."""
     try:
         return run()
-    except ShardError as error:
+    except Exception as error:
+        is_ours = isinstance(error, ShardError)
+        if not is_ours and not _is_mended_outside(error):
+            raise
         if debug:
             traceback.print_exc()
         else:
-            print(f"lightning-shard: {type(error).__name__}: {error}", file=sys.stderr)
+            said = str(error) if is_ours else f"{_first_line(error)} (--debug shows the traceback)"
+            print(f"lightning-shard: {type(error).__name__}: {said}", file=sys.stderr)
         return status
+
+
+def _is_mended_outside(error: Exception) -> bool:
+    """Whether an error is of arguments and files: no line of user code was on its way."""
+    from lightning_shard.core.call_site import went_through_user_code  # which imports torch
+
+    return type(error).__name__ == "MisconfigurationException" or not went_through_user_code(error)
+
+
+def _first_line(error: Exception) -> str:
+    return next(filter(str.strip, str(error).splitlines()), "").strip()
 
 
 def main() -> int:
@@ -96,8 +114,8 @@ def _is_for_a_subcommand(arguments: Sequence[str]) -> bool:
     return arguments[0].startswith("-") or arguments[0] in _SUBCOMMANDS
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="lightning-shard",
         description="Train, evaluate and predict with any LightningModule, on many devices.",
         epilog=_EPILOG,

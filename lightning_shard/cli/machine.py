@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_shard.cli.arguments import written
 from lightning_shard.core.schemes import BACKENDS, named_schemes
 from lightning_shard.tools.doctor.host import Finding, host, lacking, launcher, size, software
 
@@ -73,7 +74,7 @@ def _measured(given: Namespace) -> dict[str, Any]:
     from lightning_shard.tools.doctor.measuring import measured_machine
 
     profile = measured_machine(num_ranks=given.ranks, backend=given.backend, network=given.network)
-    profile.save(given.measure)
+    written(given.measure, profile.save)
     return dict(vars(profile))
 
 

@@ -1,6 +1,17 @@
 """The arguments of the subcommands that are no Trainer's, parsed without torch."""
 
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+
+from lightning_shard.cli.arguments import (
+    OneLineParser,
+    at_least_one,
+    configuration,
+    mapping_in,
+    new_file,
+    new_picture,
+    num_bytes,
+)
+from lightning_shard.core.schemes import BACKENDS
 
 TEXTS = {
     "consolidate": "Write a checkpoint as a .ckpt, .pt or .safetensors, or for Hugging Face.",
@@ -26,6 +37,9 @@ HOMES = {
 
 SHELLS = ("bash", "zsh")
 """The shells that `completion` knows."""
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
+"""Lightning's names of precisions."""
 
 _EXAMPLES = {
     "consolidate": """\
@@ -84,12 +98,10 @@ DTYPES = {
 }
 """By given name torch's name of a format."""
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1}
-
 
 def parser_of(subcommand: str) -> ArgumentParser:
     """Return the parser of one of these subcommands."""
-    parser = ArgumentParser(
+    parser = OneLineParser(
         prog=f"lightning-shard {subcommand}",
         description=TEXTS[subcommand],
         epilog=_EXAMPLES[subcommand],
@@ -138,14 +150,16 @@ def _add_describe(parser: ArgumentParser) -> None:
     parser.add_argument("--verify", action="store_true", help="Compare it with its checksums.")
     parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
     parser.add_argument(
-        "--depth", type=int, default=3, help="Levels of modules (default: %(default)s)."
+        "--depth", type=at_least_one, default=3, help="Levels of modules (default: %(default)s)."
     )
 
 
 def _add_plan(parser: ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, help="A config of `fit`.")
-    parser.add_argument("--devices", type=int, required=True, help="Number of all devices.")
-    parser.add_argument("--nodes", type=int, help="Number of nodes they are in.")
+    parser.add_argument("--config", type=configuration, required=True, help="A config of `fit`.")
+    parser.add_argument(
+        "--devices", type=at_least_one, required=True, help="Number of all devices."
+    )
+    parser.add_argument("--nodes", type=at_least_one, help="Number of nodes they are in.")
     parser.add_argument(
         "--device-memory",
         type=num_bytes,
@@ -159,13 +173,18 @@ def _add_plan(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--global-batch",
-        type=int,
+        type=at_least_one,
         metavar="N",
         help="Samples of a step of all devices (default: the config's batch on each).",
     )
-    parser.add_argument("--precision", help="Lightning's string (default: the config's).")
     parser.add_argument(
-        "--tensor-plan", metavar="FILE", help="YAML of the layers that tensor parallel splits."
+        "--precision", choices=PRECISIONS, help="Lightning's string (default: the config's)."
+    )
+    parser.add_argument(
+        "--tensor-plan",
+        type=mapping_in,
+        metavar="FILE",
+        help="YAML of the layers that tensor parallel splits.",
     )
     parser.add_argument(
         "--values",
@@ -173,18 +192,30 @@ def _add_plan(parser: ArgumentParser) -> None:
         help="Build the module with values, so that layers to split are found by trial.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
-    parser.add_argument("--yaml", metavar="FILE", help="Write the recommended trainer options.")
-    parser.add_argument("--picture", metavar="FILE", help="Draw memory against a device's.")
+    parser.add_argument(
+        "--yaml", type=new_file, metavar="FILE", help="Write the recommended trainer options."
+    )
+    parser.add_argument(
+        "--picture", type=new_picture, metavar="FILE", help="Draw memory against a device's."
+    )
 
 
 def _add_doctor(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
-    parser.add_argument("--measure", metavar="FILE", help="Write a machine profile for `plan`.")
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="Ranks that measure (default: the GPUs, or 2)."
+        "--measure", type=new_file, metavar="FILE", help="Write a machine profile for `plan`."
     )
     parser.add_argument(
-        "--backend", default="auto", help="Backend between them (default: %(default)s)."
+        "--ranks",
+        type=at_least_one,
+        metavar="N",
+        help="Ranks that measure (default: the GPUs, or 2).",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("auto", *BACKENDS),
+        default="auto",
+        help="Backend between them (default: %(default)s).",
     )
     parser.add_argument(
         "--network",
@@ -205,7 +236,10 @@ def _add_completion(parser: ArgumentParser) -> None:
 def _add_report(parser: ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN_DIR", help="Folder of the run.")
     parser.add_argument(
-        "--output", metavar="FILE", help="The page (default: report.html in RUN_DIR)."
+        "--output",
+        type=new_file,
+        metavar="FILE",
+        help="The page (default: report.html in RUN_DIR).",
     )
 
 
@@ -218,13 +252,3 @@ _ARGUMENTS = {
     "completion": _add_completion,
     "report": _add_report,
 }
-
-
-def num_bytes(text: str) -> int:
-    """Return the bytes in a text such as "5GB" or "500 MiB"."""
-    upper = text.strip().upper()
-    for unit, size in _UNITS.items():
-        number = upper.removesuffix(unit).strip()
-        if number != upper and number.replace(".", "", 1).isdigit() and float(number) > 0:
-            return int(float(number) * size)
-    raise ArgumentTypeError(f"{text!r} is no size, expected 5GB or 500MiB")

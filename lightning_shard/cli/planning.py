@@ -6,7 +6,6 @@ its precision and its number of samples are what the search starts from.
 
 import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +15,10 @@ from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_shard.cli.shard_cli import find_classes_here
+from lightning_shard.cli.arguments import written
+from lightning_shard.cli.shard_cli import NearestNamesParser, find_classes_here
 from lightning_shard.errors import ConfigError
+from lightning_shard.planning.machine import machine_profile
 from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.search import plan
 
@@ -40,6 +41,7 @@ class _Configured(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_callback=None,
+            parser_class=NearestNamesParser,
             run=False,
         )
 
@@ -59,16 +61,16 @@ def _first_batch(cli: LightningCLI) -> Any:
     if cli.datamodule is not None:
         source.prepare_data()
         source.setup("fit")
-    return next(iter(source.train_dataloader()))
+    for batch in source.train_dataloader():
+        return batch
+    raise ConfigError(f"The loader of {type(source).__name__} has no batch, expected one at least.")
 
 
 def _planned(given: Namespace) -> Plan:
-    config = given.config
-    if not Path(config).is_file():
-        raise ConfigError(f"--config={config} is no file; expected a config of `fit`.")
+    machine = machine_profile(given.machine)
     find_classes_here()
     with patch.object(sys, "argv", sys.argv[:1]):  # which Lightning warns of beside `args`
-        cli = _Configured(config, on_meta=not given.values)
+        cli = _Configured(given.config, on_meta=not given.values)
     precision = given.precision or str(cli.trainer.precision)
     cli.model.trainer = cli.trainer  # whose callbacks and options the strategies are asked about
     return plan(
@@ -78,30 +80,20 @@ def _planned(given: Namespace) -> Plan:
         nodes=given.nodes,
         device_memory=given.device_memory,
         global_batch=given.global_batch,
-        machine=given.machine,
+        machine=machine,
         precision=precision,
-        tensor_plan=_tensor_plan(given.tensor_plan),
+        tensor_plan=given.tensor_plan,
     )
-
-
-def _tensor_plan(path: str | None) -> dict[str, Any] | None:
-    if path is None:
-        return None
-    import yaml
-
-    found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ConfigError(f"--tensor-plan={path} holds {type(found).__name__}, expected a mapping.")
-    return found
 
 
 def run(subcommand: str, given: Namespace) -> int:
     """Run `plan` and return the exit code: 1 where nothing fits."""
     found = _planned(given)
     if given.yaml is not None and found.recommendation is not None:
-        Path(given.yaml).write_text(found.to_yaml(), encoding="utf-8")
+        yaml = found.to_yaml()
+        written(given.yaml, lambda path: path.write_text(yaml, encoding="utf-8"))
     if given.picture is not None:
-        found.save_picture(given.picture)
+        written(given.picture, found.save_picture)
     if given.json:
         print(found.to_json())
     else:

@@ -11,13 +11,16 @@ from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from traceback import print_exception
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_shard.errors import ShardError
+from lightning_shard.checkpoint.conversion.source import open_source
+from lightning_shard.cli.arguments import check_configurations
+from lightning_shard.errors import CheckpointError, ShardError
 
 
 class ShardCLI(LightningCLI):
@@ -44,6 +47,12 @@ class ShardCLI(LightningCLI):
         )
 
     @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        check_configurations(parser.prog)
+        super().parse_arguments(parser, args)
+        _check_checkpoint(self.config.get(self.config.get("subcommand", ""), {}).get("ckpt_path"))
+
+    @override
     def before_instantiate_classes(self) -> None:
         self.parser.add_instantiator(self._instantiate_strategy, Strategy, subclasses=True)
 
@@ -67,6 +76,17 @@ class ShardCLI(LightningCLI):
             raise
 
 
+def _check_checkpoint(path: Any) -> None:
+    """Refuse what cannot be resumed from or tested, before a model is made; no tensor is read."""
+    if path is None or str(path) in _OWN_CHECKPOINTS or str(path).startswith("registry"):
+        return
+    if _VERSION not in open_source(path, objects=True).checkpoint:
+        raise CheckpointError(
+            f"--ckpt_path={path} has no {_VERSION!r}, expected a checkpoint of a Trainer. Weights "
+            f"alone are loaded by the model itself: load_state_dict."
+        )
+
+
 def find_classes_here() -> None:
     """Let classes of the working directory be found, as `python -m` does."""
     directory = str(Path.cwd())
@@ -81,6 +101,13 @@ def run() -> int:
     return 0
 
 
+_OWN_CHECKPOINTS = ("last", "best", "hpc")
+_VERSION = "pytorch-lightning_version"
+_UNSAID = (
+    *("Does not validate", "Subtypes:", "Errors:", "Given value type:", "Expected a path but"),
+    "Expected a <class 'NoneType'>",
+)
+_AS_PYTHON_HAS_IT = re.compile(r"<class '(?:[\w.]+\.)?(\w+)'>|typing\.")
 _OF_CLASS = re.compile(r"class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted")
 _OF_MODULE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _OF_COMMAND = re.compile(
@@ -97,8 +124,14 @@ class NearestNamesParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        advice = "".join(f"\n{sentence}" for sentence in self._advice(message))
-        super().error(message + advice, ex)
+        advice = list(self._advice(message))
+        if not self.exit_on_error:  # of a class in a configuration
+            super().error("\n".join((message, *advice)), ex)
+        if ex is not None and "--debug" in sys.argv:
+            print_exception(ex)
+        command = self.prog.replace(" [options]", "")
+        told = "; ".join(advice) or _in_one_line(message)
+        self.exit(2, f"{command}: {told} (see {command} --help)\n")
 
     def _advice(self, message: str) -> Iterator[str]:
         for path, option in dict.fromkeys(_OF_CLASS.findall(message)):
@@ -112,6 +145,15 @@ class NearestNamesParser(LightningArgumentParser):
     def _options(self) -> set[str]:
         parsers = (self, *self.of_subcommands)
         return {key for one in parsers for key, _ in one.get_defaults().items()}
+
+
+def _in_one_line(message: str) -> str:
+    """Return what jsonargparse says of the innermost key: what was expected, and what was given."""
+    innermost = message[max(message.rfind("Parser key"), 0) :]
+    lines = [line.strip(" -") for line in innermost.splitlines()]
+    until = next((at for at, line in enumerate(lines, 1) if line.startswith("Given value:")), None)
+    said = [line for line in lines[:until] if line and not line.startswith(_UNSAID)]
+    return _AS_PYTHON_HAS_IT.sub(r"\1", "; ".join(said)).replace(":; ", ": ")
 
 
 def _nearest(name: str, known: Iterable[str], what: str) -> Iterator[str]:

@@ -153,7 +153,7 @@ def _run_prove() -> int:
         cli.model,
         cli.datamodule,
         strategy="shard_ddp" if strategy == "auto" else strategy,
-        num_ranks=config.ranks or _num_ranks(given),
+        num_ranks=_num_ranks(given) if config.ranks is None else config.ranks,
         num_steps=config.steps,
         precision=config.precision,
         dropout=not config.no_dropout,

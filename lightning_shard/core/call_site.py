@@ -119,6 +119,12 @@ def calls_through(error: BaseException) -> Iterator[tuple[CodeType, Mapping[str,
         yield frame.f_code, frame.f_locals
 
 
+def went_through_user_code(error: BaseException) -> bool:
+    """Whether an error has ended a call of code that is neither installed nor this package's."""
+    names = (code.co_filename for code, _ in calls_through(error))
+    return any(not _wraps(name) and not name.startswith(_INSTALLED) for name in names)
+
+
 def code_that_calls() -> CodeType:
     """Return the code that has called the caller."""
     return sys._getframe(2).f_code

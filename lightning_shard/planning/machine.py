@@ -72,18 +72,15 @@ def machine_profile(name_or_path: str | Path) -> MachineProfile:
         ConfigError: There is no such profile or file, or it has other entries.
     """
     text = str(name_or_path)
-    if text in published():
-        content = (_PUBLISHED / f"{text}.json").read_text(encoding="utf-8")
-    elif Path(text).is_file():
-        content = Path(text).read_text(encoding="utf-8")
-    else:
+    place = _PUBLISHED / f"{text}.json" if text in published() else Path(text)
+    if not place.is_file():
         raise ConfigError(
             f"There is no machine profile {text!r}; expected one of {', '.join(published())}, or "
             f"the path of a file with the entries of one of these."
         )
     wanted = {field.name for field in fields(MachineProfile)}
     try:
-        entries = json.loads(content)
+        entries = json.loads(place.read_text(encoding="utf-8"))
         differing = wanted.symmetric_difference(entries)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"The machine profile {text!r} is no JSON object: {error}.") from error

@@ -137,11 +137,6 @@ def test_an_unknown_strategy_is_told_with_the_nearest_names(
     assert "nearest are 'zero3_in_process', " in error
 
 
-def test_other_errors_pass_through(command: Command) -> None:
-    with pytest.raises(ValueError, match="invalid strategy name"):
-        command("fit", "--trainer.strategy=quickly")
-
-
 def test_classes_of_the_working_directory_are_found(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -174,7 +169,7 @@ print("imported", sorted(heavy & set(sys.modules)))
         (["--version"], f"lightning-shard {version('lightning-shard')}", 0),
         (["describe", "--help"], "usage: lightning-shard describe", 0),
         (["consolidate", "a", "b", "--dtype", "int7"], "invalid choice: 'int7'", 2),
-        ([], "usage: lightning-shard", 2),
+        ([], "lightning-shard: the following arguments are required: SUBCOMMAND", 2),
         (["fti"], "invalid choice: 'fti'", 2),
     ],
     ids=["help", "version", "describe", "consolidate", "nothing", "misspelt"],
