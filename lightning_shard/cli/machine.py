@@ -22,7 +22,7 @@ _FAILURE = ("x", "bold red")
 _NARROWEST = 100  # of what is not a terminal
 _ENDING = Text(
     "A name may end in a backend, Trainer(strategy='zero3_in_process'); alone it takes nccl on "
-    "GPUs and gloo on CPUs."
+    "GPUs, and on CPUs shm on one host and gloo over several."
 )
 
 

@@ -273,7 +273,24 @@ def why_not_compared(run: RunRecords) -> str:
         return "Ranks of this strategy do not meet at every step, so a step's traffic differs."
     if fit is not None and fit["accumulate"] > 1:
         return "Gradients of several batches add up, of which a dry run takes one."
-    return ""
+    return unsent(run)
+
+
+def unsent(run: RunRecords) -> str:
+    """Return which transfers this run's transport makes without sending; empty where it sends all.
+
+    A shard in shared memory is read where it lies, so that gathering it sends no bytes.
+    """
+    backend = (run.last("fit") or {}).get("backend")
+    operations = {
+        name for one in run.of("traffic") for axis in one["axes"].values() for name in axis
+    }
+    if backend != "shm" or "all_gather" not in operations:
+        return ""
+    return (
+        "Over shared memory gathers send nothing, since ranks read shards where they lie; plans "
+        "and dry runs count them as a ring sends them."
+    )
 
 
 def _expected_sent(run: RunRecords, axis: str) -> float | None:

@@ -124,7 +124,7 @@ def _why_no_peak(is_known: bool, of_device: bool) -> str:
 
 def _of_traffic(run: RunRecords, chosen: Record) -> Iterator[Deviation]:
     sent = {one.axis: one.sent for one in figures.axis_figures(run)}
-    obstacle = "" if run.of("traffic") else "needs TrafficMonitor"
+    obstacle = figures.unsent(run) if run.of("traffic") else "needs TrafficMonitor"
     for axis, planned in (chosen.get("sent_bytes") or {}).items():
         if planned or sent.get(axis):
             yield Deviation(

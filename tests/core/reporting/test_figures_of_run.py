@@ -88,6 +88,19 @@ def test_accumulated_gradients_are_not_compared(tmp_path: Path) -> None:
     assert "several batches" in figures.why_not_compared(run)
 
 
+def test_gathers_over_shared_memory_are_not_compared_with_a_rings(tmp_path: Path) -> None:
+    """The page told -65.7 % under "as a ring would send them"."""
+    sent = traffic(0, 2, 1000)
+    counted = {"calls": 4, "bytes": 0, "seconds": 0.5, "waited": 0.25}
+    gathered = {**sent, "axes": {"dp": sent["axes"]["dp"] | {"all_gather": counted}}}
+    for backend, is_compared in (("shm", False), ("gloo", True)):
+        run = read(tmp_path / backend, [fit(0, backend=backend), dry_run(), gathered])
+        assert ("gathers send nothing" in figures.why_not_compared(run)) is not is_compared
+        (dp,) = figures.axis_figures(run)
+        assert (dp.expected is not None) is is_compared
+    assert not figures.why_not_compared(read(tmp_path, [fit(0, backend="shm"), dry_run(), sent]))
+
+
 def test_with_parts_of_sequences_dp_and_cp_are_one_row(tmp_path: Path) -> None:
     counted = {"calls": 1, "bytes": 100, "seconds": 0.0, "waited": 0.0}
     axes = {
