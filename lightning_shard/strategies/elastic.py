@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelPruning,
 )
 from torch import Tensor
 from torch.optim import LBFGS
@@ -432,11 +433,11 @@ def check_trainer(trainer: "pl.Trainer", averaging: Sequence[Callback]) -> None:
                 "strategy='shard_ddp'."
             )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, BaseFinetuning):
+        if isinstance(callback, (BaseFinetuning, ModelPruning)):
             raise ConfigError(
-                f"{type(callback).__name__} unfreezes parameters during the training, which "
-                f"newcomers would not know of; expected the same ones to train throughout. Fit "
-                f"once for each stage, from the checkpoint of the one before."
+                f"{type(callback).__name__} unfreezes or prunes parameters during the training, "
+                f"which newcomers would not know of; expected the same ones to train throughout. "
+                f"Fit once for each stage, from the checkpoint of the one before."
             )
         if isinstance(callback, LearningRateFinder):
             raise ConfigError(

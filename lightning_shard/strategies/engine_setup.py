@@ -176,7 +176,11 @@ class EngineSetup(RunPart):
             why = f"{num_parts} ranks have parts of it"
             refuse_embeddings_of_batches(view.module, why)
         callbacks = view.module.trainer.callbacks  # type: ignore[attr-defined]
-        check_callbacks(callbacks, averages_shards=self.run.holds_shards)
+        check_callbacks(
+            callbacks,
+            averages_shards=self.run.holds_shards,
+            splits_model=self.run.groups.splits_model,
+        )
 
     def check_fit(
         self,

@@ -101,7 +101,11 @@ add(
     GROUP,
     "ModelPruning",
     partial(_with, lambda: ModelPruning("l1_unstructured", amount=0.5), {}),
-    refused=by(tuple(COLUMNS), "ModelPruning gives parameters new memory"),
+    refused=by(
+        ("tensor_parallel", "pipeline_parallel", "hybrid_parallel"),
+        "takes parameters out of their modules during the fit",
+    )
+    | by("elastic", "unfreezes or prunes parameters during the training"),
 )
 add(
     GROUP,
@@ -134,7 +138,7 @@ for _finetuning in (_Unfrozen, _Freezing):
         GROUP,
         _finetuning.__bases__[0].__name__,
         partial(_with, _finetuning, {"max_epochs": 3}),
-        refused=by("elastic", "unfreezes parameters during the training"),
+        refused=by("elastic", "unfreezes or prunes parameters during the training"),
     )
 
 

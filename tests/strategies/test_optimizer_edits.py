@@ -286,7 +286,7 @@ def test_pruning_inside_a_pipeline_is_refused() -> None:
         fit_on_ranks("pipeline", prunes)
 
 
-@pytest.mark.parametrize("strategy", ["shard_ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "zero3"])
 def test_pruning_in_a_hook_is_a_single_devices(strategy: str) -> None:
     assert_as_alone(strategy, prunes)
 

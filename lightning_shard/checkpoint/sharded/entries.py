@@ -15,7 +15,7 @@ layers.0.…                        `dcp.save(model.state_dict(), ...)`
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -31,6 +31,7 @@ from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor, read_all
 from lightning_shard.checkpoint.unread import exchanged
 from lightning_shard.data_parallel.compression.state import ReadWhenAsked
+from lightning_shard.data_parallel.torch_private import OF_ORIGINAL
 from lightning_shard.errors import CheckpointError, some_of
 
 # Optimizer states by the parameters' names, as folders have them, and by number, as torch does.
@@ -80,6 +81,7 @@ def numbered_state(
     """Return a state by the numbers of an optimizer that has the same names; see `name_misfits`."""
     if not is_named(state):
         return dict(state)
+    state = _renamed(state, {*names.values()})
     numbers: dict[str, int] = {}
     groups: list[dict[str, Any]] = []
     for group, own in zip(
@@ -92,6 +94,27 @@ def numbered_state(
     return {"state": entries, "param_groups": groups}
 
 
+def _renamed(state: Mapping[str, Any], own: Collection[str]) -> Mapping[str, Any]:
+    """Return a state by the names from before or after `prune`, as the module has them now."""
+    others = {
+        other: name
+        for name in own
+        for other in (name.removesuffix(OF_ORIGINAL), name + OF_ORIGINAL)
+        if other not in own
+    }
+
+    def renamed(name: str) -> str:
+        return others.get(name, name)
+
+    return {
+        **state,
+        "state": {renamed(name): one for name, one in state.get("state", {}).items()},
+        "param_groups": [
+            {**group, "params": [*map(renamed, group["params"])]} for group in state["param_groups"]
+        ],
+    }
+
+
 def name_misfits(
     state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[nn.Parameter, str]
 ) -> list[str]:
@@ -99,6 +122,7 @@ def name_misfits(
     kind = type(optimizer).__name__
     if not is_named(state):
         return []
+    state = _renamed(state, {*names.values()})
     own = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
     if state.get("ungrouped"):
         return _ungrouped_misfits(state, own, kind)

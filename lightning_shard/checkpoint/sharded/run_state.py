@@ -21,12 +21,16 @@ from lightning_shard.checkpoint.sharded.folder import StoredTensor, read_all
 from lightning_shard.checkpoint.unread import exchanged
 from lightning_shard.core.layout import whole
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
+
+_SHARDS = (ParameterShard, ShardView)
 
 
 def module_boxes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any]:
     """Return the module's `state_dict` with this rank's boxes in the place of parameters.
 
-    They are in the optimizer's format. The rank that gets full states has everything else, too.
+    They are in the optimizer's format. The rank that gets full states has everything else, too;
+    buffers that were computed from shards are on each rank.
     """
     engine.adopt_assigned()
     take_in_edits(engine)
@@ -36,10 +40,10 @@ def module_boxes(module: nn.Module, engine: DataParallelEngine) -> dict[str, Any
     for name, value in list(state.items()):
         if isinstance(value, nn.Parameter) and value in held:
             state[name] = parameter_boxes(value, engine)
-        elif engine.is_first:
-            state[name] = value.detach() if isinstance(value, Tensor) else value
-        else:
+        elif not engine.is_first and not isinstance(value, _SHARDS):
             del state[name]
+        elif isinstance(value, Tensor):
+            state[name] = value.detach()
     return state
 
 

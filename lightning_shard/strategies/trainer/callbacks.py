@@ -4,7 +4,8 @@
     BaseFinetuning               compares values with `torch.equal`; empty shards are all equal, so
                                  every rank would leave others out of the group that is added
     WeightAveraging, stochastic  average shards: see `weight_averaging`
-    ModelPruning                 is refused
+    ModelPruning                 trains the first values along with the parameters that it has
+                                 pointed at them; parameters have memory of their own here
     log_graph=True               rank 0 alone traces the module, which it has in full only before
                                  the model is split: so the graphs are drawn then
 
@@ -12,8 +13,9 @@ It touches the private names of Lightning's summaries, checked with lightning 2.
 `tests/strategies/trainer/test_callbacks.py` fails when one changes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -28,6 +30,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_shard.data_parallel.torch_private import OF_ORIGINAL
 from lightning_shard.errors import ConfigError
 from lightning_shard.on_pytorch_lightning.mirror import PACKAGE, mirrored, original
 from lightning_shard.strategies.trainer.weight_averaging import (
@@ -123,21 +126,33 @@ def prepare_callbacks(
             if isinstance(callback, ModelSummary):
                 type(callback).on_fit_start(callback, trainer, module)
                 _skip_once(callback)
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            vars(callback)["_copy_param"] = partial(_follow, type(callback)._copy_param)
 
 
-def check_callbacks(callbacks: Sequence[Callback], *, averages_shards: bool) -> None:
+def check_callbacks(
+    callbacks: Sequence[Callback], *, averages_shards: bool, splits_model: bool
+) -> None:
     """Refuse callbacks that cannot work with a strategy."""
     for callback in callbacks:
         _check_root(callback)
-        if isinstance(callback, ModelPruning):
+        if splits_model and isinstance(callback, ModelPruning):
             raise ConfigError(
-                f"{type(callback).__name__} gives parameters new memory, but every strategy of "
-                f"lightning_shard keeps them in flat buffers, which would not change; expected no "
-                f"pruning during the fit. Prune the fitted model, or use strategy='ddp'."
+                f"{type(callback).__name__} takes parameters out of their modules during the fit, "
+                f"where ranks have parts of the model; expected no pruning. Prune the fitted "
+                f"model, or use strategy='zero3'."
             )
     if averages_shards:
         for average in averaging_callbacks(callbacks, fitting=True):
             check_elementwise(average)
+
+
+def _follow(copied: Callable[..., None], new: nn.Module, old: nn.Module, name: str) -> None:
+    """Copy a pruned parameter's first value, which is the parameter itself from now on."""
+    copied(new, old, name)
+    original = name + OF_ORIGINAL
+    old._parameters[name] = getattr(new, original if hasattr(new, original) else name)
 
 
 def _check_root(callback: Any) -> None:
