@@ -189,7 +189,10 @@ def _add_plan(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--values",
         action="store_true",
-        help="Build the module with values, so that layers to split are found by trial.",
+        help="Build the module with values, for code that reads them while it is made.",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="Print the best of every strategy, with all figures."
     )
     parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
     parser.add_argument(

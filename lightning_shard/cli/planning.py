@@ -98,5 +98,8 @@ def run(subcommand: str, given: Namespace) -> int:
         print(found.to_json())
     else:
         console = Console()
-        console.print(found) if console.is_terminal else print(found)
+        every = given.all
+        console.print(found.table(every=every)) if console.is_terminal else print(
+            found.text(every=every)
+        )
     return 0 if found.recommendation is not None else 1

@@ -192,13 +192,6 @@ class Anatomy:
         """Return the layers that so many ranks share: those given, or those found."""
         if self.plan is not None or tp == 1:
             return self.plan
-        if any(one.is_meta for one in self.module.parameters()):
-            raise ConfigError(
-                f"Layers of {type(self.module).__name__} that can be split are found by trying "
-                f"them out, but its parameters are on meta; expected ones with values (--values "
-                f"of the command), or a plan such as tensor_plan={{'blocks.*.up': 'colwise', "
-                f"'blocks.*.down': 'rowwise'}} (--tensor-plan, of a file)."
-            )
         if tp not in self._plans:
             layers = automatic_plan(self.module, tp)
             self._plans[tp] = {layer.pattern: layer.style for layer in layers}

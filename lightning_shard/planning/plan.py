@@ -1,9 +1,10 @@
 """The result of a search: a table, JSON, the YAML to train with, and a picture."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import yaml
@@ -12,7 +13,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_shard.core.reporting.output import new_figure, plain_text
+from lightning_shard.core.mesh import Axis
+from lightning_shard.core.reporting.drawings import seconds_of
+from lightning_shard.core.reporting.output import UNITS, format_bytes, new_figure, plain_text
+from lightning_shard.planning.candidates import PlanCandidate
 from lightning_shard.planning.estimate import Estimate
 from lightning_shard.planning.machine import MachineProfile
 from lightning_shard.planning.report import cell
@@ -23,6 +27,15 @@ _KINDS = {
     "optimizer state": ("optimizer_state",),
     "activations": ("activations",),
 }
+
+
+_AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
+_MOST_ROWS = 6
+_WIDTH = 100
+_ALL_WIDTH = 200
+_ALIKE_SECONDS = 1.02  # times one another: as the search compares them
+_ALIKE_MEMORY = 0.02  # of a device's
+_FAR = 20  # times the longest bar, from which on a device's line would leave nothing to see
 
 
 def _kind(one: Estimate) -> tuple[str, str | None, bool]:
@@ -79,6 +92,31 @@ class Plan:
     def _rank(self, one: Estimate) -> tuple[float, ...]:
         is_too_large = not self.fits(one)
         return float(is_too_large), one.peak_bytes if is_too_large else one.seconds
+
+    @property
+    def rows(self) -> list[list[Estimate]]:
+        """The few best that differ in what matters here, the recommended first, each with its like.
+
+        Two are alike that take as long, and as much of a device's memory, within 2 %. Host memory
+        is for where nothing else fits.
+        """
+        chosen = self.recommendation
+        needs_host = chosen is None or chosen.candidate.uses_host
+        listed = [one for one in self.best if needs_host or not one.candidate.uses_host]
+        found: list[list[Estimate]] = []
+        for one in sorted(listed, key=lambda one: one is not chosen):  # a stable sort
+            same = next((row for row in found if self._are_alike(row[0], one)), None)
+            found.append([one]) if same is None else same.append(one)
+        return found[:_MOST_ROWS]
+
+    def _are_alike(self, one: Estimate, other: Estimate) -> bool:
+        fast, slow = sorted((one.seconds, other.seconds))
+        apart = abs(one.peak_bytes - other.peak_bytes)
+        return (
+            self.fits(one) == self.fits(other)
+            and slow <= _ALIKE_SECONDS * fast
+            and apart <= _ALIKE_MEMORY * self.device_memory
+        )
 
     @property
     def reason(self) -> str:
@@ -157,13 +195,8 @@ class Plan:
         if self.recommendation is None:
             return ""
         made = self.recommendation.candidate
-        plan = dict(self.tensor_plan) if self.tensor_plan else None
-        strategy = {
-            "class_path": f"lightning_shard.{made.class_name}",
-            "init_args": made.options(plan) | options,
-        }
         trainer: dict[str, Any] = {
-            "strategy": strategy,
+            "strategy": self._strategy(made, **options),
             "num_nodes": self.num_devices // self.ranks_per_node,
             "devices": self.ranks_per_node,
             "precision": self.precision,
@@ -173,66 +206,142 @@ class Plan:
         head = f"# batch_size of each data-parallel rank's loader: {made.batch_size}\n"
         return head + yaml.safe_dump({"trainer": trainer}, sort_keys=False)
 
+    def _strategy(self, made: PlanCandidate, **options: Any) -> dict[str, Any]:
+        plan = dict(self.tensor_plan) if self.tensor_plan else None
+        return {
+            "class_path": f"lightning_shard.{made.class_name}",
+            "init_args": made.options(plan) | options,
+        }
+
     def __rich__(self) -> RenderableType:
-        table = Table(title=self._title, box=box.SIMPLE_HEAD)
-        for name in ("", "strategy", "sizes and options"):
-            table.add_column(name)
-        for name in (*_KINDS, "passing", "peak", "pp", "dp", "tp", "idle", "step"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for one in self.best:
-            table.add_row(*self._cells(one))
+        return self.table()
+
+    def table(self, *, every: bool = False) -> RenderableType:
+        """Return the few best, or with `every` the best of each strategy with all figures."""
+        table = Table(title=self._title, box=box.SIMPLE_HEAD, pad_edge=False)
+        if every:
+            self._add_figures(table)
+        else:
+            self._add_rows(table)
         notes = [
             self.reason,
-            "pp, dp and tp: bytes that a rank sends in a step. Marks: > recommended and simulated, "
-            "x too large. Times are those at the profile's peaks.",
+            f"Step is at the profile's peaks, in {self.precision}. Marks: > recommended and "
+            f"simulated, x too large." + ("" if every else " More rows: --all."),
             *(f"Not searched: {reason}" for reason in self.left_out),
         ]
         return Group(table, Text("\n".join(notes)))
+
+    def _add_rows(self, table: Table) -> None:
+        for name in ("", "step", "memory", f"of {cell(self.device_memory)}"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("in YAML, under trainer", overflow="fold")
+        for one, *alike in self.rows:
+            size = cell(one.peak_bytes)
+            share = f"{one.peak_bytes / self.device_memory:.1%}"
+            table.add_row(
+                self._mark(one), seconds_of(one.seconds), size, share, self._told(one, alike)
+            )
+
+    def _told(self, one: Estimate, alike: Sequence[Estimate]) -> str:
+        """Say what to write for a row, and what is as good."""
+        made = one.candidate
+        options = yaml.safe_dump(
+            made.options(), default_flow_style=True, sort_keys=False, width=500
+        )
+        strategy = (
+            f"{{class_path: lightning_shard.{made.class_name}, init_args: {options.strip()}}}"
+        )
+        rounds = f", accumulate_grad_batches: {made.accumulated}" if made.accumulated > 1 else ""
+        named = f"strategy: {strategy if made.options() else made.strategy}{rounds}"
+        others = "; ".join(dict.fromkeys(_named(other) for other in alike))
+        return f"{named}; batches of {made.batch_size}" + (f"\nas good: {others}" if others else "")
+
+    def _add_figures(self, table: Table) -> None:
+        for name in ("", "strategy", "sizes and options"):
+            table.add_column(name)
+        for name in (*_KINDS, "passing", "peak", *_AXES, "idle", "step"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in self.best:
+            table.add_row(*self._cells(one))
 
     @property
     def _title(self) -> str:
         return (
             f"{self.num_parameters:,} parameters on {self.num_devices} devices "
-            f"({self.machine.name}, {self.ranks_per_node} a node, {cell(self.device_memory)}), "
-            f"{self.global_batch:,} samples a step"
+            f"({self.machine.name}, {self.ranks_per_node} a node), {self.global_batch:,} samples a "
+            f"step in {self.precision}"
         )
 
     def _cells(self, one: Estimate) -> list[str]:
         memory = vars(one.memory)
-        mark = ">" if one is self.recommendation else "" if self.fits(one) else "x"
         kinds = [cell(sum(memory[kind] for kind in kinds)) for kinds in _KINDS.values()]
-        sent = [cell(one.sent[axis]) for axis in ("pp", "dp", "tp")]
+        sent = [cell(one.sent[axis]) for axis in _AXES]
         idle, step = f"{one.idle_share:.1%}", f"{one.seconds:.3g} s"
         made = one.candidate
         sizes = [cell(one.passing), cell(one.peak_bytes)]
-        return [mark, made.strategy, str(made), *kinds, *sizes, *sent, idle, step]
+        return [self._mark(one), made.strategy, str(made), *kinds, *sizes, *sent, idle, step]
+
+    def _mark(self, one: Estimate) -> str:
+        return ">" if one is self.recommendation else "" if self.fits(one) else "x"
 
     def __str__(self) -> str:
-        return plain_text(self, width=200)
+        return plain_text(self, width=_WIDTH)
+
+    def text(self, *, every: bool = False) -> str:
+        """Return the table as plain text."""
+        return plain_text(self.table(every=every), width=_ALL_WIDTH if every else _WIDTH)
 
     def save_picture(self, path: str | Path) -> None:
-        """Draw the best candidates' memory by kind against the memory of a device.
+        """Draw the rows' memory by kind against that of a device, and how long a step takes.
 
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        rows = self.best
-        figure = new_figure(path, size=(9, 1.5 + 0.5 * len(rows)), otherwise="print(plan) tells.")
-        axes = figure.add_subplot()
-        names = [f"{one.candidate.strategy}\n{one.candidate}" for one in rows]
+        rows = [one for one, *_ in self.rows]
+        figure = new_figure(path, size=(11, 2 + 0.6 * len(rows)), otherwise="print(plan) tells.")
+        memory, step = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        chosen = [one is self.recommendation for one in rows]
+        names = [
+            fill(f"recommended: {_named(one)}" if is_chosen else _named(one), 40)
+            for one, is_chosen in zip(rows, chosen, strict=True)
+        ]
+        self._draw_memory(memory, rows)
+        seconds = [one.seconds for one in rows]
+        bars = step.barh(range(len(rows)), seconds, color="tab:gray")
+        step.bar_label(bars, labels=list(map(seconds_of, seconds)), padding=3, fontsize=8)
+        step.set(xlabel="a step", xticks=[])
+        step.margins(x=0.2)
+        memory.set_yticks(range(len(rows)), names, fontsize=8)
+        for label, is_chosen in zip(memory.get_yticklabels(), chosen, strict=True):
+            label.set_fontweight("bold" if is_chosen else "normal")
+        memory.invert_yaxis()
+        figure.suptitle(self._title, fontsize=10)
+        figure.savefig(path)
+
+    def _draw_memory(self, axes: Any, rows: Sequence[Estimate]) -> None:
+        largest = max(one.peak_bytes for one in rows)
+        is_far = self.device_memory > _FAR * largest
+        unit = format_bytes(largest if is_far else self.device_memory).split()[1]
+        scale = 1024 ** UNITS.index(unit)
         left = [0.0] * len(rows)
         bars = {
             name: [sum(vars(one.memory)[kind] for kind in kinds) for one in rows]
             for name, kinds in _KINDS.items()
         }
         for name, sizes in {**bars, "passing": [one.passing for one in rows]}.items():
-            widths = [size / 2**30 for size in sizes]
+            widths = [size / scale for size in sizes]
             axes.barh(range(len(rows)), widths, left=left, label=name)
             left = [start + width for start, width in zip(left, widths, strict=True)]
-        axes.axvline(self.device_memory / 2**30, color="black", linestyle="--", label="a device")
-        axes.set_yticks(range(len(rows)), names, fontsize=7)
-        axes.invert_yaxis()
-        axes.set_xlabel("GiB on the fullest rank")
-        axes.set_title(self._title, fontsize=9)
-        axes.legend(fontsize=7)
-        figure.savefig(path)
+        device = f"a device has {cell(self.device_memory)}"
+        if is_far:
+            device += ", far to the right"
+        else:
+            axes.axvline(
+                self.device_memory / scale, color="black", linestyle="--", label="a device"
+            )
+        axes.set_xlabel(f"{unit} on the fullest rank; {device}")
+        axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+
+
+def _named(one: Estimate) -> str:
+    return f"{one.candidate.strategy}, {one.candidate}"

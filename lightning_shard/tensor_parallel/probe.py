@@ -390,11 +390,19 @@ def _num_required(module: nn.Module) -> int:
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
-    """Copy a module to the CPU, with random values and without the user's hooks."""
+    """Copy a module to the CPU, with random values and without the user's hooks.
+
+    Buffers on meta, such as a mask that a constructor has made there, are ones.
+    """
     module = copy.deepcopy(module).float()
     for param in module.parameters():
         if param.is_meta:
             give_memory(param, torch.empty(param.shape))
+    for owner in module.modules():
+        lost = {
+            name: one for name, one in owner._buffers.items() if one is not None and one.is_meta
+        }
+        owner._buffers |= {name: torch.ones_like(one, device="cpu") for name, one in lost.items()}
     module = module.cpu().eval()
     for one in module.modules():
         forget_forward_hooks(one)

@@ -398,14 +398,15 @@ def test_layers_planned_by_number_are_found_in_a_few_blocks() -> None:
         anatomy.unpipelined(2, "full")
 
 
-def test_a_plan_of_a_module_on_meta_says_how_layers_to_split_are_found() -> None:
-    """It named an option of the strategy's, which neither `plan` nor the command has."""
+def test_layers_to_split_are_found_on_meta_as_with_values() -> None:
+    """Tensor parallel was not searched for a module on meta, the usual one of a plan."""
     with torch.device("meta"):
         module = Small()
-    (reason, *_) = on_two_devices(module).left_out
-    assert reason.startswith("tensor parallel over 2 ranks: Layers of Small that can be split")
-    for way in ("--values", "tensor_plan={", "--tensor-plan"):
-        assert way in reason
+    without, having = on_two_devices(module), on_two_devices(Small())
+    assert without.left_out == having.left_out
+    assert [str(one.candidate) for one in without.estimates] == [
+        str(one.candidate) for one in having.estimates
+    ]
 
 
 def test_a_batch_norm_is_planned_with_two_samples_a_forward_at_least() -> None:

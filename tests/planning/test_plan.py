@@ -1,6 +1,9 @@
 """A plan: what is recommended fits and is the fastest; what the page says of published runs."""
 
 import json
+import re
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +71,7 @@ def test_json_has_what_the_table_shows(plan: Plan) -> None:
     found = json.loads(plan.to_json())
     names = {one["strategy"] for one in found["candidates"]}
     assert {"shard_ddp", "zero1", "zero2", "zero3", "pipeline_parallel"} <= names
-    assert all(name in str(plan) for name in names)
+    assert all(name in plan.text(every=True) for name in names)
     assert found["recommendation"]["memory"]["peak"] == plan.recommendation.peak_bytes  # type: ignore[union-attr]
 
 
@@ -84,9 +87,45 @@ def test_elements_that_are_sent_do_not_depend_on_their_format() -> None:
     assert in_float32 == pytest.approx(rows[0]["sent_bytes"]["dp"], rel=1e-3)
 
 
-def test_layers_of_a_module_on_meta_are_not_searched_and_the_table_says_so(plan: Plan) -> None:
-    assert {one.candidate.tp for one in plan.estimates} == {1}
-    assert "Not searched: tensor parallel over 2 ranks" in str(plan)
+def test_layers_of_a_module_on_meta_are_searched(plan: Plan) -> None:
+    """Tensor parallel was left out, since parameters without values "cannot be tried out"."""
+    assert {one.candidate.tp for one in plan.estimates} == {1, 2, 4}
+    assert "Not searched" not in str(plan)
+
+
+def test_the_table_has_few_rows_of_which_the_first_is_recommended(plan: Plan) -> None:
+    lines = str(plan).splitlines()
+    assert max(map(len, lines)) <= 100
+    marks = re.findall(r"^ ?(.) +[\d.]+ (?:ms|µs|s) ", str(plan), re.MULTILINE)
+    assert 1 < len(marks) == len(plan.rows) <= 6
+    assert marks[0] == ">"
+    assert marks.count(">") == 1
+    assert plan.rows[0][0] is plan.recommendation
+    assert not any(one.candidate.uses_host for row in plan.rows for one in row)
+    assert "in 32-true" in lines[0]
+    assert "strategy: " in str(plan)
+
+
+def test_rows_that_take_as_long_in_as_much_memory_are_one(plan: Plan) -> None:
+    large = replace(plan, device_memory=2**40)  # of which no candidate takes 2 %
+    seconds = sorted(row[0].seconds for row in large.rows[1:])
+    assert all(slow > 1.02 * fast for fast, slow in pairwise(seconds))
+    assert "as good: " in str(large)
+
+
+@pytest.mark.parametrize("memory", [2 * MIB, 2**40])
+def test_the_picture_has_the_memory_and_the_time_of_each_row(
+    memory: int, plan: Plan, tmp_path: Path
+) -> None:
+    drawn = replace(plan, device_memory=memory)
+    drawn.save_picture(tmp_path / "plan.svg")
+    picture = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    told = set(re.findall(r"<!-- (.*?) -->", picture))
+    assert {"recommended: " in one for one in told} == {True, False}
+    assert {"optimizer state", "passing"} <= told
+    assert "a step" in told
+    assert any("far to the right" in one for one in told) is (memory > 2 * MIB)
+    assert ("a device" in told) is (memory == 2 * MIB)
 
 
 @pytest.mark.slow

@@ -14,13 +14,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigError
+from lightning_shard.planning.simulated_model import copied_with
 from lightning_shard.tensor_parallel.automatic import automatic_plan, check_layouts
 from lightning_shard.tensor_parallel.plan import match_plan
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.tensor_parallel.styles import style_name
 from lightning_shard.testing import run_ranks
 from tests.groups import all_ranks
-from tests.strategies.models import MODELS
+from tests.strategies.models import MODELS, SPLIT_MODELS
 from tests.tensor_parallel.test_split import compare
 
 WIDTH, HIDDEN, HEADS = 16, 32, 4
@@ -607,3 +608,13 @@ def test_what_a_trial_confirms_or_cannot_tell_is_accepted() -> None:
     check(FusedAttention(by_heads=False), OF_HEADS, num_ranks=1)
     check(FusedAttention(by_heads=False), {"block.mix": "colwise_gather_output"})
     check(FusedAttention(by_heads=False), OF_HEADS, num_ranks=3)  # the automatic plan refuses it
+
+
+@pytest.mark.parametrize("name", SPLIT_MODELS)
+def test_a_model_without_values_is_split_as_with_them(name: str) -> None:
+    """A buffer on meta, such as a causal mask, could not be copied: attentions were left full."""
+    model = SPLIT_MODELS[name]()
+    without = copied_with(lambda one: one.detach().to("meta"), model)
+    assert {one.name: one.style for one in automatic_plan(without, 2)} == {
+        one.name: one.style for one in automatic_plan(model, 2)
+    }

@@ -12,15 +12,15 @@ from rich.console import Console, RenderableType
 
 from lightning_shard.errors import ConfigError
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(num_bytes: float, digits: str = ".2f") -> str:
     """Write a size in the largest binary unit of which it has one; `digits` above a byte."""
     size, unit = float(num_bytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
+    while size >= 1024 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1
-    return f"{size:{digits if unit else '.4g'}} {_UNITS[unit]}"
+    return f"{size:{digits if unit else '.4g'}} {UNITS[unit]}"
 
 
 def new_figure(path: str | Path, *, size: tuple[float, float], otherwise: str) -> Any:
