@@ -12,7 +12,6 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Literal, TypeVar, get_args
@@ -168,13 +167,14 @@ def _cheapest(
     """Return the least joint cost of the stages, and bounds that have it."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, (0,))}
     for stage in range(1, num_stages + 1):
+        first = stage if stage < num_stages else num_blocks
         best = {
             stop: min(
                 (join(total, cost(start, stop)), (*bounds, stop))
                 for start, (total, bounds) in best.items()
                 if start < stop
             )
-            for stop in range(stage, num_blocks - num_stages + stage + 1)
+            for stop in range(first, num_blocks - num_stages + stage + 1)
         }
     return best[num_blocks]
 
@@ -213,16 +213,18 @@ def _measured_cost(costs: BlockCosts) -> _Cost:
 
 def _parameter_cost(model: nn.Module, blocks: BlockList) -> _Cost:
     """Return the function that counts the parameters of a stage, shared ones once."""
-    params_at: dict[int, list[nn.Parameter]] = {}
+    numels = dict.fromkeys(range(_BEFORE, len(blocks) + 1), 0)
+    again: list[tuple[int, int, int]] = []  # what one place after another has, too
     for param, places in used_at(model, blocks, nn.Module.parameters).items():
         for place in places:
-            params_at.setdefault(place, []).append(param)
+            numels[place] += param.numel()
+        again += [(*two, param.numel()) for two in pairwise(sorted(places))]
+    sums = (0, *accumulate(numels.values()))
 
-    @cache
     def cost(start: int, stop: int) -> float:
-        places = range(start - (start == 0), stop + (stop == len(blocks)))
-        params = {param for place in places for param in params_at.get(place, ())}
-        return sum(param.numel() for param in params)
+        first, last = start - (start == 0), stop - (stop < len(blocks))
+        twice = sum(numel for one, other, numel in again if first <= one and other <= last)
+        return sums[last - _BEFORE + 1] - sums[first - _BEFORE] - twice
 
     return cost
 

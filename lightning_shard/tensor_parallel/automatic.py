@@ -120,6 +120,9 @@ class _LayerFinder:
             id(child) for module in self.names for child in module._modules.values()
         )
         self._tried: dict[tuple[object, ...], TrialResult] = {}
+        self._tables: dict[
+            type[nn.Module], set[int] | None
+        ] = {}  # widths of those outside of a class
         self._inside_planned: set[nn.Module] = set()
         self._untried: list[Candidate] = []
         self._failed: list[tuple[Candidate, TrialResult]] = []
@@ -215,15 +218,22 @@ class _LayerFinder:
         its class makes the bias itself, for its own heads.
         """
         owner = candidate.owner
-        alike = [one for one in self.names if type(one) is type(owner)]
-        if any(map(makes_head_biases, alike)):
+        if type(owner) not in self._tables:
+            self._tables[type(owner)] = self._tables_beside(type(owner))
+        widths = self._tables[type(owner)]
+        if widths is None:
             return False
+        is_made = candidate.num_heads in widths
+        return is_made or any("bias" in one for one in inspect.signature(owner.forward).parameters)
+
+    def _tables_beside(self, kind: type[nn.Module]) -> set[int] | None:
+        """Return the widths of tables outside of a class; None if it makes biases itself."""
+        alike = [one for one in self.names if type(one) is kind]
+        if any(map(makes_head_biases, alike)):
+            return None
         inside = {param for one in alike for param in one.parameters()}
         tables = (param for param in self.model.parameters() if param.ndim == 2)
-        is_made = any(
-            param.shape[1] == candidate.num_heads for param in tables if param not in inside
-        )
-        return is_made or any("bias" in one for one in inspect.signature(owner.forward).parameters)
+        return {param.shape[1] for param in tables if param not in inside}
 
     def _believe(self, candidate: Candidate) -> None:
         """Plan a pair that could not be tried out by its names; an attention's say too little."""

@@ -138,15 +138,16 @@ def find_full_width_attention(
 def find_pairs(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Candidate]:
     """Yield the pairs that a module may have of layers to a hidden width and back."""
     near = dict(_near(owner, is_free))
-    names = list(near)
-    for position, out in enumerate(names):
+    place = {name: position for position, name in enumerate(near)}
+    by_sizes: dict[tuple[int, int], list[str]] = {}
+    for name, one in near.items():
+        by_sizes.setdefault(linear_sizes(one), []).append(name)
+    for out in near:
         hidden, width = linear_sizes(near[out])
-        ups = [
-            name for name in names if name != out and linear_sizes(near[name]) == (width, hidden)
-        ]
-        before = [name for name in names[:position] if name in ups]
         if hidden < width or hidden % num_ranks:
             continue
+        ups = [name for name in by_sizes.get((width, hidden), ()) if name != out]
+        before = [name for name in ups if place[name] < place[out]]
         for chosen in dict.fromkeys((tuple(ups), tuple(before[-1:]))):
             if before and len(chosen) <= 2:
                 yield Candidate(
@@ -155,8 +156,8 @@ def find_pairs(owner: nn.Module, num_ranks: int, is_free: IsFree) -> Iterator[Ca
                     out=out,
                     is_known=(*chosen, out) in _PAIRS,
                 )
-        for name in names[:position]:
-            if linear_sizes(near[name]) == (width, 2 * hidden):
+        for name in by_sizes.get((width, 2 * hidden), ()):
+            if place[name] < place[out]:
                 styles = {name: _packed(2), out: STYLES["rowwise"]}
                 yield Candidate(owner=owner, styles=styles, out=out, is_known=False)
 
@@ -188,9 +189,11 @@ class _Inlet:
 def _inlets(owner: nn.Module, is_free: IsFree) -> Iterator[tuple[str, nn.Module, _Inlet, str]]:
     """Yield projections in a module: their prefix, who counts their heads, and the last layer."""
     near = dict(_near(owner, is_free))
-    for prefix in dict.fromkeys(_prefix(name) for name in near):
+    by_prefix: dict[str, dict[str, nn.Module]] = {}
+    for name, one in near.items():
+        by_prefix.setdefault(_prefix(name), {})[name] = one
+    for prefix, own in by_prefix.items():
         counting = owner.get_submodule(prefix.rstrip("."))
-        own = {name: one for name, one in near.items() if _prefix(name) == prefix}
         for inlet in (*_separate(own, prefix, counting), *_fused(own)):
             if (out := _output(near, inlet, prefix)) is not None:
                 yield prefix, counting, inlet, out

@@ -12,7 +12,7 @@ cut for it while it runs; what the attention has put there itself is of this ran
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,34 +41,34 @@ class Attributes:
     """Attributes of modules that have other values for a time."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[nn.Module, str, Any]] = []
+        self._before: dict[nn.Module, dict[str, Any]] = {}
 
     def set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute, if the module has it."""
         if name in module.__dict__:
-            self._before.append((module, name, module.__dict__[name]))
+            self._before.setdefault(module, {}).setdefault(name, module.__dict__[name])
             setattr(module, name, value)
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules whose attributes are set."""
-        return [module for module, *_ in self._before]
+        return list(self._before)
 
-    @property
-    def names(self) -> list[tuple[nn.Module, str]]:
-        """The modules and the names of the attributes that are set."""
-        return [(module, name) for module, name, _ in self._before]
+    def names_of(self, module: nn.Module) -> Iterable[str]:
+        """Return the names of the attributes of a module that are set."""
+        return self._before.get(module, ())
 
     def restore_copy(self, made: nn.Module, of: nn.Module) -> None:
         """Set the attributes of a copy to the original values of its original's."""
-        for module, name, value in reversed(self._before):
-            if module is of:
-                setattr(made, name, value)
+        for name, value in self._before.get(of, {}).items():
+            setattr(made, name, value)
 
     def restore(self) -> None:
         """Set all attributes to their original values."""
-        while self._before:
-            setattr(*self._before.pop())
+        for module, values in self._before.items():
+            for name, value in values.items():
+                setattr(module, name, value)
+        self._before.clear()
 
 
 def count_heads(

@@ -92,6 +92,7 @@ class SplitModel(ModelSplit):
         self.shardings: dict[nn.Parameter, Sharding] = {}
         self.full_shapes: dict[nn.Parameter, torch.Size] = {}
         self._layers = [inner for layer in layers for inner in _inside(layer)]
+        self._shared = {one.module for one in self._layers if one.style.form.endswith("shared")}
         self._attributes = Attributes()
         self._hooks: list[RemovableHandle] = []
         self._is_in_step = False
@@ -169,15 +170,9 @@ class SplitModel(ModelSplit):
 
     def _heads_of(self, parent: nn.Module) -> set[int]:
         """Return this rank's numbers of heads in a module, by which a dimension may be cut."""
-        heads = {
-            getattr(one, name)
-            for one, name in self._attributes.names
-            if one is parent and name in ALL_HEADS
-        }
-        own = set(parent.children())
-        has_copies = any(
-            layer.module in own and layer.style.form.endswith("shared") for layer in self._layers
-        )
+        told = self._attributes.names_of(parent)
+        heads = {getattr(parent, name) for name in told if name in ALL_HEADS}
+        has_copies = not self._shared.isdisjoint(parent.children())
         return heads - {1} if has_copies else heads
 
     def _split(self, layer: PlannedLayer, parent: nn.Module) -> None:

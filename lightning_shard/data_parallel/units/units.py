@@ -15,7 +15,8 @@ unit. No unit reaches across the border of a part that has a match: see `Matchin
 import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -52,6 +53,8 @@ class _ModulePart:
 
 
 _Family = list[_ModulePart]  # of equal shapes
+_Block = tuple[str, nn.Module]
+_Named = tuple[str, nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,13 @@ def find_matching_parts(model: nn.Module, blocks: Collection[nn.Module]) -> Matc
 
 def _families(model: nn.Module, blocks: set[nn.Module]) -> Iterator[_Family]:
     """Yield matching parts, the largest first."""
-    by_shapes: dict[object, _Family] = {}
+    by_shapes: dict[object, tuple[_Family, set[nn.Parameter]]] = {}
     for part in _parts(model, blocks):
-        family = by_shapes.setdefault(part.shapes, [])
-        if not any(set(one.params) & set(part.params) for one in family):  # as of a wrapper
+        family, params = by_shapes.setdefault(part.shapes, ([], set()))
+        if params.isdisjoint(part.params):  # else it is of a wrapper
             family.append(part)
-    matching = [family for family in by_shapes.values() if len(family) > 1]
+            params.update(part.params)
+    matching = [family for family, _ in by_shapes.values() if len(family) > 1]
     pairs = sum(family[0].is_layer and not _are_taught(family) for family in matching)
     for family in sorted(matching, key=lambda one: -one[0].numel):
         is_match = _are_taught(family) or not all(part.is_layer for part in family)
@@ -167,21 +171,23 @@ def find_units(
     blocks = list(named_blocks(model, classes, undivided=undivided))
     owner = _owners(model, blocks)
     matching = find_matching_parts(model, [block for _, block in blocks])
-    specs: list[UnitSpec] = []
-    for name, param in model.named_parameters():
-        if not is_here(param):
-            continue
-        index = owner[id(param)]
-        block = () if index is None else (blocks[index][1],)
-        if specs and _extends(specs[-1], block, param, bucket_mb):
-            modules = (*specs[-1].modules, *(m for m in block if m not in specs[-1].modules))
-            params = (*specs[-1].params, (name, param))
-            specs[-1] = replace(specs[-1], modules=modules, params=params)
-        else:
-            title = "root" if index is None else blocks[index][0]
-            first = ((name, param),)
-            specs.append(UnitSpec(name=title, modules=block, params=first, matching=matching))
-    return specs
+
+    def block_of(named: _Named) -> _Block | None:
+        index = owner[id(named[1])]
+        return None if index is None else blocks[index]
+
+    here = [named for named in model.named_parameters() if is_here(named[1])]
+    runs = groupby(here, lambda one: (block_of(one) is None, matching.part_of(one[1])))
+    return [
+        UnitSpec(
+            name=held[0][0] if held else "root",
+            modules=tuple(module for _, module in held),
+            params=params,
+            matching=matching,
+        )
+        for _, run in runs
+        for held, params in _in_buckets(run, block_of, bucket_mb * _MB)
+    ]
 
 
 def class_name(module: nn.Module) -> str:
@@ -284,18 +290,25 @@ def _reachable(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
         yield from _reachable(child, seen)
 
 
-def _extends(
-    spec: UnitSpec, block: tuple[nn.Module, ...], param: nn.Parameter, bucket_mb: float
-) -> bool:
-    """Whether `param` still belongs to `spec`: same block, or a neighbour and room for it."""
-    part_of = spec.matching.part_of
-    if bool(block) != bool(spec.modules) or part_of(param) != part_of(spec.params[0][1]):
-        return False
-    if block and block[0] in spec.modules:
-        return True
-    added = sum(_size(p) for p in block[0].parameters()) if block else _size(param)
-    held = sum(_size(p) for _, p in spec.params)
-    return held + added <= bucket_mb * _MB
+def _in_buckets(
+    run: Iterator[_Named], block_of: Callable[[_Named], _Block | None], most_bytes: float
+) -> Iterator[tuple[tuple[_Block, ...], tuple[_Named, ...]]]:
+    """Cut a run of parameters before each block, or parameter of none, that has no room left."""
+    blocks: dict[_Block, None] = {}
+    taken: list[_Named] = []
+    held = 0
+    for named in run:
+        block = block_of(named)
+        if block is None or block not in blocks:
+            added = _size(named[1]) if block is None else sum(map(_size, block[1].parameters()))
+            if taken and held + added > most_bytes:
+                yield tuple(blocks), tuple(taken)
+                blocks, taken, held = {}, [], 0
+        if block is not None:
+            blocks[block] = None
+        taken.append(named)
+        held += _size(named[1])
+    yield tuple(blocks), tuple(taken)
 
 
 def _size(tensor: nn.Parameter) -> int:

@@ -32,6 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import ReferenceType
 
@@ -220,12 +221,13 @@ class _Followed:
         closed = self._homes.keys() - self._open
         self._plain = {name: dict(self._homes[name]) for name in closed}
         self._blocks: dict[str, list[str]] = {"": list(self._homes)}
+        for name in filter(None, self._homes):
+            for block in accumulate(name.split("."), "{}.{}".format):
+                self._blocks.setdefault(block, []).append(name)
 
     def opened(self, block: str = "") -> list[str]:
         """Return the names of open modules in a block, those that have changed among them."""
-        if block not in self._blocks:
-            self._blocks[block] = [one for one in self._homes if f"{one}.".startswith(f"{block}.")]
-        names = self._blocks[block]
+        names = self._blocks.get(block, [])
         for name in names:
             if name not in self._open and not _are_same(self._homes[name], self._plain[name]):
                 self._open.add(name)
