@@ -6,6 +6,7 @@ imports neither, nor torch, before something of it is used: `lightning-shard --h
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from lightning_shard.core.registration import register_on_import
 from lightning_shard.core.schemes import HOMES
 
 if TYPE_CHECKING:
+    __version__: str
     from lightning_shard.checkpoint.conversion.loading import load_safetensors
     from lightning_shard.core.mesh import ParallelMesh
     from lightning_shard.errors import (
@@ -49,6 +51,8 @@ else:
         """Import a name of the package, or a module in it, on first use."""
         if name in HOMES:
             value = getattr(import_module(HOMES[name]), name)
+        elif name == "__version__":
+            value = version("lightning-shard")
         elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             value = import_module(f"{__name__}.{name}")
         else:
@@ -57,7 +61,7 @@ else:
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *HOMES})
+        return [*__all__, "__version__"]
 
 
 __all__ = [

@@ -12,22 +12,10 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_shard.cli.arguments import OneLineParser
-from lightning_shard.cli.parsers import HOMES, TEXTS, parser_of
+from lightning_shard.cli.parsers import CONFIGURED, HOMES, LIGHTNINGS, TEXTS, parser_of
 from lightning_shard.errors import ShardError
 
-_SUBCOMMANDS = {
-    "fit": "Train a model.",
-    "validate": "Run the validation epoch once.",
-    "test": "Run the test epoch once.",
-    "predict": "Predict with a trained model.",
-}
-_CONFIGURED = {
-    "prove": "Say whether a model trains on ranks as on one device, and if not, why.",
-    "replay": "Take a recorded step of many ranks again in one process, under a debugger.",
-}
 _REFUSED = 2  # the exit code where these could compare or replay nothing
-LIGHTNINGS = {**_SUBCOMMANDS, **_CONFIGURED}
-"""By subcommand of Lightning's command line what it does."""
 _EPILOG = """\
 The first four are Lightning's own, with the strategies of this package:
 
@@ -57,9 +45,10 @@ The others read checkpoints:
     lightning-shard describe last.ckpt
     lightning-shard consolidate last.ckpt model.safetensors
 
-`lightning-shard fit --help` lists the options of `fit`. What you can mend ends the command
-with one line on standard error and exit code 1, or 2 for arguments and a prove or replay that could
-not be made; with --debug after the subcommand its traceback comes instead.
+`lightning-shard fit --help` lists the options of `fit` that are used most, and `--help-all` every
+one. What you can mend ends the command with one line on standard error and exit code 1, or 2 for
+arguments, and for a prove or replay that could not be made. With --debug after the subcommand its
+traceback comes, too.
 """
 
 
@@ -97,7 +86,10 @@ def main() -> int:
         parsed = parser_of(arguments[0]).parse_args(arguments[1:])  # which may exit
         home = import_module(f"lightning_shard.cli.{HOMES[arguments[0]]}")
         return told(lambda: home.run(arguments[0], parsed), debug=parsed.debug)
-    if arguments and arguments[0] in _CONFIGURED:
+    if arguments and arguments[0] in LIGHTNINGS and {"-h", "--help"} & {*arguments}:
+        parser_of(arguments[0]).parse_args(["--help"])  # which exits
+    sys.argv[1:] = ["--help" if one == "--help-all" else one for one in arguments]
+    if arguments and arguments[0] in CONFIGURED:
         home = import_module("lightning_shard.cli.without_trainer")
         return told(home.RUN[arguments[0]], debug="--debug" in arguments, status=_REFUSED)
     if _is_for_a_subcommand(arguments):
@@ -111,7 +103,7 @@ def _is_for_a_subcommand(arguments: Sequence[str]) -> bool:
     """Whether Lightning's command line has to parse these: a subcommand, or options before one."""
     if not arguments or arguments[0] in ("-h", "--help", "--version"):
         return False
-    return arguments[0].startswith("-") or arguments[0] in _SUBCOMMANDS
+    return arguments[0].startswith("-") or arguments[0] in LIGHTNINGS
 
 
 def _parser() -> OneLineParser:

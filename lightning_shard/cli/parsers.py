@@ -1,6 +1,7 @@
-"""The arguments of the subcommands that are no Trainer's, parsed without torch."""
+"""The arguments of subcommands, parsed without torch; of Lightning's own, those used most."""
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from typing import Any
 
 from lightning_shard.cli.arguments import (
     OneLineParser,
@@ -11,7 +12,7 @@ from lightning_shard.cli.arguments import (
     new_picture,
     num_bytes,
 )
-from lightning_shard.core.schemes import BACKENDS
+from lightning_shard.core.schemes import BACKENDS, named_schemes, names_of
 
 TEXTS = {
     "consolidate": "Write a checkpoint as a .ckpt, .pt or .safetensors, or for Hugging Face.",
@@ -24,6 +25,16 @@ TEXTS = {
 }
 """By subcommand what it does."""
 
+LIGHTNINGS = {
+    "fit": "Train a model.",
+    "validate": "Run the validation epoch once.",
+    "test": "Run the test epoch once.",
+    "predict": "Predict with a trained model.",
+    "prove": "Say whether a model trains on ranks as on one device, and if not, why.",
+    "replay": "Take a recorded step of many ranks again in one process, under a debugger.",
+}
+"""By subcommand of Lightning's command line what it does."""
+
 HOMES = {
     "consolidate": "checkpoints",
     "describe": "checkpoints",
@@ -35,7 +46,7 @@ HOMES = {
 }
 """By subcommand the module of `lightning_shard.cli` that runs it."""
 
-SHELLS = ("bash", "zsh")
+SHELLS = ("bash", "zsh", "fish")
 """The shells that `completion` knows."""
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
@@ -79,6 +90,7 @@ The exit code is 1 if something is there that training fails with.
     "completion": """\
     eval "$(lightning-shard completion bash)"    in ~/.bashrc
     lightning-shard completion zsh > "${fpath[1]}/_lightning-shard"
+    lightning-shard completion fish > ~/.config/fish/completions/lightning-shard.fish
 """,
     "report": """\
     lightning-shard report runs/1
@@ -88,6 +100,44 @@ RUN_DIR is the folder that StepMonitor, TrafficMonitor and MemoryMonitor of
 lightning_shard.profiling were given. The page needs no other file and no network.
 """,
 }
+_OF_A_TRAINER = """\
+    lightning-shard {0} --help-all                                              every option
+    lightning-shard {0} --trainer.strategy.help lightning_shard.ZeRO3Strategy   those of a strategy
+"""
+_JSON: dict[str, Any] = {"action": "store_true", "help": "Print JSON, for scripts."}
+_COMMON: dict[str, dict[str, Any]] = {
+    "--config": {"help": "YAML file of all of these; several are laid over each other."},
+    "--model": {"help": "Class of the LightningModule, such as my_file.MyModel."},
+    "--data": {"help": "Class of the LightningDataModule, if the model has no loaders."},
+    "--ckpt_path": {"help": "Checkpoint to go on from, or to load."},
+    "--trainer.strategy": {"help": "A name of lightning-shard strategies, or a class."},
+    "--trainer.accelerator": {"choices": ("auto", "cpu", "gpu"), "help": "Kind of devices."},
+    "--trainer.devices": {"help": "Devices of each node."},
+    "--trainer.num_nodes": {"help": "Number of nodes."},
+    "--trainer.precision": {"choices": PRECISIONS, "help": "Precision."},
+    "--trainer.max_steps": {"help": "Optimizer steps, at most."},
+    "--trainer.max_epochs": {"help": "Epochs, at most."},
+}
+CONFIGURED: dict[str, dict[str, dict[str, Any]]] = {
+    "prove": {
+        "--ranks": {"type": int | None, "help": "Ranks (default: trainer.devices)."},
+        "--steps": {"type": int, "default": 3, "help": "Optimizer steps to compare."},
+        "--precision": {"default": "32-true", "help": "Precision; float64 decides."},
+        "--shrink": {"type": int | None, "help": "Blocks to keep of each list."},
+        "--narrow": {"type": int | None, "help": "Number that divides widths."},
+        "--no-dropout": {"action": "store_true", "help": "Compare with dropout off."},
+        "--json": _JSON,
+    },
+    "replay": {
+        "folder": {"metavar": "DIR", "help": "Folder of the recorded step."},
+        "--rank": {"type": int | None, "help": "The one rank to take, alone."},
+        "--trust": {"action": "store_true", "help": "Make classes of user code in the files."},
+        "--pdb": {"action": "store_true", "help": "Look at the error in pdb, where it was raised."},
+        "--json": _JSON,
+    },
+}
+"""By subcommand that reads the configuration of a fit its own options."""
+
 DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -103,13 +153,25 @@ def parser_of(subcommand: str) -> ArgumentParser:
     """Return the parser of one of these subcommands."""
     parser = OneLineParser(
         prog=f"lightning-shard {subcommand}",
-        description=TEXTS[subcommand],
-        epilog=_EXAMPLES[subcommand],
+        description={**LIGHTNINGS, **TEXTS}[subcommand],
+        epilog=_EXAMPLES.get(subcommand, _OF_A_TRAINER.format(subcommand)),
         formatter_class=RawDescriptionHelpFormatter,
     )
-    _ARGUMENTS[subcommand](parser)
+    if subcommand in LIGHTNINGS:
+        _add_trainers(parser, subcommand)
+    else:
+        _ARGUMENTS[subcommand](parser)
     parser.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
     return parser
+
+
+def _add_trainers(parser: ArgumentParser, subcommand: str) -> None:
+    for option, settings in (CONFIGURED.get(subcommand, {}) | _COMMON).items():
+        shown = {name: value for name, value in settings.items() if name != "type"}
+        action = parser.add_argument(option, **shown)
+        if option == "--trainer.strategy":
+            action.choices = [full for one in named_schemes() for full, _ in names_of(one.name)]
+            action.metavar = "NAME"
 
 
 def _add_consolidate(parser: ArgumentParser) -> None:
@@ -148,7 +210,7 @@ def _add_consolidate(parser: ArgumentParser) -> None:
 def _add_describe(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="The checkpoint, a folder or a file.")
     parser.add_argument("--verify", action="store_true", help="Compare it with its checksums.")
-    parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
+    parser.add_argument("--json", **_JSON)
     parser.add_argument(
         "--depth", type=at_least_one, default=3, help="Levels of modules (default: %(default)s)."
     )
@@ -194,7 +256,7 @@ def _add_plan(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--all", action="store_true", help="Print the best of every strategy, with all figures."
     )
-    parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
+    parser.add_argument("--json", **_JSON)
     parser.add_argument(
         "--yaml", type=new_file, metavar="FILE", help="Write the recommended trainer options."
     )
@@ -204,7 +266,7 @@ def _add_plan(parser: ArgumentParser) -> None:
 
 
 def _add_doctor(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
+    parser.add_argument("--json", **_JSON)
     parser.add_argument(
         "--measure", type=new_file, metavar="FILE", help="Write a machine profile for `plan`."
     )
@@ -229,7 +291,7 @@ def _add_doctor(parser: ArgumentParser) -> None:
 
 
 def _add_strategies(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="Print JSON, for scripts.")
+    parser.add_argument("--json", **_JSON)
 
 
 def _add_completion(parser: ArgumentParser) -> None:

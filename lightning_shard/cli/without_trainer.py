@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 from typing_extensions import override
 
+from lightning_shard.cli.parsers import CONFIGURED, LIGHTNINGS
 from lightning_shard.cli.reporting import rows_by_name
 from lightning_shard.cli.shard_cli import ShardCLI, find_classes_here
 from lightning_shard.replay.replay import replay
@@ -55,13 +56,14 @@ _OPTIONS = (
 class CLIWithoutTrainer(ShardCLI):
     """Reads the configuration of a fit, and makes everything in it but the Trainer."""
 
-    def __init__(self, name: str, description: str) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         find_classes_here()
         with patch.object(sys, "argv", [sys.argv[0], *sys.argv[2:]]):
             super().__init__(
                 run=False,
                 save_config_callback=None,
-                parser_kwargs={"prog": f"lightning-shard {name}", "description": description},
+                parser_kwargs={"prog": f"lightning-shard {name}", "description": LIGHTNINGS[name]},
             )
 
     @override
@@ -70,6 +72,8 @@ class CLIWithoutTrainer(ShardCLI):
         # saved configurations of `fit` have these
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="Not used.")
         parser.add_argument("--weights_only", type=bool | None, default=None, help="Not used.")
+        for option, settings in CONFIGURED[self._name].items():
+            parser.add_argument(option, **settings)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -93,28 +97,6 @@ class CLIWithoutTrainer(ShardCLI):
         ]
 
 
-class ProveCLI(CLIWithoutTrainer):
-    """Reads the configuration of a fit, and makes everything in it but the Trainer."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "prove",
-            "Run a model on one device and on ranks inside this process, and compare the two.",
-        )
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        add = parser.add_argument
-        add("--ranks", type=int | None, default=None, help="Ranks (default: trainer.devices).")
-        add("--steps", type=int, default=3, help="Optimizer steps to compare.")
-        add("--precision", type=str, default="32-true", help="Precision; float64 decides.")
-        add("--shrink", type=int | None, default=None, help="Blocks to keep of each list.")
-        add("--narrow", type=int | None, default=None, help="Number that divides widths.")
-        add("--no-dropout", action="store_true", help="Compare with dropout off.")
-        add("--json", action="store_true", help="Print JSON, for scripts.")
-
-
 def _num_ranks(given: dict[str, Any]) -> int:
     """Return the ranks that a configuration is for: as many here, if they are not too many."""
     devices = given.get("devices")
@@ -125,27 +107,8 @@ def _num_ranks(given: dict[str, Any]) -> int:
     return min(max(number, 2), _MOST_RANKS)
 
 
-class ReplayCLI(CLIWithoutTrainer):
-    """Reads the configuration of the recorded fit, and makes its model and strategy."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "replay", "Take a recorded step of many ranks again, all of them in this process."
-        )
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        add = parser.add_argument
-        add("folder", type=str, metavar="DIR", help="Folder of the recorded step.")
-        add("--rank", type=int | None, default=None, help="The one rank to take, alone.")
-        add("--trust", action="store_true", help="Make classes of user code in the files.")
-        add("--pdb", action="store_true", help="Look at the error in pdb, where it was raised.")
-        add("--json", action="store_true", help="Print JSON, for scripts.")
-
-
 def _run_prove() -> int:
-    cli = ProveCLI()
+    cli = CLIWithoutTrainer("prove")
     given, config = cli.given_trainer, cli.config
     strategy = given.get("strategy", "auto")
     options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
@@ -173,7 +136,7 @@ def _run_prove() -> int:
 
 
 def _run_replay() -> int:
-    cli = ReplayCLI()
+    cli = CLIWithoutTrainer("replay")
     config, strategy = cli.config, cli.given_trainer.get("strategy", "auto")
     found = replay(
         config.folder,

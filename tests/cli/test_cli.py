@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import lightning_shard
 from lightning_shard.cli import main
 from lightning_shard.cli.shard_cli import ShardCLI
 from tests.examples.commands import QUIET, REPOSITORY, ignoring_advice, set_arguments
@@ -168,11 +169,24 @@ print("imported", sorted(heavy & set(sys.modules)))
         (["--help"], "lightning-shard fit --config", 0),
         (["--version"], f"lightning-shard {version('lightning-shard')}", 0),
         (["describe", "--help"], "usage: lightning-shard describe", 0),
+        (["fit", "--help"], "--trainer.strategy NAME", 0),
+        (["prove", "--config", "x", "-h"], "--narrow NARROW", 0),
+        (["replay", "--help"], "Folder of the recorded step.", 0),
         (["consolidate", "a", "b", "--dtype", "int7"], "invalid choice: 'int7'", 2),
         ([], "lightning-shard: the following arguments are required: SUBCOMMAND", 2),
         (["fti"], "invalid choice: 'fti'", 2),
     ],
-    ids=["help", "version", "describe", "consolidate", "nothing", "misspelt"],
+    ids=[
+        "help",
+        "version",
+        "describe",
+        "fit",
+        "prove",
+        "replay",
+        "consolidate",
+        "nothing",
+        "misspelt",
+    ],
 )
 def test_what_needs_neither_torch_nor_lightning_imports_neither(
     arguments: list[str], said: str, status: int
@@ -193,6 +207,20 @@ def test_every_subcommand_is_in_the_short_help(
     listed = capsys.readouterr().out
     for subcommand in ShardCLI.subcommands():
         assert f"    {subcommand}" in listed
+
+
+def test_the_long_help_has_every_option(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        command("fit", "--help-all")
+    assert "--trainer.reload_dataloaders_every_n_epochs" in capsys.readouterr().out
+
+
+def test_the_package_lists_public_names_and_has_a_version() -> None:
+    names = dir(lightning_shard)
+    assert set(names) == {*lightning_shard.__all__, "__version__"}
+    assert lightning_shard.__version__ == version("lightning-shard")
 
 
 def test_plan_says_what_fits_and_writes_what_trains_it(

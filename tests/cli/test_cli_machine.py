@@ -9,8 +9,7 @@ import pytest
 
 from lightning_shard.cli import main
 from lightning_shard.cli.completion import whole_parser
-from lightning_shard.cli.entry import LIGHTNINGS
-from lightning_shard.cli.parsers import HOMES, TEXTS
+from lightning_shard.cli.parsers import HOMES, LIGHTNINGS, SHELLS, TEXTS
 from lightning_shard.tools.doctor import communication
 from lightning_shard.tools.doctor.host import Finding
 from tests.cli.test_cli import LIGHT, run_alone, set_arguments
@@ -27,7 +26,7 @@ def test_every_subcommand_has_a_home() -> None:
         (["strategies"], "hybrid_parallel     HybridParallelStrategy"),
         (["strategies", "--json"], '"name": "in_process"'),
         (["doctor", "--help"], "--measure FILE"),
-        (["completion", "--help"], "{bash,zsh}"),
+        (["completion", "--help"], "{bash,zsh,fish}"),
     ],
 )
 def test_what_there_is_is_told_without_torch(arguments: list[str], said: str) -> None:
@@ -110,7 +109,7 @@ def test_a_backend_that_cannot_measure_is_an_error_message(
 
 
 def test_the_completed_parser_has_every_subcommand_and_name() -> None:
-    parser = whole_parser(LIGHTNINGS)
+    parser = whole_parser()
     parsed = parser.parse_args(["fit", "--trainer.strategy", "zero3_offload_in_process"])
     assert vars(parsed)["trainer.strategy"] == "zero3_offload_in_process"
     for name in (*LIGHTNINGS, *TEXTS):
@@ -128,7 +127,7 @@ def test_without_shtab_completion_says_what_to_install(
     assert "pip install 'lightning-shard[completion]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", SHELLS)
 def test_the_script_completes_names_of_strategies(
     shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,4 +135,4 @@ def test_the_script_completes_names_of_strategies(
     status, script = run_here(monkeypatch, capsys, "completion", shell)
     assert status == 0
     assert "hybrid_parallel_in_process" in script
-    assert "--device-memory" in script
+    assert "device-memory" in script

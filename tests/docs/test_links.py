@@ -6,8 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from lightning_shard.cli.entry import _CONFIGURED, _SUBCOMMANDS
-from lightning_shard.cli.parsers import TEXTS
+from lightning_shard.cli.parsers import LIGHTNINGS, TEXTS
 from tests.docs.pages import NAMES, PAGES, README, ROOT, anchors, blocks, links, prose, quotes
 
 _PATH = re.compile(r"(?:docs|examples|configs|tests|lightning_shard)/[\w./-]*\w/?")
@@ -66,7 +65,7 @@ def missing(command: str) -> Iterator[str]:
         if find_spec(module) is None:
             yield module
     for subcommands in re.findall(r"lightning-shard (\w+(?: \| \w+)*)", command):
-        yield from set(subcommands.split(" | ")) - {*_SUBCOMMANDS, *_CONFIGURED, *TEXTS}
+        yield from set(subcommands.split(" | ")) - {*LIGHTNINGS, *TEXTS}
     for path in re.findall(r"(?:examples|configs|tests)/[\w./-]+", command):
         if not (ROOT / path).exists():
             yield path
