@@ -7,7 +7,6 @@ as every refusal of a parser is.
 import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -69,13 +68,13 @@ def configuration(path: str) -> str:
 
 
 def new_file(path: str) -> str:
-    """Return the path of a file that can be written; missing folders are made when it is."""
+    """Return the path of a file that can be written, in a folder that is made if it is missing."""
     place = Path(path).absolute()
     if place.is_dir():
         raise ArgumentTypeError(f"{path!r} is a folder, expected the path of a file")
-    folder = next(one for one in place.parents if one.exists())
     try:
-        with TemporaryFile(dir=folder):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=place.parent):
             pass
     except OSError as error:
         raise ArgumentTypeError(f"{path!r} cannot be written: {error.strerror}") from error
@@ -91,12 +90,6 @@ def new_picture(path: str) -> str:
     if find_spec("matplotlib") is None:
         raise ArgumentTypeError("it needs matplotlib: pip install matplotlib")
     return new_file(path)
-
-
-def written(path: str, write: Callable[[Path], object]) -> None:
-    """Write a file that was `new_file` when the command began."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write(Path(path))
 
 
 def check_configurations(prog: str) -> None:

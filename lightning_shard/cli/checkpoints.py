@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 from rich.tree import Tree
@@ -20,8 +21,6 @@ from lightning_shard.checkpoint.conversion.consolidating import (
 from lightning_shard.checkpoint.conversion.source import describe
 from lightning_shard.cli.parsers import DTYPES
 from lightning_shard.cli.reporting import rows_by_name
-
-_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def run(subcommand: str, arguments: Namespace) -> int:
@@ -62,7 +61,7 @@ def _tell(outcome: Consolidated, output: str) -> None:
             f"and were left out: {names}",
             file=sys.stderr,
         )
-    print(f"{output}: {outcome.num_tensors} tensors, {_size(outcome.num_bytes)}")
+    print(f"{output}: {outcome.num_tensors} tensors, {decimal(outcome.num_bytes)}")
 
 
 def _describe(arguments: Namespace) -> int:
@@ -89,11 +88,11 @@ def _rows(told: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("path", told["path"]),
         ("format", told["what"]),
-        ("size", f"{_size(told['bytes'])} in {told['files']} files"),
+        ("size", f"{decimal(told['bytes'])} in {told['files']} files"),
         ("written by", _writer(told)),
         ("versions", ", ".join(f"{name} {one}" for name, one in told["versions"].items())),
         ("progress", progress),
-        ("weights", f"{dtypes}; {_size(weights['bytes'])}"),
+        ("weights", f"{dtypes}; {decimal(weights['bytes'])}"),
         ("no tensors", ", ".join(weights["others"])),
         *((f"optimizer {at}", _optimizer(one)) for at, one in enumerate(told["optimizers"])),
         *((one["callback"], _scores(one)) for one in told["metrics"]),
@@ -115,7 +114,7 @@ def _optimizer(one: dict[str, Any]) -> str:
         f"group of {group['parameters']} parameters, lr {group.get('lr')}"
         for group in one["groups"]
     )
-    return f"{groups}; keeps {', '.join(one['keeps']) or 'nothing'}; {_size(one['bytes'])}"
+    return f"{groups}; keeps {', '.join(one['keeps']) or 'nothing'}; {decimal(one['bytes'])}"
 
 
 def _scores(one: dict[str, Any]) -> str:
@@ -150,11 +149,3 @@ def _grow(tree: Tree, tensors: dict[str, Any], depth: int) -> None:
         below = {rest: one for rest, one in inside.items() if rest}
         if below and depth > 1:
             _grow(branch, below, depth - 1)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in _UNITS:
-        if num_bytes < 1000 or unit == _UNITS[-1]:
-            break
-        num_bytes /= 1000
-    return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.1f} {unit}"

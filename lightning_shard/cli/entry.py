@@ -9,7 +9,7 @@ import traceback
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from lightning_shard.cli.arguments import OneLineParser
 from lightning_shard.cli.parsers import CONFIGURED, HOMES, LIGHTNINGS, TEXTS, parser_of
@@ -17,38 +17,16 @@ from lightning_shard.errors import ShardError
 
 _REFUSED = 2  # the exit code where these could compare or replay nothing
 _EPILOG = """\
-The first four are Lightning's own, with the strategies of this package:
-
     lightning-shard fit --config configs/gpt_zero3.yaml
     lightning-shard fit --model my_file.MyModel --trainer.strategy zero3 --trainer.devices 4
-
-`prove` takes the configuration of a fit, and runs a few of its steps on a laptop:
-
     lightning-shard prove --config configs/gpt_zero3.yaml
-
-Before a run:
-
     lightning-shard plan --config configs/gpt_zero3.yaml --devices 64 --device-memory 80GiB
-
-What there is, and what this machine has:
-
-    lightning-shard strategies
-    lightning-shard doctor
-
-During a run, and after it:
-
     lightning-shard report runs/1
-    lightning-shard replay runs/1/steps/step-00000012 --config configs/gpt_zero3.yaml
 
-The others read checkpoints:
-
-    lightning-shard describe last.ckpt
-    lightning-shard consolidate last.ckpt model.safetensors
-
-`lightning-shard fit --help` lists the options of `fit` that are used most, and `--help-all` every
-one. What you can mend ends the command with one line on standard error and exit code 1, or 2 for
-arguments, and for a prove or replay that could not be made. With --debug after the subcommand its
-traceback comes, too.
+The first four are Lightning's own, with the strategies of this package; `fit --help` lists their
+options that are used most, and `fit --help-all` every one. What you can mend ends a command with
+one line on standard error and exit code 1, or 2 for arguments, and for a prove or replay that could
+not be made. With --debug after the subcommand its traceback comes, too.
 """
 
 
@@ -122,13 +100,5 @@ def _parser() -> OneLineParser:
 
 def _versions() -> str:
     """Return what is installed, which is not imported to find out."""
-    return ", ".join(
-        f"{name} {_version(name)}" for name in ("lightning-shard", "lightning", "torch")
-    )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "(not installed)"
+    names = ("lightning-shard", "lightning", "torch")
+    return ", ".join(f"{name} {version(name)}" for name in names)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_shard.cli.arguments import written
+from lightning_shard.cli.reporting import rows_by_name
 from lightning_shard.core.schemes import BACKENDS, named_schemes
 from lightning_shard.tools.doctor.host import Finding, host, lacking, launcher, size, software
 
@@ -52,7 +52,9 @@ def _doctor(given: Namespace) -> int:
     if given.json:
         print(json.dumps({"findings": told, "machine": profile}, indent=1))
     elif profile is not None:
-        console.print(_figures(profile))
+        console.print(
+            Text(f"Measured: {profile['device']}", style="bold"), _figures(profile), sep="\n"
+        )
     return 1 if any(one["state"] == "failure" for one in told) else 0
 
 
@@ -74,12 +76,11 @@ def _measured(given: Namespace) -> dict[str, Any]:
     from lightning_shard.tools.doctor.measuring import measured_machine
 
     profile = measured_machine(num_ranks=given.ranks, backend=given.backend, network=given.network)
-    written(given.measure, profile.save)
+    profile.save(given.measure)
     return dict(vars(profile))
 
 
 def _figures(profile: dict[str, Any]) -> Table:
-    table = Table(title=f"Measured: {profile['device']}", box=None, show_header=False)
     rows = {
         "matrix products": f"{profile['flops_16'] / 1e9:,.1f} GFLOP/s in bfloat16, "
         f"{profile['flops_32'] / 1e9:,.1f} in float32",
@@ -91,9 +92,7 @@ def _figures(profile: dict[str, Any]) -> Table:
         "a message": f"{profile['message_seconds'] * 1e6:.1f} us",
         "how": profile["source"],
     }
-    for name, value in rows.items():
-        table.add_row(name, Text(value))
-    return table
+    return rows_by_name(rows.items())
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -62,7 +62,6 @@ SRC is a folder of the sharded format, of Lightning's ModelParallelStrategy or F
 torch.distributed.checkpoint; a .ckpt, a .pt, or safetensors. Paths of fsspec (s3://...) work too.
 """,
     "describe": """\
-    lightning-shard describe last.ckpt
     lightning-shard describe last.ckpt --verify
     lightning-shard describe last.ckpt --json | jq .global_step
 
@@ -76,15 +75,12 @@ The exit code is 1 if something is missing or damaged.
 Nothing is trained and no device is needed. The exit code is 1 if nothing fits.
 """,
     "doctor": """\
-    lightning-shard doctor
     torchrun --nproc-per-node 1 --no-python lightning-shard doctor    what its ranks see
     lightning-shard doctor --measure here.json
-    lightning-shard plan --config my.yaml --devices 8 --machine here.json
 
 The exit code is 1 if something is there that training fails with.
 """,
     "strategies": """\
-    lightning-shard strategies
     lightning-shard strategies --json | jq -r '.strategies[].name'
 """,
     "completion": """\
@@ -95,9 +91,9 @@ The exit code is 1 if something is there that training fails with.
     "report": """\
     lightning-shard report runs/1
     lightning-shard report runs/1 --output report.html
+    lightning-shard report runs/1 runs/2
 
-RUN_DIR is the folder that StepMonitor, TrafficMonitor and MemoryMonitor of
-lightning_shard.profiling were given. The page needs no other file and no network.
+RUN_DIR is the folder that StepMonitor and the other callbacks of lightning_shard.profiling have.
 """,
 }
 _OF_A_TRAINER = """\
@@ -300,6 +296,7 @@ def _add_completion(parser: ArgumentParser) -> None:
 
 def _add_report(parser: ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN_DIR", help="Folder of the run.")
+    parser.add_argument("others", metavar="OTHER", nargs="*", help="Others, laid over it.")
     parser.add_argument(
         "--output",
         type=new_file,

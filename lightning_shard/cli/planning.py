@@ -6,6 +6,7 @@ its precision and its number of samples are what the search starts from.
 
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,6 @@ from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_shard.cli.arguments import written
 from lightning_shard.cli.shard_cli import NearestNamesParser, find_classes_here
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.machine import machine_profile
@@ -90,10 +90,9 @@ def run(subcommand: str, given: Namespace) -> int:
     """Run `plan` and return the exit code: 1 where nothing fits."""
     found = _planned(given)
     if given.yaml is not None and found.recommendation is not None:
-        yaml = found.to_yaml()
-        written(given.yaml, lambda path: path.write_text(yaml, encoding="utf-8"))
+        Path(given.yaml).write_text(found.to_yaml(), encoding="utf-8")
     if given.picture is not None:
-        written(given.picture, found.save_picture)
+        found.save_picture(given.picture)
     if given.json:
         print(found.to_json())
     else:

@@ -21,5 +21,5 @@ def rows_by_name(rows: Iterable[tuple[str, str]]) -> Table:
 
 def run(subcommand: str, given: Namespace) -> int:
     """Run `report` and return the exit code."""
-    print(write_report(given.run_folder, given.output))
+    print(write_report(given.run_folder, given.output, given.others))
     return 0

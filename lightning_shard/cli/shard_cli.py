@@ -78,7 +78,7 @@ class ShardCLI(LightningCLI):
 
 def _check_checkpoint(path: Any) -> None:
     """Refuse what cannot be resumed from or tested, before a model is made; no tensor is read."""
-    if path is None or str(path) in _OWN_CHECKPOINTS or str(path).startswith("registry"):
+    if path is None or str(path).startswith("registry") or str(path) in ("last", "best", "hpc"):
         return
     if _VERSION not in open_source(path, objects=True).checkpoint:
         raise CheckpointError(
@@ -101,7 +101,6 @@ def run() -> int:
     return 0
 
 
-_OWN_CHECKPOINTS = ("last", "best", "hpc")
 _VERSION = "pytorch-lightning_version"
 _UNSAID = (
     *("Does not validate", "Subtypes:", "Errors:", "Given value type:", "Expected a path but"),

@@ -27,9 +27,14 @@ from lightning_shard.precision.scaler import ShardedGradScaler
 
 
 class ShardedPrecision(Precision):
-    """The plugin of 32-true, and the base of the others; its engine is None before `attach`."""
+    """The plugin of 32-true, and the base of the others; its engine is None before `attach`.
+
+    Attributes:
+        grad_norm: Shape (): of the last gradient, before it was clipped by it; None until one was.
+    """
 
     engine: DataParallelEngine | None = None
+    grad_norm: Tensor | None = None
 
     def attach(self, engine: DataParallelEngine) -> None:
         """Work on this engine's gradients until `teardown`."""
@@ -76,7 +81,8 @@ class ShardedPrecision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
-        clip_grad_norm(list(self.main_params(optimizer)), float(clip_val), self.engine)
+        params = list(self.main_params(optimizer))
+        self.grad_norm = clip_grad_norm(params, float(clip_val), self.engine)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -1,5 +1,6 @@
 """Callbacks that show what a strategy does: bytes that ranks hold and send, and how time passes."""
 
+from lightning_shard.core.reporting.page import Report
 from lightning_shard.profiling.pipeline_timeline import PipelineTimeline
 from lightning_shard.profiling.run_monitor import PlanMonitor
 from lightning_shard.profiling.savings import (
@@ -17,6 +18,7 @@ __all__ = [
     "MemoryMonitor",
     "PipelineTimeline",
     "PlanMonitor",
+    "Report",
     "StepMonitor",
     "TrafficMonitor",
 ]

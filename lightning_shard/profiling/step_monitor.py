@@ -44,6 +44,7 @@ from lightning_shard.planning.dry_run import flops_of_batch
 from lightning_shard.planning.machine import MachineProfile, machine_profile
 from lightning_shard.planning.report import DryRun
 from lightning_shard.planning.simulated_model import NoElements
+from lightning_shard.precision.plugins import ShardedPrecision
 from lightning_shard.profiling.run_monitor import RunMonitor, own_strategy
 from lightning_shard.strategies.async_sgd import AsyncSGDStrategy
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
@@ -468,6 +469,7 @@ class StepMonitor(RunMonitor):
         self._handles: dict[Optimizer, RemovableHandle] = {}
         self._contents: dict[str, int | None] = {"samples": 0, "tokens": 0}  # of this step so far
         self._losses: list[Tensor] = []
+        self._learning_rate: float | None = None  # of the first group
         self._unwritten: dict[str, Any] | None = None  # the record of the last step
         self._flops_per: dict[str, float] = {}  # by what the batch holds
         self._generation: int | None = None
@@ -507,6 +509,7 @@ class StepMonitor(RunMonitor):
         if self._clock is None:
             return
         self._clock.begin_update()
+        self._learning_rate = float(optimizer.param_groups[0]["lr"])
         if optimizer not in self._handles:
             self._handles[optimizer] = optimizer.register_step_post_hook(self._end_update)
 
@@ -558,7 +561,9 @@ class StepMonitor(RunMonitor):
         self._forget()
 
     def _record(self, trainer: Trainer, step: StepTime) -> dict[str, Any]:
-        data = own_strategy(trainer, type(self).__name__).data_collectives
+        strategy = own_strategy(trainer, type(self).__name__)
+        data, plugin = strategy.data_collectives, strategy.precision_plugin
+        norm = plugin.grad_norm if isinstance(plugin, ShardedPrecision) else None
         return {
             "step": trainer.global_step,
             "seconds": step.seconds,
@@ -571,13 +576,16 @@ class StepMonitor(RunMonitor):
             "data_rank": data.rank,
             "data_size": data.size,
             "loss": self._losses,
+            "learning_rate": self._learning_rate,
+            "grad_norm": [] if norm is None else [norm],
             **self._contents,
         }
 
     def _write_last(self, trainer: Trainer) -> None:
         record, self._unwritten = self._unwritten, None
         if record is not None:
-            self._write(trainer, "step", **{**record, "loss": _mean(record["loss"])})
+            means = {name: _mean(record[name]) for name in ("loss", "grad_norm")}
+            self._write(trainer, "step", **record | means)
 
     def _log(self, trainer: Trainer, step: StepTime) -> None:
         """Give loggers what Lightning's own would not know of, as rank 0 sees it."""

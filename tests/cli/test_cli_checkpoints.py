@@ -62,7 +62,7 @@ def test_describe_tells_who_wrote_what(
         "hybrid_parallel, 8 ranks, pp 2, dp 2, tp 2, axis_order ['pp', 'dp', 'tp'], cp 1, ep 1  ",
         f"torch {torch.__version__}",
         "epoch 0, global step 2",
-        "611 float32; 2.4 KB",
+        "611 float32; 2.4 kB",
         "group of 2 parameters, lr 0.005; group of 11 parameters",
         "exp_avg_sq",
         "monitor watched",
@@ -140,7 +140,7 @@ def test_consolidate_writes_and_says_what(
     out = tmp_path / "out.safetensors"
     options = ("--prefix", "blocks.", "--dtype", "bf16")
     assert run(monkeypatch, "consolidate", saved["sharded"], out, *options) == 0
-    assert f"{out}: 8 tensors, 1.1 KB" in capsys.readouterr().out
+    assert f"{out}: 8 tensors, 1.1 kB" in capsys.readouterr().out
     assert {tensor.dtype for tensor in load_file(out).values()} == {torch.bfloat16}
     assert run(monkeypatch, "consolidate", tmp_path / "nothing", out) == 1
     said = capsys.readouterr().err

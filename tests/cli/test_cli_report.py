@@ -25,6 +25,16 @@ def test_the_page_is_made_and_its_path_printed(
     assert page.is_file()
 
 
+def test_two_runs_are_laid_over_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(write(tmp_path / name, whole_run())) for name in "ab"]
+    set_arguments(monkeypatch, "lightning-shard", "report", *folders)
+    assert main() == 0
+    page = Path(capsys.readouterr().out.strip()).read_text(encoding="utf-8")
+    assert all(f"training, {one}" in page for one in folders)
+
+
 def test_a_folder_of_no_run_is_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,10 @@ OF_EACH_TYPE: dict[Any, list[Any]] = {
     Callable: [lambda value: 1],
 }
 OF_NO_TYPE: list[Any] = [object(), b"x", 1j, {1}, math.nan, math.inf, -math.inf, [object()]]
-NEEDED: dict[Any, dict[str, Any]] = {RecordSteps: {"folder": "x"}}
+NEEDED: dict[Any, dict[str, Any]] = {
+    RecordSteps: {"folder": "x"},
+    profiling.Report: {"run_folder": "x"},
+}
 BELOW_ONE, BELOW_ZERO, NO_STAGE = [0, -1], [-1], [-1, 4]
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "backend": ["other", ""],

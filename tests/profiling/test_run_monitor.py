@@ -144,6 +144,20 @@ class Failing(pl.Callback):
             raise ValueError("the disk is full")
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_steps_have_their_learning_rate_and_the_norm_that_was_clipped(
+    clip: float | None, tmp_path: Path
+) -> None:
+    """A page had neither; a norm that nobody asks for would have to be summed over the ranks."""
+    strategy = lightning_shard.ZeRO2Strategy(backend="in_process")
+    fit("lstm", [StepMonitor(tmp_path)], strategy=strategy, devices=2, gradient_clip_val=clip)
+    steps = [written(tmp_path, rank, "step") for rank in range(2)]
+    assert all(one["learning_rate"] > 0 for one in steps[0] + steps[1])
+    norms, others = ([one["grad_norm"] for one in each] for each in steps)
+    assert norms == others
+    assert norms == [None] * 4 if clip is None else all(norm > 0 for norm in norms)
+
+
 def test_what_was_written_before_a_failure_stays_and_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="disk is full"):
         run("ZeRO2Strategy", 2, "lstm", [*monitors(tmp_path), Failing()])

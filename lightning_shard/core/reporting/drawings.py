@@ -14,18 +14,12 @@ from html import escape
 from statistics import fmean, median
 
 from lightning_shard.core.reporting.figures_of_run import averages
-from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.core.reporting.records import TimelineEvent
 
 # The parts that sections of a report are made of.
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def bytes_of(size: float) -> str:
-    """Write bytes in their largest unit."""
-    return format_bytes(round(size))
 
 
 def seconds_of(seconds: float) -> str:
@@ -95,7 +89,7 @@ Point = tuple[float, float]
 Write = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 860, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 14, 10, 30
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 14, 24, 44
 _ROW = 22
 _MOST_POINTS, _MOST_COLUMNS = 400, 100
 _MOST_LABELS = 300  # in a timeline: more would not be legible
@@ -116,7 +110,7 @@ def lines(series: Mapping[str, Sequence[Point]], *, title: str, write: Write = s
             f"<title>{escape(name)}, step {x:g}: {escape(write(y))}</title></circle>"
             for x, y in points
         ]
-    return _svg(_HEIGHT, title, frame.axes(write) + drawn)
+    return _svg(_HEIGHT, title, frame.axes(write) + drawn + _axis_titles(title))
 
 
 def columns(
@@ -140,10 +134,11 @@ def columns(
                 f"{seconds_of(seconds)}</title></rect>"
             )
     labels = [
-        f'<text class="tick" x="{frame.x(place):.1f}" y="{_HEIGHT - 12}">{joined[place][0]}</text>'
+        f'<text class="tick" x="{frame.x(place):.1f}" y="{_HEIGHT - 26}">{joined[place][0]}</text>'
         for place in range(0, len(joined), max(1, len(joined) // 8))
     ]
-    return _svg(_HEIGHT, title, frame.levels(seconds_of) + drawn + labels)
+    named = _axis_titles("seconds a step")
+    return _svg(_HEIGHT, title, frame.levels(seconds_of) + drawn + labels + named)
 
 
 def bars(
@@ -255,7 +250,7 @@ class _Frame:
         """Draw lines at round values, and round steps under them."""
         steps = [one for one in _round_values(self._first, self._last) if one == int(one)]
         return self.levels(write) + [
-            f'<text class="tick" x="{self.x(one):.1f}" y="{_HEIGHT - 12}">{one:g}</text>'
+            f'<text class="tick" x="{self.x(one):.1f}" y="{_HEIGHT - 26}">{one:g}</text>'
             for one in steps
         ]
 
@@ -288,8 +283,18 @@ def _joined(steps: Mapping[int, Mapping[str, float]]) -> list[tuple[str, dict[st
     return found
 
 
+def _axis_titles(values: str) -> list[str]:
+    """Name both axes: values upwards, steps to the right."""
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    return [
+        f'<text class="axis" x="4" y="12">{escape(values)}</text>',
+        f'<text class="tick axis" x="{middle}" y="{_HEIGHT - 8}">step</text>',
+    ]
+
+
 def _svg(height: float, title: str, drawn: Sequence[str]) -> str:
     return (
-        f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {_WIDTH} {height:g}" '
-        f'preserveAspectRatio="xMinYMin meet">{"".join(drawn)}</svg>'
+        f'<div class="scroll"><svg role="img" aria-label="{escape(title)}" '
+        f'viewBox="0 0 {_WIDTH} {height:g}" preserveAspectRatio="xMinYMin meet">'
+        f"{''.join(drawn)}</svg></div>"
     )

@@ -16,6 +16,9 @@ Point = tuple[float, float]
 
 _DATA_AND_SEQUENCES = "dp and cp"
 
+SLOW = 1.1
+"""Times the median of the ranks' own work, from which on a rank keeps the others waiting."""
+
 OWN_PARTS = ("compute", "optimizer", "loading", "sending")
 """Parts of a step in which a rank does not wait for its peers."""
 
@@ -47,12 +50,12 @@ def parts_of(record: Record) -> dict[str, float]:
     return {name: record[name] for name in OWN_PARTS} | waiting
 
 
-def loss_curve(run: RunRecords) -> list[Point]:
-    """Return the mean loss of the ranks at each step."""
+def curve(run: RunRecords, name: str = "loss") -> list[Point]:
+    """Return the mean of the ranks' losses, or of another entry, at each step."""
     return [
-        (step, fmean(losses))
+        (step, fmean(values))
         for step, ranks in steps_of(run).items()
-        if (losses := [one["loss"] for one in ranks if one["loss"] is not None])
+        if (values := [one[name] for one in ranks if one.get(name) is not None])
     ]
 
 
@@ -121,6 +124,13 @@ def rank_times(run: RunRecords) -> list[RankTimes]:
         )
         for rank, records in sorted(by_rank.items())
     ]
+
+
+def stragglers(run: RunRecords) -> list[RankTimes]:
+    """Return the ranks that have clearly more of their own to do than the median one."""
+    times = rank_times(run)
+    usual = median(one.own_seconds for one in times) if times else 0.0
+    return [one for one in times if usual and one.own_seconds > SLOW * usual]
 
 
 def per_second(run: RunRecords, what: str) -> list[Point]:

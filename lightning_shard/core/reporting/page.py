@@ -1,20 +1,21 @@
 """The report of a run: one HTML page that needs nothing else, with a section for each question.
 
-A section without figures says what would have to be there. The page has no script, and its policy
+A section without figures is left out, and named at the end. The page has no script, and its policy
 forbids it to fetch anything.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
+from lightning_shard.core.options import checked_options
 from lightning_shard.core.reporting import drawings
 from lightning_shard.core.reporting import figures_of_run as figures
 from lightning_shard.core.reporting.drawings import (
-    bytes_of,
+    Point,
     colours,
     legend,
     paragraph,
@@ -30,15 +31,14 @@ from lightning_shard.core.reporting.figures_of_run import (
     memory_of_ranks,
     planned,
 )
+from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.core.reporting.plan_deviation import deviations, why_of_another_run
-from lightning_shard.core.reporting.records import PLAN, Record, RunRecords, read_run
+from lightning_shard.core.reporting.records import Record, RunRecords, read_run
 
 _COMPUTATIONS = ("forward", "backward", "backward of inputs", "backward of weights")
-_SLOW = 1.1  # times the median of the ranks
-_NO_STEPS = "No step was written: add StepMonitor to the callbacks, or wait for the second step."
 STYLE = (files(__package__) / "page.css").read_text(encoding="utf-8") + "".join(
     f".line.s{n} {{ stroke: var(--s{n}); }} rect.s{n} {{ fill: var(--s{n}); }} "
-    f"i.s{n} {{ background: var(--s{n}); }} circle.s{n}:hover {{ fill: var(--s{n}); }}\n"
+    f"i.s{n} {{ background: var(--s{n}); }} circle.s{n} {{ fill: var(--s{n}); }}\n"
     for n in range(10)
 )
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -57,18 +57,41 @@ def head(run: RunRecords) -> str:
     fit = run.last("fit") or {}
     mesh = ", ".join(f"{axis} {size}" for axis, size in fit.get("mesh", {}).items())
     begun = [one["time"] for one in run.of("fit")][:1]
-    said = [
+    about = [
         f"{fit.get('backend', '')} on {fit.get('device', '')}",
         f"mesh {mesh}",
         f"precision {fit.get('precision', '')}",
         f"torch {fit.get('torch', '')}",
         *(f"begun {_clock(one)}" for one in begun),
     ]
-    parts = [paragraph("; ".join(said), "faint"), _state(run), tiles(_most_important(run))]
+    told = {f"{one.folder}: " if run.others else "": verdict(one) for one in (run, *run.others)}
+    parts = [paragraph(f"{whose}{said}.", "verdict") for whose, said in told.items() if said]
+    parts += [paragraph("; ".join(about), "faint"), _state(run), tiles(_most_important(run))]
     if run.num_unreadable:
         lines = f"{run.num_unreadable} lines could not be read, as when a rank is killed."
         parts.append(paragraph(lines, "faint"))
     return "".join(parts)
+
+
+def verdict(run: RunRecords) -> str:
+    """Say in a sentence where the time goes, who is waited for, and how memory and loss are."""
+    parts, losses = figures.averages(figures.split_of_steps(run).values()), figures.curve(run)
+    said = []
+    if total := sum(parts.values()):
+        waiting = sum(one for name, one in parts.items() if name.startswith("waiting"))
+        said = [f"{parts['compute'] / total:.0%} compute", f"{waiting / total:.0%} waiting"]
+        slow = " and ".join(str(one.rank) for one in figures.stragglers(run))
+        said.append(f"the others wait for rank {slow}" if slow else "no straggler")
+    held = [(sum(map(one.of, PERSISTENT)), one.expected) for one in memory_of_ranks(run)]
+    wanted = [(own, sum(map(dict(of).get, PERSISTENT, (0.0,) * 3))) for own, of in held if of]
+    if apart := [abs(own / expected - 1) for own, expected in wanted if expected]:
+        said.append(f"memory within {max(apart):.1%} of the dry run")
+    if len(losses) > 1:
+        tenth = -(-len(losses) // 10)
+        first, last = (median(y for _, y in some) for some in (losses[:tenth], losses[-tenth:]))
+        verb = "falls" if last < first else "rises" if last > first else "stays"
+        said.append(f"loss {verb} from {first:.4g} to {last:.4g}")
+    return "; ".join(said)
 
 
 def _state(run: RunRecords) -> str:
@@ -90,7 +113,7 @@ def _state(run: RunRecords) -> str:
 
 
 def _most_important(run: RunRecords) -> dict[str, str]:
-    steps, losses = figures.steps_of(run), figures.loss_curve(run)
+    steps = figures.steps_of(run)
     found: dict[str, str] = {}
     if steps:
         found["steps"] = f"{max(steps):,}"
@@ -98,8 +121,6 @@ def _most_important(run: RunRecords) -> dict[str, str]:
             max(one["seconds"] for one in ranks) for ranks in figures.steady_steps(run).values()
         ]
         found["a step, median"] = seconds_of(median(seconds))
-    if losses:
-        found["last loss"] = f"{losses[-1][1]:.4g}"
     for what in ("tokens", "samples"):
         if points := figures.per_second(run, what):
             found[f"{what} a second"] = rate(median(y for _, y in points))
@@ -108,28 +129,48 @@ def _most_important(run: RunRecords) -> dict[str, str]:
     if arithmetic is not None and arithmetic.utilization:
         found["MFU"] = percent(median(y for _, y in arithmetic.utilization))
     if held := [sum(one.held.values()) for one in memory_of_ranks(run)]:
-        found["fullest rank"] = bytes_of(max(held))
+        found["fullest rank"] = format_bytes(max(held))
     return found
 
 
 def loss(run: RunRecords) -> str:
     """Show the loss, the mean over the ranks, and those of validations."""
-    curve = figures.loss_curve(run)
-    series = {"training": curve, **figures.validated(run)} if curve else figures.validated(run)
-    if not series:
-        return paragraph(
-            "No loss was written: StepMonitor takes what training_step returns, which nothing is "
-            "where optimization is manual."
-        )
-    shown = colours(series)
-    return legend(shown) + drawings.lines(series, title="Loss by step", write=_number)
+    return _curves(
+        run, lambda one: {"training": figures.curve(one), **figures.validated(one)}, "Loss"
+    )
+
+
+def optimizer(run: RunRecords) -> str:
+    """Show the learning rate, and the norm of the gradient before it was clipped."""
+
+    def drawn(key: str, name: str) -> str:
+        return _curves(run, lambda one: {name: figures.curve(one, key)}, name)
+
+    return drawn("learning_rate", "Learning rate") + drawn("grad_norm", "Gradient norm")
+
+
+def _curves(
+    run: RunRecords,
+    points_of: Callable[[RunRecords], Mapping[str, Sequence[Point]]],
+    name: str,
+    write: Callable[[float], str] = "{:.4g}".format,
+) -> str:
+    """Draw series over the steps, and those of the runs to compare with; empty without a point."""
+    series = {
+        f"{name}, {one.folder}" if run.others else name: points
+        for one in (run, *run.others)
+        for name, points in points_of(one).items()
+        if points
+    }
+    drawn = drawings.lines(series, title=name, write=write) if series else ""
+    return drawn and legend(colours(series)) + drawn
 
 
 def step_times(run: RunRecords) -> str:
     """Show what steps consist of, as means over the ranks."""
     steps = figures.split_of_steps(run)
     if not steps:
-        return paragraph(_NO_STEPS)
+        return ""
     parts = figures.averages(steps.values())
     classes = colours(parts)
     total = sum(parts.values()) or 1.0
@@ -160,15 +201,14 @@ def ranks(run: RunRecords) -> str:
     """Show each rank's time, and who keeps the others waiting."""
     times = figures.rank_times(run)
     if not times:
-        return paragraph(_NO_STEPS)
+        return ""
     usual = median(one.own_seconds for one in times)
     classes = colours(dict.fromkeys(name for one in times for name in one.parts))
-    slow = [one for one in times if usual and one.own_seconds > _SLOW * usual]
     said = [
         f"Rank {one.rank} has {one.own_seconds / usual:.2f} times the median of the ranks' own "
         f"work, and the others wait for it."
-        for one in slow
-    ] or [f"No rank has more than {_SLOW:g} times the median of the ranks' own work."]
+        for one in figures.stragglers(run)
+    ] or [f"No rank has more than {figures.SLOW:g} times the median of the ranks' own work."]
     rows = [
         (
             f"rank {one.rank}",
@@ -193,9 +233,10 @@ def throughput(run: RunRecords) -> str:
     rates = {what: figures.per_second(run, what) for what in ("tokens", "samples")}
     found = {f"{what} a second": points for what, points in rates.items() if points}
     if not found:
-        return paragraph(_NO_STEPS)
-    name, points = next(iter(found.items()))
-    drawn = drawings.lines({name: points}, title=name, write=rate)
+        return ""
+    what = next(what for what, points in rates.items() if points)
+    name = f"{what} a second"
+    drawn = _curves(run, lambda one: {name: figures.per_second(one, what)}, name, rate)
     rows = [(one, rate(median(y for _, y in some))) for one, some in found.items()]
     arithmetic = figures.arithmetic(run)
     if arithmetic is None:
@@ -220,7 +261,7 @@ def memory(run: RunRecords) -> str:
     """Show what each rank holds, beside what was expected."""
     counted = memory_of_ranks(run)
     if not counted:
-        return paragraph("No memory was counted: add MemoryMonitor to the callbacks.")
+        return ""
     bars: list[tuple[str, Mapping[str, float]]] = []
     for one in counted:
         bars.append((f"rank {one.rank}", one.held))
@@ -234,8 +275,8 @@ def memory(run: RunRecords) -> str:
         (
             f"rank {one.rank}",
             *(_beside(one.held.get(kind, 0.0), one.expected, kind) for kind in PERSISTENT),
-            bytes_of(one.offloaded) if one.offloaded else "",
-            "" if one.peak is None else bytes_of(one.peak),
+            format_bytes(one.offloaded) if one.offloaded else "",
+            "" if one.peak is None else format_bytes(one.peak),
         )
         for one in counted
     ]
@@ -248,7 +289,7 @@ def memory(run: RunRecords) -> str:
             "faint",
         )
         + legend(classes)
-        + drawings.bars(bars, classes, title="Memory of each rank by kind", write=bytes_of)
+        + drawings.bars(bars, classes, title="Memory of each rank by kind", write=format_bytes)
         + table(("", *PERSISTENT, "in host memory", peaks), rows)
     )
 
@@ -256,29 +297,32 @@ def memory(run: RunRecords) -> str:
 def _beside(held: float, expected: Mapping[str, float] | None, kind: str) -> str:
     """Write what is held, and by how much it differs from what was expected."""
     if expected is None or not expected.get(kind):
-        return bytes_of(held)
-    return f"{bytes_of(held)} ({held / expected[kind] - 1:+.1%})"
+        return format_bytes(held)
+    return f"{format_bytes(held)} ({held / expected[kind] - 1:+.1%})"
 
 
 def traffic(run: RunRecords) -> str:
     """Show what is sent along each axis in a step, beside the dry run."""
     axes = figures.axis_figures(run)
     if not axes:
-        return paragraph(
-            "No traffic was written: add TrafficMonitor to the callbacks, or take several ranks."
-        )
+        return ""
     rows = [
         (
             one.axis,
-            bytes_of(one.sent),
-            "" if one.expected is None else bytes_of(one.expected),
+            format_bytes(one.sent),
+            "" if one.expected is None else format_bytes(one.expected),
             f"{one.sent / one.expected - 1:+.1%}" if one.expected else "",
             seconds_of(one.waited),
         )
         for one in axes
     ]
     operations = [
-        (f"{one.axis}: {name}", f"{each.calls:.4g}", bytes_of(each.sent), seconds_of(each.waited))
+        (
+            f"{one.axis}: {name}",
+            f"{each.calls:.4g}",
+            format_bytes(each.sent),
+            seconds_of(each.waited),
+        )
         for one in axes
         for name, each in one.operations.items()
     ]
@@ -298,13 +342,7 @@ def traffic(run: RunRecords) -> str:
 def pipeline(run: RunRecords) -> str:
     """Show what the ranks of the pipeline did in a batch."""
     if not run.timeline:
-        fit = run.last("fit") or {}
-        if fit.get("mesh", {}).get("pp", 1) == 1:
-            return paragraph("There is no pipeline in this run.")
-        return paragraph(
-            f"No timeline was written: add PipelineTimeline(folder='{run.folder}') to the "
-            f"callbacks."
-        )
+        return ""
     present = {one.category for one in run.timeline}
     classes = colours(name for name in _COMPUTATIONS if name in present)
     return (
@@ -349,18 +387,11 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
 def plan(run: RunRecords) -> str:
     """Show what was planned beside what was measured, and by how much they differ."""
     rows = deviations(run)
     if not rows:
-        return paragraph(
-            f"No plan lies with the run: add PlanMonitor(plan=...) to the callbacks, or write what "
-            f"`lightning-shard plan --json` prints to {run.folder / PLAN}."
-        )
+        return ""
     said = (
         "Memory is that of the fullest rank, traffic that of the rank that sends most in a step. "
         "Planned times are those at the profile's peaks."
@@ -375,6 +406,7 @@ def plan(run: RunRecords) -> str:
 
 SECTIONS: dict[str, tuple[str, Callable[[RunRecords], str]]] = {
     "loss": ("Loss", loss),
+    "optimizer": ("Learning rate and gradient", optimizer),
     "steps": ("Where the time of a step goes", step_times),
     "ranks": ("Ranks and stragglers", ranks),
     "throughput": ("Throughput", throughput),
@@ -390,9 +422,15 @@ SECTIONS: dict[str, tuple[str, Callable[[RunRecords], str]]] = {
 def page_of(run: RunRecords) -> str:
     """Return the page as text."""
     name_of_run = escape(title(run))
+    made = {name: make(run) for name, (_, make) in SECTIONS.items()}
     parts = "\n".join(
-        f'<section id="{name}"><h2>{escape(heading)}</h2>{make(run)}</section>'
-        for name, (heading, make) in SECTIONS.items()
+        f'<section id="{name}"><h2>{escape(SECTIONS[name][0])}</h2>{content}</section>'
+        for name, content in made.items()
+        if content
+    )
+    empty = ", ".join(SECTIONS[name][0] for name, content in made.items() if not content)
+    parts += (
+        paragraph(f"No callback of this run has written of: {empty}.", "faint") if empty else ""
     )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -404,15 +442,35 @@ def page_of(run: RunRecords) -> str:
     )
 
 
-def write_report(run_folder: str | Path, output: str | Path | None = None) -> Path:
+def write_report(
+    run_folder: str | Path, output: str | Path | None = None, others: Sequence[str | Path] = ()
+) -> Path:
     """Make the page of a run, which may still go on, and return its path.
 
     Args:
         run_folder: Folder that the run's callbacks write into.
         output: File of the page; None for `report.html` in the folder.
+        others: Folders of other runs, whose curves and verdicts are laid over this one's.
     """
-    page = page_of(read_run(run_folder))
+    run = read_run(run_folder)
+    run.others = list(map(read_run, others))
     path = Path(run_folder) / "report.html" if output is None else Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    path.write_text(page_of(run), encoding="utf-8")
     return path
+
+
+class Report:
+    """The page of a run, which a notebook shows as the value of a cell.
+
+    Args:
+        run_folder: Folder that the run's callbacks write into.
+    """
+
+    @checked_options
+    def __init__(self, run_folder: str | Path) -> None:
+        self.run_folder = run_folder
+
+    def _repr_html_(self) -> str:
+        page = escape(page_of(read_run(self.run_folder)))
+        return f'<iframe srcdoc="{page}" width="100%" height="800" style="border:0"></iframe>'

@@ -6,22 +6,27 @@
 A figure that cannot be compared has a row all the same, which says why.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 from lightning_shard.core.reporting import figures_of_run as figures
-from lightning_shard.core.reporting.drawings import bytes_of, percent, seconds_of
+from lightning_shard.core.reporting.drawings import percent, seconds_of
 from lightning_shard.core.reporting.figures_of_run import (
     PERSISTENT,
     by_kind,
     chosen_of,
     memory_of_ranks,
 )
+from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.core.reporting.records import Record, RunRecords
 
-_WRITERS = {"bytes": bytes_of, "seconds": seconds_of, "share": percent}
+_WRITERS: dict[str, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "seconds": seconds_of,
+    "share": percent,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

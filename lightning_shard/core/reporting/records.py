@@ -103,7 +103,7 @@ class TimelineEvent:
 
 @dataclass(kw_only=True)
 class RunRecords:
-    """What is in a run's folder."""
+    """What is in a run's folder; `others` are runs to compare it with."""
 
     folder: Path
     records: list[Record]
@@ -111,6 +111,7 @@ class RunRecords:
     timeline: list[TimelineEvent] = field(default_factory=list)
     timeline_name: str = ""
     plan: Record | None = None
+    others: "list[RunRecords]" = field(default_factory=list)
 
     def of(self, kind: str) -> list[Record]:
         """Return the records of a kind."""

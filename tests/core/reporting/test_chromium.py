@@ -34,7 +34,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write(tmp_path_factory.mktemp("run"), whole_run(num_steps=60))
+    records = whole_run(num_steps=60)
+    for one in records:
+        if one["kind"] == "step":
+            one |= {"learning_rate": 0.1 / one["step"], "grad_norm": 2.0}
+    folder = write(tmp_path_factory.mktemp("run"), records)
+    row = '{"recommendation": {"memory": {"parameters": 4096, "activations": 70000}}}'
+    (folder / "plan.json").write_text(row)
     write_timeline(folder)
     return write_report(folder)
 
@@ -58,6 +64,9 @@ def test_the_page_is_shown_without_a_message_or_a_request(
         assert box["width"] > 300
         assert box["height"] > 20
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    text = page.locator("svg .axis").first
+    size = text.evaluate("e => e.getBoundingClientRect().height")
+    assert size > 9  # a phone scrolls drawings, whose text would be 5 pixels high
     assert requests == [report.as_uri()]
     assert messages == []
     back, text = (

@@ -6,10 +6,10 @@ from lightning_shard.core.reporting.drawings import (
     _joined,
     _round_values,
     _thinned,
-    bytes_of,
     rate,
     seconds_of,
 )
+from lightning_shard.core.reporting.output import format_bytes
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_rates_have_prefixes_and_sizes_units() -> None:
     assert rate(13_700.0) == "13.7 k"
     assert rate(989e12, "FLOP/s") == "989 TFLOP/s"
     assert rate(12.0) == "12"
-    assert bytes_of(1536.4) == "1.50 KiB"
+    assert format_bytes(1536.4) == "1.50 KiB"

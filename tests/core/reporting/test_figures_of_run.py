@@ -21,7 +21,7 @@ def read(folder: Path, records: list[dict[str, Any]]) -> RunRecords:
 
 
 def test_the_loss_is_the_mean_over_the_ranks(run: RunRecords) -> None:
-    assert figures.loss_curve(run)[:2] == [(1, 5.25), (2, 2.75)]
+    assert figures.curve(run)[:2] == [(1, 5.25), (2, 2.75)]
     assert figures.validated(run) == {"val_loss": [(5, 0.75)]}
 
 
