@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_shard.backends._c10d import exchange_objects_as, object_device
 from lightning_shard.backends.authentication.token import remembered
+from lightning_shard.backends.c10d_transfers import all_gather_flat
 from lightning_shard.errors import RankFailedError
 
 CODE_BYTES = 32
@@ -164,16 +165,18 @@ def gather_objects(group: dist.ProcessGroup, obj: Any) -> list[Any]:
     device, num_ranks = object_device(group), group.size()
     own = _bytes(pack(obj), device)
     own_size = torch.tensor([own.numel()], dtype=torch.long, device=device)
-    sizes = [torch.empty_like(own_size) for _ in range(num_ranks)]
-    dist.all_gather(sizes, own_size, group=group)
-    num_bytes = [int(size) for size in sizes]
+    sizes = own_size.new_empty(num_ranks)
+    all_gather_flat(sizes, own_size, group=group)
+    num_bytes = sizes.tolist()
     padded = own.new_zeros(max(num_bytes))  # (longest,)
     padded[: own.numel()] = own
-    gathered = [torch.empty_like(padded) for _ in range(num_ranks)]
-    dist.all_gather(gathered, padded, group=group)
+    gathered = padded.new_empty(num_ranks * padded.numel())
+    all_gather_flat(gathered, padded, group=group)
     return [
         _received_object(data[:size], group, "all_gather_object", rank)
-        for rank, (data, size) in enumerate(zip(gathered, num_bytes, strict=True))
+        for rank, (data, size) in enumerate(
+            zip(gathered.view(num_ranks, -1), num_bytes, strict=True)
+        )
     ]
 
 

@@ -1,16 +1,6 @@
-"""Calls of a set-up and its first steps, counted: they grow as the number of blocks does.
+"""Calls of a set-up and its first steps, counted: they grow as the number of blocks does."""
 
-Of each function of the package the calls that the second half of twice as many blocks adds are
-counted beside those that the first half adds, so that what is made once for a model counts for
-nothing, and a function that looks at every block for every block is found, and named.
-"""
-
-import sys
-import threading
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -26,13 +16,12 @@ from lightning_shard import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from tests.call_counts import growing_too_fast
 from tests.strategies.parity import ignoring
 from tests.trainers import cpu_trainer
 
 WIDTH = 8
 NUM_BLOCKS = 4
-MOST_GROWTH = 2.2  # of calls by twice as many blocks
-FEW = 24  # calls that may come or go, as of weak references that the garbage collector ends
 SCHEMES = {
     "shard_ddp": DDPStrategy,
     "zero2": ZeRO2Strategy,
@@ -93,47 +82,17 @@ class Deep(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-@contextmanager
-def counting_calls() -> Iterator[Counter[str]]:
-    """Count the calls inside of each function of the package, on this thread and those begun."""
-    counts: Counter[str] = Counter()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and "/lightning_shard/" in file:
-            counts[f"{file.rpartition('/lightning_shard/')[2]}:{frame.f_code.co_qualname}"] += 1
-
-    before = sys.getprofile()
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        yield counts
-    finally:
-        sys.setprofile(before)
-        threading.setprofile(None)  # type: ignore[arg-type]
-
-
-def calls_of_fit(scheme: str, num_blocks: int) -> Counter[str]:
+def fit(scheme: str, num_blocks: int) -> None:
     trainer = cpu_trainer(
         strategy=SCHEMES[scheme](backend="in_process", num_ranks=2, announce=False),
         devices=1,
         max_steps=2,
     )
-    model = Deep(num_blocks)
-    with counting_calls() as counts:
-        trainer.fit(model, DataLoader(torch.randn(16, WIDTH), batch_size=4))
-    return counts
+    trainer.fit(Deep(num_blocks), DataLoader(torch.randn(16, WIDTH), batch_size=4))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.filterwarnings(*(mark.args[0] for mark in ignoring()))
 def test_calls_grow_as_the_number_of_blocks_does(scheme: str) -> None:
     """Units, an attention's biases and a pipeline's cut went through all blocks for each block."""
-    calls_of_fit(scheme, 2)  # what is made once for a process
-    few, more, many = (calls_of_fit(scheme, factor * NUM_BLOCKS) for factor in (1, 2, 4))
-    grown = {
-        name: (few[name], more[name], calls)
-        for name, calls in many.items()
-        if calls - more[name] > MOST_GROWTH * (more[name] - few[name]) + FEW
-    }
-    assert not grown
+    assert not growing_too_fast(partial(fit, scheme), NUM_BLOCKS)

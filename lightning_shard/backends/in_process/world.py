@@ -279,10 +279,15 @@ def _describe(method: str, keys: Sequence[str], site: CallSite) -> str:
 
 
 class Losses:
-    """Finds the lost ranks, for which a wait is in vain."""
+    """Finds the lost ranks, for which a wait is in vain.
+
+    Attributes:
+        are_possible: Whether any rank has ended or left its groups, without which none is lost.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self.are_possible = False
 
     def among(self, channel: Channel, members: Iterable[int]) -> ErrorMaker | None:
         """Return the maker of the error of a wait for these group ranks; None when none is lost."""
@@ -439,6 +444,7 @@ class World:
 
     def has_ended(self, thread: int) -> None:
         """Take note that the rank of this thread is gone or that its function has ended."""
+        self._losses.are_possible = True
 
     def new_init_store(self) -> _c10d.Store:
         """Return a store for this rank's next default group; its peers get the same."""
@@ -532,7 +538,7 @@ class World:
 
         The waiting rank itself counts as one if it has left the group meanwhile.
         """
-        if meeting.done:
+        if meeting.done or not self._losses.are_possible:  # else each call looks at all peers
             return None
         members = meeting.missing()
         if rank.left >= meeting.channel.generation:
@@ -672,6 +678,7 @@ class ElasticWorld(World):
         """Leave, as the running rank, the groups of all generations up to `number`."""
         rank = self.scheduler.running
         rank.left = max(rank.left, number)
+        self._losses.are_possible = True
         for channel in rank.place.channels if rank.place.generation <= number else ():
             channel.withdraw(channel.threads.index(rank.index))
         rank.place.channels.clear()
@@ -718,6 +725,7 @@ class ElasticWorld(World):
 
     @override
     def has_ended(self, thread: int) -> None:
+        super().has_ended(thread)
         events = {Status.GONE: "died", Status.FINISHED: "ended"}
         event = events.get(self.scheduler.ranks[thread].status)
         if event is None:

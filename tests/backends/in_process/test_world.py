@@ -1,9 +1,12 @@
-"""The store of a world, called through c10d's C++ `PrefixStore`."""
+"""The store of a world, called through c10d's C++ `PrefixStore`; what a world's calls cost."""
 
+import torch
 import torch.distributed as dist
 
 from lightning_shard.backends.in_process.world import current_world
 from lightning_shard.testing import run_ranks
+from tests.call_counts import growing_too_fast
+from tests.groups import all_ranks
 
 
 def _store() -> dist.Store:
@@ -45,3 +48,24 @@ def test_counters_and_keys() -> None:
         dist.barrier()
 
     run_ranks(fn, 2)
+
+
+def test_calls_of_collectives_grow_as_the_number_of_ranks_does() -> None:
+    """Each call and each waking looked at all peers, and objects were copied by each to each."""
+
+    def fn(rank: int) -> None:
+        ranks = all_ranks()
+        full, own = torch.zeros(2 * ranks.size), torch.ones(2)
+        for _ in range(3):
+            ranks.all_reduce(full, "avg").wait()
+            ranks.reduce_scatter(own, full).wait()
+            ranks.all_gather(full, own).wait()
+            ranks.broadcast(full, 0).wait()
+            sent = ranks.send(own, (rank + 1) % ranks.size, async_op=True)
+            ranks.recv(torch.empty(2), (rank - 1) % ranks.size)
+            sent.wait()
+        ranks.all_gather_object(rank)
+
+    grown = growing_too_fast(lambda size: run_ranks(fn, size), 4)
+    reads = ("backends/objects.py", "backends/authentication/")  # every rank reads every object
+    assert not [name for name in grown if not name.startswith(reads)]
