@@ -38,6 +38,7 @@ GENERATES_TOGETHER = "_is_fsdp_managed_module"
 FAKE_TENSOR_LOGGER = fake_tensor.__name__
 OF_ORIGINAL = "_orig"  # ends the name of a parameter that `spectral_norm` and `prune` compute from
 _OF_A_LIST = 2  # references: the list's, and that of the function which counts
+MAY_SHARE_DATA: Any = torch._has_compatible_shallow_copy_type  # `Module._apply` asks it
 INITIALISERS = ("reset_parameters", "_reset_parameters")  # of torch's layers, by their name
 _BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)

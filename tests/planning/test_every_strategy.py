@@ -24,6 +24,7 @@ from lightning_shard import (
 )
 from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.pipeline_parallel.costs import SavedBytes
+from lightning_shard.pipeline_parallel.messages import RunningBatch
 from lightning_shard.pipeline_parallel.schedules import Action
 from lightning_shard.strategies.dimensions.pipeline import PipelineDimension
 from tests.planning.test_dry_run import text
@@ -104,16 +105,16 @@ class Measured(ExampleGPT):
         if not self.notes.is_pipelined:
             return
         pipeline: Any = self.trainer.strategy.pipeline
+        act = type(pipeline)._act
 
-        @contextmanager
-        def observed(action: Action) -> Iterator[None]:
+        def counted(running: RunningBatch, action: Action) -> None:
             with self.counting(batch) if action.kind == "F" else nullcontext() as saved:
-                yield
+                act(pipeline, running, action)
                 if saved is not None:
-                    run = pipeline._batch.runs[action.stage, action.microbatch]
+                    run = running.runs[action.stage, action.microbatch]
                     saved.keep([*run.inputs, *run.outputs])
 
-        pipeline.observer = observed
+        pipeline._act = counted
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         strategy: Any = self.trainer.strategy

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from lightning_shard import (
     ConfigError,
@@ -120,24 +121,77 @@ def test_tying_parameters_by_assigning_in_mid_run_is_refused(
         fit_decoder(style, scheme)
 
 
+class Gated(nn.Module):
+    """A parametrization that sets the parameter when it is registered."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * torch.sigmoid(weight)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
 class Parametrizes(Decoder):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
-            nn.utils.parametrize.register_parametrization(self.head, "bias", nn.Softplus())
+            parametrize.register_parametrization(self.head, "bias", nn.Softplus())
+
+
+class ParametrizesByAnInverse(Decoder):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3:
+            parametrize.register_parametrization(self.blocks[1].up, "weight", Gated())
+        if self.global_step == 6:
+            parametrize.remove_parametrizations(self.blocks[1].up, "weight")
+
+
+class RemovesOne(Decoder):
+    def build(self) -> None:
+        parametrize.register_parametrization(self.blocks[1].up, "bias", nn.Softplus())
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            parametrize.remove_parametrizations(self.blocks[1].up, "bias")
+
+
+PARAMETRIZING = [Parametrizes, ParametrizesByAnInverse]
 
 
 @pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["tensor", "tensor_zero3", "2x2x2"])
-def test_a_parametrization_of_a_split_layer_in_mid_run_is_refused(scheme: str) -> None:
-    """A parametrization of a split layer in mid run was an error of the teardown's."""
-    with pytest.raises(ConfigError, match=r"'head\.bias' was taken out of its module"):
-        fit_decoder(Parametrizes, scheme)
+@pytest.mark.parametrize("style", PARAMETRIZING)
+def test_a_parametrization_of_a_split_layer_in_mid_run_is_refused(
+    style: type[Decoder], scheme: str
+) -> None:
+    """A parametrization in mid run was an error of the teardown's, or torch's own of sizes."""
+    with pytest.raises(ConfigError, match=r"was taken out of its module"):
+        fit_decoder(style, scheme)
 
 
-@pytest.mark.few_cases(2)
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "zero3", "context"])
-def test_a_parametrization_in_mid_run_is_a_single_devices(scheme: str) -> None:
-    assert_as_alone(Parametrizes, scheme)
+@pytest.mark.parametrize("style", [*PARAMETRIZING, RemovesOne])
+def test_a_parametrization_in_mid_run_is_a_single_devices(
+    style: type[Decoder], scheme: str
+) -> None:
+    """Ranks of one process shared the class whose property torch removes."""
+    assert_as_alone(style, scheme)
+
+
+class NormsWeights(Decoder):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            parametrizations.weight_norm(self.head)
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "context_zero3"])
+def test_parameters_that_hooks_make_of_shards_are_refused(scheme: str) -> None:
+    """The fit ended in an error that what was read of shards is used after its run."""
+    refused = (
+        r"'head\.weight' was taken out .* the new parameter 'head\.param.*' lies in its shards"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        fit_decoder(NormsWeights, scheme)
 
 
 class SharesLayer(Decoder):

@@ -38,6 +38,17 @@ def set_to_a_tensor(model: Any) -> None:
     weight.set_(weight.detach().clone() * 0.8)
 
 
+@torch.no_grad()
+def set_and_used(model: Any) -> None:
+    weight, bias = model.blocks[0].layer.weight, model.blocks[1].layer.bias
+    kept = weight.detach()
+    weight.set_(torch.linspace(-1, 1, weight.numel()).reshape(weight.shape))
+    weight.set_(weight * float(weight.abs().mean()) + 0 * kept)
+    weight.mul_(1 + float(weight.norm()) / 100)
+    bias.set_(bias.flip(0))
+    bias.add_(bias.sum())
+
+
 def of_one_layer(model: Any) -> None:
     model.blocks[0].layer.weight.data = model.blocks[0].layer.weight.data * 0.9
 
@@ -47,7 +58,15 @@ def in_place(model: Any) -> None:
         p.data.mul_(0.9)
 
 
-WAYS = [assigned, from_a_vector, swapped, set_to_a_tensor, of_one_layer, in_place]
+WAYS = [
+    assigned,
+    from_a_vector,
+    swapped,
+    set_to_a_tensor,
+    set_and_used,
+    of_one_layer,
+    in_place,
+]
 HOOKS = [
     "on_train_start",
     "on_train_batch_end",
@@ -60,7 +79,8 @@ CASES = [
     (way, hook)
     for way in WAYS
     for hook in HOOKS
-    if (way, hook) != (set_to_a_tensor, "on_before_zero_grad")  # which autograd itself refuses
+    # Which autograd itself refuses.
+    if hook != "on_before_zero_grad" or way not in (set_to_a_tensor, set_and_used)
 ]
 TOO_LATE = ("zero3", "pipeline", "hybrid")  # for edits between forward and backward
 

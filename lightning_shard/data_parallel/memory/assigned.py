@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.core.modules import is_scripted
+from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
 from lightning_shard.data_parallel.views.tensor_properties import addresses_of
 from lightning_shard.errors import ConfigError
 
@@ -114,6 +115,12 @@ class ParameterPlaces:
             for name, param in module._parameters.items()
             if param is not None
         ]
+        for place in self._places:
+            base = place.param.base if isinstance(place.param, ShardView) else place.param
+            if isinstance(base, ParameterShard):
+                raise taken_out(
+                    base.spread.name, f"the new parameter {place.full_name!r} lies in its shards"
+                )
         children = [(m._modules, *item) for _, m in modules for item in m._modules.items()]
         self._holders: list[dict[str, Any]] = [
             *(place.module._parameters for place in self._places),

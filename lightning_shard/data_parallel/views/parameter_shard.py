@@ -33,6 +33,7 @@ from lightning_shard.core.tensor_calls import (
     written_by,
 )
 from lightning_shard.data_parallel.torch_private import (
+    MAY_SHARE_DATA,
     is_composite,
     outside_transforms,
     storage_key,
@@ -168,13 +169,17 @@ OF_AUTOGRAD = frozenset(
         _TENSOR.grad.__get__,
         _TENSOR.grad.__delete__,
         _TENSOR.grad_fn.__get__,
+        _TENSOR.is_cpu.__get__,
+        _TENSOR.is_cuda.__get__,
         _TENSOR.is_leaf.__get__,
+        _TENSOR.is_meta.__get__,
         _TENSOR.requires_grad.__get__,
         _TENSOR.requires_grad.__set__,
     }
 )
 """Of any tensor itself, wherever its elements lie."""
 _OF_WRAPPER = OF_AUTOGRAD | {
+    MAY_SHARE_DATA,
     Tensor.dim,
     Tensor.numel,
     Tensor.size,

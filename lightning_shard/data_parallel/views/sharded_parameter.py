@@ -349,7 +349,12 @@ def _home_of(param: nn.Parameter) -> ParameterHome:
 
 def _shard_of(param: nn.Parameter) -> ParameterShard:
     with torch._C.DisableTorchFunctionSubclass(), outside_transforms():
-        return ParameterShard(param.data, _home_of(param).spread)
+        spread, value = _home_of(param).spread, param.data
+        local = spread.cut(value, value.new_empty(0))
+        if local is not None and local.shape != value.shape:  # of `param.set_(full)`, unseen
+            spread.lent.changed()
+            param.data = value = local.detach().clone()
+        return ParameterShard(value, spread)
 
 
 def _of_user(func: Function, params: Sequence[ShardedParameter], args: Args, kwargs: Kwargs) -> Any:

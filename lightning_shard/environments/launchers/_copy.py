@@ -39,6 +39,7 @@ from weakref import ReferenceType
 
 from torch import Tensor, nn
 from torch.jit import ScriptModule
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from lightning_shard.core.call_site import calls_through
@@ -133,6 +134,9 @@ def copy_with_functions(value: Any, memo: _Memo, modules: Collection[nn.Module],
                 own._compiled_call_impl = copy.deepcopy(part._compiled_call_impl, memo)
             if isinstance(part, ScriptModule):
                 _mend_scripted(part, own)
+            if is_parametrized(own):  # by properties of a class that is this module's alone
+                kind: Any = type(own)
+                own.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
         optimizers = [one for one in memo.get(id(memo), ()) if isinstance(one, Optimizer)]
         copied.update(map(id, optimizers))  # a copy's memo keeps what it has copied alive there
         for optimizer, own_optimizer in _with_copies(optimizers, memo):

@@ -13,7 +13,7 @@ mostly without gathering; that cannot be here, where layers need their shards wh
 their forward.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +86,7 @@ class WeightsInHooks:
             return
         with self._turned(on=True), makers_seen():
             yield
-        self._take_what_was_set()
-        self._settle_all()
+        self._take_in()
         self._written.clear()
         self._engine.adopt_assigned()
         self._finish_copies()
@@ -99,8 +98,7 @@ class WeightsInHooks:
             yield
             return
         with self._turned(on=False):
-            self._take_what_was_set()
-            self._settle_all()
+            self._take_in()
             yield
 
     @contextmanager
@@ -204,6 +202,7 @@ class WeightsInHooks:
         )
 
     def _full(self, param: nn.Parameter) -> _Full:
+        self._take_what_was_set([param])
         if param in self._kept:
             return self._kept[param]
         with (
@@ -226,10 +225,8 @@ class WeightsInHooks:
         return self._engine.split.local(param, self._full(param).tensor)
 
     @torch.no_grad()
-    def _take_what_was_set(self) -> None:
+    def _take_what_was_set(self, spread: Iterable[nn.Parameter]) -> None:
         """Take over the full tensors of `param.set_(value)`, which torch shows to no mode."""
-        split = self._engine.split
-        spread = dict.fromkeys((*split.full_shapes, *split.copies, *self._kept))
         found = [(one, self._set_to(one)) for one in spread]
         values = {param: value for param, value in found if value is not None}
         with self._engine.view.suspended() if values else nullcontext():
@@ -257,6 +254,12 @@ class WeightsInHooks:
         shape = self._shape(param)
         local = self._engine.split.local(param, torch.empty(shape, device="meta")).shape
         return param.data if param.shape == shape != local else None
+
+    def _take_in(self) -> None:
+        """Take over what user code has set, and what it has written."""
+        split = self._engine.split
+        self._take_what_was_set(dict.fromkeys((*split.full_shapes, *split.copies, *self._kept)))
+        self._settle_all()
 
     def _settle_all(self) -> None:
         kept, self._kept = self._kept, {}
