@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from gc import get_objects
 from sys import getrefcount
 from typing import Any, TypeVar, cast
 
@@ -25,6 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutLayer
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
 from lightning_shard.core.modules import is_scripted
@@ -37,6 +39,8 @@ GENERATES = "_has_unfinished_sequences"
 GENERATES_TOGETHER = "_is_fsdp_managed_module"
 FAKE_TENSOR_LOGGER = fake_tensor.__name__
 OF_ORIGINAL = "_orig"  # ends the name of a parameter that `spectral_norm` and `prune` compute from
+_OF_ASKING = 4  # uses of and references to a storage while `storage_uses` has it in Python
+_OF_A_GRAPH = 4  # references to a tensor that no code of Python has but this search
 _OF_A_LIST = 2  # references: the list's, and that of the function which counts
 MAY_SHARE_DATA: Any = torch._has_compatible_shallow_copy_type  # `Module._apply` asks it
 INITIALISERS = ("reset_parameters", "_reset_parameters")  # of torch's layers, by their name
@@ -295,7 +299,35 @@ def storage_key(tensor: Tensor) -> int:
 
 def storage_uses(tensor: Tensor) -> int:
     """Return how many tensors, arrays and others hold the memory that a tensor lies in."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + getrefcount(storage) - _OF_ASKING
+
+
+def tensors_at(memory: Tensor) -> list[Tensor]:
+    """Return the tensors in a memory that Python code has, not graphs alone, by a long search."""
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    found = [one for one in get_objects() if type(one) in (Tensor, nn.Parameter)]
+    found = [one for one in found if torch._C._has_storage(one) and begin <= one.data_ptr() < end]
+    return [one for one in found if one._use_count() == 1 or getrefcount(one) > _OF_A_GRAPH]
+
+
+# whether the backward that runs leaves its graph for another one
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def count_saved(memory: Tensor, ends: Iterable[Tensor], most: int) -> int:
+    """Return how often graphs with these ends have saved a memory, the newest first; at most so."""
+    key, found, seen, nodes = storage_key(memory), 0, set[Any](), [one.grad_fn for one in ends]
+    while nodes and found < most:
+        node: Any = nodes.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
+        saved = [one.data for one in tree_leaves(raw)]  # packed, if hooks have packed it
+        found += sum(isinstance(one, Tensor) and storage_key(one) == key for one in saved)
+        nodes += [one for one, _ in node.next_functions]
+    return found
 
 
 def are_held_alone(tensors: list[Tensor]) -> bool:

@@ -28,6 +28,7 @@ from lightning_shard.data_parallel.torch_private import (
     FakeTensorMode,
     are_held_alone,
     check_batch_norm_input,
+    count_saved,
     exchange_contents,
     forget_forward_hooks,
     gradient_hooks,
@@ -42,12 +43,14 @@ from lightning_shard.data_parallel.torch_private import (
     is_composite,
     is_persistent,
     is_traced,
+    keeps_graph,
     pass_for_parameter,
     queue_after_backward,
     saving_hook,
     step_hooks_between,
     storage_key,
     storage_uses,
+    tensors_at,
     without_function_modes,
     without_hooks,
 )
@@ -276,11 +279,49 @@ def test_a_memory_without_elements_has_a_key() -> None:
 
 def test_who_holds_a_memory_is_counted() -> None:
     tensor = torch.ones(4)
-    own = storage_uses(tensor)
-    kept = [tensor[1:], tensor.detach(), tensor.numpy()]
-    assert storage_uses(tensor) >= own + len(kept)
+    assert storage_uses(tensor) == 1
+    kept = [tensor[1:], tensor.detach(), tensor.numpy(), tensor.untyped_storage()]
+    assert storage_uses(tensor) >= 1 + len(kept)
     del kept
-    assert storage_uses(tensor) == own
+    assert storage_uses(tensor) == 1
+
+
+def test_who_lies_in_a_memory_is_found() -> None:
+    memory, x = torch.ones(4), torch.ones(3, 2, requires_grad=True)
+    view, param = memory[2:], nn.Parameter(memory.view(2, 2))
+    out, row = nn.functional.linear(x, param), param[0]
+    known = {id(one) for one in (memory, view, param, row)}
+    assert count_saved(memory, [out, row.exp()], 9) == 1  # which makes it a tensor of Python's
+    assert {id(one) for one in tensors_at(memory)} == known
+
+
+def test_what_a_graph_has_saved_of_a_memory_is_counted() -> None:
+    class Weighted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight.t())
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            (saved,) = ctx.saved_tensors
+            return grads[0] @ saved, None
+
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(3, 2, requires_grad=True)
+    out = Weighted.apply(nn.functional.linear(x, weight).tanh(), weight)
+    found = count_saved(weight, [out], 9)
+    assert found == storage_uses(weight) - 1 == 2
+    assert count_saved(weight, [out], 1) == 1
+    assert count_saved(torch.ones(1), [out], 9) == 0
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_backward_knows_whether_it_keeps_its_graph(keeps: bool) -> None:
+    x, known = torch.ones(1, requires_grad=True), list[bool]()
+    out = x.exp()
+    out.register_hook(lambda _: known.append(keeps_graph()))
+    out.backward(retain_graph=keeps)
+    assert known == [keeps]
 
 
 def test_who_else_holds_the_tensors_of_a_list_is_known() -> None:

@@ -261,6 +261,7 @@ class Channel:
                 self._carry_out(call.op, calls)
             meeting.finished = _mark(calls)
             meeting.done = True
+            meeting.calls.clear()  # with tensors of ranks that go on while others still wait
         return meeting
 
     def _carry_out(self, op: str, calls: Sequence[Call]) -> None:

@@ -219,15 +219,6 @@ def refuse_shape(
     )
 
 
-def refuse_resharded(name: str, rank: int) -> ConfigError:
-    """Return the error for an assigned value whose memory stage 3 has freed."""
-    return ConfigError(
-        f"Rank {rank}: the tensor that was assigned to the parameter {name!r} lies in the memory "
-        f"of another parameter, which ZeRO stage 3 has given back since. Assign a copy: "
-        f"q.data = p.data.clone()."
-    )
-
-
 def refuse_moved(names: Sequence[str], rank: int) -> ConfigError:
     """Return the error for values that are assigned between a forward and its backward."""
     return ConfigError(

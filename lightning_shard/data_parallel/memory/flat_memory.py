@@ -3,15 +3,21 @@
 Blanks are memory whose elements tell whether they were written, by a NaN that nothing computes.
 While a module loads a checkpoint, its parameters are full and hold blanks: elements that its own
 hooks leave alone keep the value that the shards have.
+
+Stage 3 frees memory that its views still lie in. User code may lie in it, too: `w.detach()` of a
+weight that was full. Autograd's graphs do, and get the elements back before they are read.
 """
 
+import warnings
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.layout import FlatLayout
+from lightning_shard.data_parallel.torch_private import count_saved, storage_uses, tensors_at
 
 _BLANKS = {  # by element: integers of the same size, and the bits of a quiet NaN with a payload
     torch.float64: (torch.int64, 0x7FF85A17E5A17E5A),
@@ -79,3 +85,50 @@ def overwrite(view: Tensor, value: Tensor) -> None:
     if kept.any():
         value = torch.where(kept, view.to(value), value)
     view.copy_(value)
+
+
+class MemoryHolders:
+    """Knows whether user code holds the memory of a flat buffer, to which autograd may hold on.
+
+    1 full, n views                     the engine's own
+    2 saved by the block's graphs       counted once in the graph, then known by their number
+    1 `self.kept = weight.detach()`     user code's: the memory may not be freed
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names, self._own = names, 1 + len(names)
+        self._saved: dict[int, int] = {}  # by graphs, by the number of all others who hold it
+        self._before = 0  # what graphs had saved the last time
+        self._looked_at = set[int]()  # the numbers of holders of which was said who they are
+
+    def are_there(self, memory: Tensor, ends: Sequence[Tensor] | None) -> bool:
+        """Whether user code holds the memory now.
+
+        `ends` are outputs of a graph that has been made since the last time; None says that no
+        graph is there, or is left.
+        """
+        others, before = storage_uses(memory) - self._own, self._before
+        if ends and others > 0 and others not in self._saved:
+            found = count_saved(memory, ends, others)
+            goes_on = found > before  # from the calls before, else it is another graph beside them
+            self._saved[others] = found if goes_on else found + before
+        self._before = 0 if ends is None else self._saved.get(others, 0)
+        return others > self._before
+
+    def warn(self, memory: Tensor, views: Sequence[Tensor]) -> None:
+        """Say of which parameters, with these views, user code holds memory after an update."""
+        others, own = storage_uses(memory), {id(memory), *map(id, views)}
+        if others in self._looked_at:  # the search takes long
+            return
+        self._looked_at.add(others)
+        at = [one.data_ptr() for one in tensors_at(memory) if id(one) not in own]
+        held = [any(0 <= one - view.data_ptr() < view.nbytes for one in at) for view in views]
+        if any(held):  # else it is a graph, which torch refuses to run
+            warnings.warn(
+                f"What was made of {', '.join(map(repr, compress(self._names, held)))} in a step, "
+                f"block or hook (.detach(), .data, a slice, .numpy() ...) is still held after an "
+                f"update, but each rank has a shard by now: it shows the values of before the "
+                f"update, at least until the block is gathered again, and keeps memory. Keep a "
+                f"copy, .clone(), or the parameter itself.",
+                stacklevel=2,
+            )

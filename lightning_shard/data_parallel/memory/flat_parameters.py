@@ -14,9 +14,11 @@ A parameter can show itself in two ways, and `param.data` is pointed at one or t
                       device keeps none
 
 Resharding resizes the storage of `full` to zero and unsharding gives it back, so that views which
-autograd has saved stay valid. While it is resharded, no parameter points at it. What user code has
-pointed `param.data` at is taken over before a parameter shows another view, and before anything
-reads the buffers.
+autograd has saved stay valid. While it is resharded, no parameter points at it. Where user code
+holds it, by `w.detach()` say, it stays in memory: it shows the elements that it has until it is
+unsharded again, and what is written to it meanwhile goes to the shard. What user code has pointed
+`param.data` at is taken over before a parameter shows another view, and before anything reads the
+buffers.
 
 For averages in shards a tensor stands in `.grad` for each shape, format and device in which a
 parameter shows itself; they share a note, and one that nobody has kept stands for the next, too.
@@ -43,11 +45,11 @@ from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.memory.assigned import (
     ShownViews,
     refuse_moved,
-    refuse_resharded,
     refuse_shape,
 )
 from lightning_shard.data_parallel.memory.flat_memory import (
     FlatMemory,
+    MemoryHolders,
     full_views,
     overwrite,
     shard_views,
@@ -241,6 +243,8 @@ class FlatParameters:
         compute_dtype: Format in which autocast's regions use the full parameters.
         master_dtype: Format of the shard that the optimizer updates.
         master_views: View of each parameter's elements in that shard.
+        left: This rank's elements of the full memory when it was left to user code that holds it,
+            shape (S,); None while it is unsharded or freed.
         on_assigned: Called when a parameter shows a tensor that user code has assigned; must adopt
             the value.
     """
@@ -288,6 +292,8 @@ class FlatParameters:
             start=start,
         )
         self.full_views = full_views(self.full, self.layout)
+        self._holders = MemoryHolders([name for name, _ in named_params])
+        self.left: Tensor | None = None
         for param, view in zip(self.params, self.full_views, strict=True):
             if param.is_meta:
                 give_memory(param, view)
@@ -318,6 +324,7 @@ class FlatParameters:
         """Have full parameters in another format from now on; they are resharded after it."""
         if self.is_unsharded:
             self.take_in_edits()
+        self.left = None
         before, self.full = self.full, torch.empty_like(self.full, dtype=dtype)
         self.full_views = full_views(self.full, self.layout)
         if self.reduce_dtype == torch.float16:  # too narrow for what comes from outside autocast
@@ -340,7 +347,7 @@ class FlatParameters:
         """Whether `full` has memory; its content is valid once the gather has been waited for."""
         if self.common is not None:
             return self._is_here
-        return self.full.untyped_storage().nbytes() > 0
+        return self.left is None and self.full.untyped_storage().nbytes() > 0
 
     def _view_shards(self) -> None:
         self.local_views = self.master_views = self.shard_views(self.shard)
@@ -412,6 +419,8 @@ class FlatParameters:
     @as_they_are
     def see_assigned(self) -> None:
         """Take over values that user code has assigned to parameters, found by a quick check."""
+        if self.left is not None:
+            self._take_in_left(self.left)
         if not self._shown.stand:
             with torch.no_grad():
                 self.on_assigned()
@@ -428,16 +437,11 @@ class FlatParameters:
         """Return copies of the values that user code has assigned, by the parameter's index."""
         if self.full.is_meta or (self._shown.stand and self._shown.lie_straight):
             return {}
-        return {index: self._copied(index) for index in self._shown.assigned()}
+        params, device = self.params, self.full.device
+        return {one: params[one].data.to(device, copy=True) for one in self._shown.assigned()}
 
     def _adopt_assigned(self) -> None:
         self.adopt(self.assigned())
-
-    def _copied(self, index: int) -> Tensor:
-        value = self.params[index].data
-        if value.numel() and not value.untyped_storage().nbytes():
-            raise refuse_resharded(self.layout.slots[index].name, self.groups.dp.rank)
-        return value.to(self.full.device, copy=True)
 
     @as_they_are
     @unrecorded
@@ -557,14 +561,14 @@ class FlatParameters:
         if self.common is not None:
             self._is_here = True
             return self.common.gather()
-        gather = self._gather
+        self.left, gather = None, self._gather
         if self.host is not None and self.is_away:
             own = self.own_part(self._allocated())
             return self.host.unshard(own, partial(gather, own))
         return gather(self._sent())
 
     def _allocated(self) -> Tensor:
-        if not self.is_unsharded:
+        if not self.full.untyped_storage().nbytes():
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
         return self.full
 
@@ -629,18 +633,45 @@ class FlatParameters:
         if self.master_views is not self.local_views:
             overwrite(self.master_views[index], self._own_part(index, value))
 
+    @unrecorded
+    def _take_in_left(self, left: Tensor) -> None:
+        """Carry over to the shard what user code has written to the memory that it holds."""
+        own = self.own_part(self.full)
+        edited = (own != left).to(self.shard.device)
+        self.shard.copy_(torch.where(edited, own.to(self.shard), self.shard))
+        self.left = own.clone()
+
     @as_they_are
-    def reshard(self) -> None:
-        """Point the parameters at their shards and give the full memory back."""
+    def reshard(self, ends: Sequence[Tensor] | None = None) -> None:
+        """Point the parameters at their shards and give the full memory back.
+
+        `ends` are as for `MemoryHolders.are_there`.
+        """
         self.present_local()
         self.present_shards(sharded=True)
         if self.common is not None:
             self._is_here = False
             return
-        if not self.full.untyped_storage().resizable():  # user code has an array of numpy's on it
+        self.free(ends)
+
+    def free(self, ends: Sequence[Tensor] | None = None) -> None:
+        """Give the full memory back unless user code holds it."""
+        if self._holders.are_there(self.full, ends):
+            if self.left is None:
+                self.left = self.shard.to(self.full, copy=True)
+            return
+        self.left = None
+        if not self.full.untyped_storage().resizable():  # user code has had an array of numpy's
             self.full = torch.empty_like(self.full)
             self.full_views = full_views(self.full, self.layout)
         self.full.untyped_storage().resize_(0)
+
+    @as_they_are
+    def warn_of_holders(self) -> None:
+        """Say once that user code holds the full memory, if so; its elements are others by now."""
+        self.free()
+        if self.left is not None:
+            self._holders.warn(self.full, self.full_views)
 
     def full_values(self) -> list[Tensor]:
         """Return each parameter, full and in the optimizer's format; each rank must call."""

@@ -18,7 +18,7 @@ def give_back(flat: FlatParameters, *, keep: bool) -> None:
     for param, value in zip(flat.params, flat.full_values(), strict=True):
         param.data = value.clone() if keep else blank((), value.dtype).expand(value.shape)
     full, shard = (torch.empty_like(one, device="meta") for one in (flat.full, flat.shard))
-    flat.full, flat.shard, flat.host, flat.common = full, shard, None, None
+    flat.full, flat.shard, flat.host, flat.common, flat.left = full, shard, None, None, None
     flat.full_views = full_views(full, flat.layout)
     flat.local_views = flat.master_views = flat.shard_views(shard)
 

@@ -259,15 +259,18 @@ class Unit:
             known.untyped_storage().resize_(known.nbytes)  # for the backwards that are to come
             known.copy_(flat.full)
 
-    def reshard(self, *, edited: bool = False) -> None:
-        """Let the parameters show this rank's shards and give the full memory back."""
+    def reshard(self, *, edited: bool = False, ends: Sequence[Tensor] | None = None) -> None:
+        """Let the parameters show this rank's shards and give the full memory back.
+
+        `ends` are as for `MemoryHolders.are_there`.
+        """
         self._wait()
         if (edited or self.was_met) and self.state in HERE:
             for flat in self.flats:
                 flat.take_in_edits()
         if self.state is not UnitState.SHARDED:
             for flat in self.flats:
-                flat.reshard()
+                flat.reshard(ends)
             self.state = self.state.to(UnitState.SHARDED)
         if self.digits is Digits.WIDENED and not self.passages.are_open:
             for flat in (one for one in self.flats if one.full.dtype != one.compute_dtype):

@@ -35,6 +35,7 @@ from lightning_shard.data_parallel.torch_private import (
     GENERATES,
     GENERATES_TOGETHER,
     in_backward,
+    keeps_graph,
     untraced,
     without_function_modes,
 )
@@ -265,8 +266,8 @@ class Unsharder:
         self._watches_steps = False
         self._handles: list[RemovableHandle] = []  # none once they are removed
         self._device_type = next((f.full.device.type for one in units for f in one.flats), "cpu")
-        flats = [flat for unit in units for flat in unit.flats]
-        self.copies = ShardCopies(flats, self._shows_full)
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self.copies = ShardCopies(self._flats, self._shows_full)
         self.record = UnshardRecord()
         for index, unit in enumerate(units):
             unit.on_unshard = partial(self._begin_unshard, index, unit.name)
@@ -453,7 +454,7 @@ class Unsharder:
                 yield
         finally:
             for unit in resharded:
-                unit.reshard()
+                unit.reshard(ends=())
 
     def bring(self, unit: Unit) -> bool:
         """Unshard a unit that user code needs for a graph; each rank must call.
@@ -555,6 +556,8 @@ class Unsharder:
         for unit in (one for one in self._units if one.kept):
             unit.ensure_full()
             unit.was_met = True
+        for flat in (one for one in self._flats if one.left is not None):
+            flat.warn_of_holders()
 
     @property
     def visited(self) -> list[int]:
@@ -595,6 +598,7 @@ class Unsharder:
     def _after_forward(self, unit: Unit, module: nn.Module, _: Any, output: Any) -> None:
         if in_backward():
             return
+        outputs: Sequence[Tensor] | None = () if unit.passages.open_calls else None
         if torch.is_grad_enabled():
             outputs, hides = outputs_with_gradient(output)
             if hides or self._left_graphs[module].are_there():
@@ -606,7 +610,8 @@ class Unsharder:
         in_step = Phase.STEP in self._phases.open
         stays = unit.kept or self.since is Since.HELD or (unit.stays and in_step)
         if unit.note_forward(module) and not stays:
-            unit.reshard(edited=True)  # a forward may keep its own weights small
+            # a forward may keep its own weights small
+            unit.reshard(edited=True, ends=outputs)
         elif in_step and not stays:
             unit.hide()
 
@@ -641,7 +646,7 @@ class Unsharder:
         if not (unit.passages.are_open or unit.kept):
             self._on_left(unit)
             if not (unit.stays or passed_by):
-                unit.reshard()
+                unit.reshard(ends=() if keeps_graph() else None)
 
     def _prefetch(self, order: Mapping[Unit, Unit], running: Unit) -> None:
         """Unshard units ahead, but no teacher's, which may be moved once its student has run."""

@@ -32,6 +32,7 @@ from lightning_shard.core.tensor_calls import (
     Kwargs,
     SeesOperations,
     name_of,
+    writes,
 )
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.phases import UserCode, ValueSource
@@ -383,7 +384,8 @@ def _in_shards(
     trained = [param for param in params if recorded and param.requires_grad]
     if trained and all(_home_of(param).bring_for_user() for param in trained):
         return computed(func, args, kwargs)  # they are full now; what else is in shards comes too
-    if trained and _is_in_place(func) and args and type(args[0]) is ShardedParameter:
+    is_in_place = writes(func) and not isinstance(func, FunctionType)  # nn.init's see to it
+    if trained and is_in_place and args and type(args[0]) is ShardedParameter:
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
@@ -423,13 +425,6 @@ def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
     if len(edges) < len(left):  # torch says that these do not require a gradient
         given = tree_map_only(ShardedParameter, _TENSOR.data.__get__, given)
     return torch.autograd.grad(outputs, given, *args, **kwargs)
-
-
-def _is_in_place(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    # nn.init's need no grad, too, and see to it
-    return in_place and not isinstance(func, FunctionType)
 
 
 def _assign(param: nn.Parameter, value: Tensor) -> None:
