@@ -6,13 +6,13 @@
 A figure that cannot be compared has a row all the same, which says why.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 from lightning_shard.core.reporting import figures_of_run as figures
-from lightning_shard.core.reporting.drawings import percent, seconds_of
+from lightning_shard.core.reporting.drawings import Write, percent, seconds_of
 from lightning_shard.core.reporting.figures_of_run import (
     PERSISTENT,
     by_kind,
@@ -22,11 +22,7 @@ from lightning_shard.core.reporting.figures_of_run import (
 from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.core.reporting.records import Record, RunRecords
 
-_WRITERS: dict[str, Callable[[float], str]] = {
-    "bytes": format_bytes,
-    "seconds": seconds_of,
-    "share": percent,
-}
+_WRITERS: dict[str, Write] = {"bytes": format_bytes, "seconds": seconds_of, "share": percent}
 
 
 @dataclass(frozen=True, kw_only=True)
