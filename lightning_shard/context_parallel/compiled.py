@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.sequence_part import SequencePart, part_of
-from lightning_shard.core.modules import give_class_back
+from lightning_shard.core.extensions import extend_class, give_class_back
 from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
     DropoutLayer,
@@ -32,7 +32,6 @@ from lightning_shard.data_parallel.torch_private import (
     set_compiled_call,
 )
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.full_view import extend_class
 
 Forward = Callable[..., Any]
 _PLACE = "_lightning_shard_rows"

@@ -36,6 +36,7 @@ from lightning_shard.context_parallel.sequence_part import (
     padded,
     part_of,
 )
+from lightning_shard.core.extensions import SharedByCopies
 from lightning_shard.core.placeholders import stands_in
 from lightning_shard.data_parallel.recompute.recomputation import RECOMPUTED
 from lightning_shard.data_parallel.units.units import named_blocks
@@ -340,7 +341,7 @@ def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         )
 
 
-class _BlockHook:
+class _BlockHook(SharedByCopies):
     """Hook before or after a block's forward; copies of the block, made in a run, have it, too."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -348,9 +349,6 @@ class _BlockHook:
 
     def __call__(self, *given: Any) -> Any:
         return self._call(*given)
-
-    def __deepcopy__(self, memo: Any) -> "_BlockHook":
-        return self
 
 
 def _kind(block: nn.Module) -> Hashable:

@@ -1,16 +1,10 @@
-"""What is asked of modules of any kind: classes to extend, TorchScript's, the largest layers.
-
-A run extends classes of modules by mixins, and gives them back in any order. Several dimensions may
-extend the class of one module: a pipeline a block, experts the same block, which is a mixture.
-
-    Block  ->  (_Caught, Block)  ->  (_Mixing, (_Caught, Block))
-                                     without _Caught: (_Mixing, Block)
+"""What is asked of modules of any kind: their sizes, TorchScript's, random numbers that they draw.
 
 TorchScript's modules within a model take no hooks, and cannot be changed.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -73,36 +67,3 @@ def refuse_scripted_parts(model: nn.Module, what: str) -> None:
                 f"modules of Python. Leave torch.jit.script or torch.jit.trace out, or use "
                 f"strategy='zero3', which takes it as it is."
             )
-
-
-_OF_EVERY_CLASS = ("__dict__", "__weakref__")
-
-
-def give_class_back(module: nn.Module, mixins: Iterable[type]) -> None:
-    """Take the first of some mixins off a module's class.
-
-    A class that user code has made of it since, as a parametrization does, stays, and so does one
-    with another mixin.
-    """
-    firsts = {(mixin,) for mixin in mixins}
-    seen = type(module)
-    made = next(one for one in seen.__mro__ if one.__bases__[:1] in firsts)
-    own = made.__bases__[1]
-    if seen is made:
-        module.__class__ = own
-    elif seen.__bases__ == (made,):  # a parametrization's, which is this module's alone
-        seen.__bases__ = (own,)
-    else:
-        module.__class__ = _without(seen, made)
-
-
-def _without(kind: type, made: type) -> type:
-    """Return a class like `kind`, which has another base where it has `made`."""
-    if kind is made:
-        return made.__bases__[1]
-    bases = tuple(_without(one, made) if issubclass(one, made) else one for one in kind.__bases__)
-    return type(
-        kind.__name__,
-        bases,
-        {name: one for name, one in vars(kind).items() if name not in _OF_EVERY_CLASS},
-    )

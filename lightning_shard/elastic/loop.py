@@ -27,6 +27,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from typing_extensions import override
 
 from lightning_shard.checkpoint.random_state import load_random_state
+from lightning_shard.core.extensions import SharedByCopies
 from lightning_shard.elastic import _lightning
 from lightning_shard.elastic._lightning import FitLoop, TrainingEpochLoop, measure_epoch
 from lightning_shard.elastic.reconfigurable import ElasticFit
@@ -48,7 +49,7 @@ class Reconfiguration(BaseException):
     """Unwinds the loops at a boundary where all ranks have agreed to reconfigure."""
 
 
-class ElasticRun:
+class ElasticRun(SharedByCopies):
     """One fit of one rank, over the generations that it takes part in.
 
     Attributes:
@@ -71,9 +72,6 @@ class ElasticRun:
         self._memory = SnapshotMemory(fit, membership.make_buffers(), membership.held)
         self.early_end = EarlyEnd(fit, self._memory)
         self._next_generation = NextGeneration(fit, self._memory, self.early_end)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ElasticRun":
-        return self  # of the loop that it was made for; another fit makes its own
 
     def begin_fit(self) -> None:
         """Begin to remember, once engine and optimizers are there; each rank must call."""

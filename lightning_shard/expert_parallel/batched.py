@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.modules import give_class_back
+from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
 from lightning_shard.data_parallel.torch_private import in_backward, unobserved
 from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.errors import ConfigError
@@ -35,7 +35,6 @@ from lightning_shard.expert_parallel.finding import ADVICE, Mixture, find_mixtur
 from lightning_shard.expert_parallel.load import Load
 from lightning_shard.tensor_parallel.compared_calls import as_it_was
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
-from lightning_shard.tensor_parallel.full_view import extend_class
 
 Forward = Callable[..., Any]
 
@@ -121,7 +120,7 @@ class _OnOwnTokens:
         return rows.of_all(forward(*rows.args, **rows.kwargs))
 
 
-class BatchedExperts:
+class BatchedExperts(SharedByCopies):
     """Calls of one module that has experts in tensors, which W ranks share.
 
     Attributes:
@@ -138,9 +137,6 @@ class BatchedExperts:
         self.is_own = self._has_rows_of_all = False
         self._num_here = mixture.num_experts // group.size
         self._likes: dict[tuple[int, torch.dtype, bool], Tensor] = {}  # results without rows
-
-    def __deepcopy__(self, memo: Any) -> "BatchedExperts":
-        return self
 
     def is_full(self, module: nn.Module) -> bool:
         """Whether a module, a copy say, has all experts."""

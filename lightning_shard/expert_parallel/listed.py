@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.extensions import SharedByCopies
 from lightning_shard.data_parallel.recompute.recomputed_state import Drawn
 from lightning_shard.data_parallel.torch_private import in_backward, unobserved
 from lightning_shard.data_parallel.units.units import class_name
@@ -40,7 +41,7 @@ class _ExpertCall(NamedTuple):
     tokens: Tensor
 
 
-class ListedExperts:
+class ListedExperts(SharedByCopies):
     """Calls of one module that has a list of experts, which W ranks share.
 
     Args:
@@ -73,9 +74,6 @@ class ListedExperts:
         self._results: list[tuple[_ExpertCall, Tensor]] | None = None  # while a forward runs
         self.is_own = False
         self._widths: dict[tuple[int, torch.dtype, bool], tuple[int, torch.dtype]] = {}
-
-    def __deepcopy__(self, memo: Any) -> "ListedExperts":
-        return self
 
     def experts_of(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the experts of a module, or of a copy."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.modules import give_class_back
+from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
 from lightning_shard.core.placeholders import Placeholder, is_alone, is_placeholder, stands_in
 from lightning_shard.data_parallel.torch_private import pass_for_parameter, unobserved, untraced
 from lightning_shard.data_parallel.units.units import class_name
@@ -53,8 +53,8 @@ from lightning_shard.tensor_parallel.dim_sharded_operations import names_of_rule
 from lightning_shard.tensor_parallel.dim_sharded_tensor import Part, showing, wrapped
 from lightning_shard.tensor_parallel.full_view import (
     WeightView,
-    extend_class,
     held,
+    seeing,
     set_view,
     view_of,
 )
@@ -217,7 +217,7 @@ def is_standing_in(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertView:
+class ExpertView(SharedByCopies):
     """How the weights of one module of an expert are seen."""
 
     weights: ExpertWeights
@@ -236,10 +236,6 @@ class ExpertView:
             at_once, anchor = self.inner is not None, self.calls.anchor
             tensor = self.weights.look(self.names[name], tensor, anchor, at_once=at_once)
         return tensor if self.inner is None else self.inner.of(name, tensor)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertView":
-        """Return this view: a copy of an expert is split as the expert is."""
-        return self
 
 
 def try_mixture(
@@ -338,7 +334,7 @@ def _in_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None
         yield
 
 
-class SharedExperts:
+class SharedExperts(SharedByCopies):
     """Lets the mixtures of a model send tokens to the ranks of their experts.
 
     Args:
@@ -382,9 +378,6 @@ class SharedExperts:
                 for inner_name, inner in list(expert.named_modules())[1:]:
                     self._change(inner, f"{name}.{inner_name}", _Inner, None, calls)
 
-    def __deepcopy__(self, memo: Any) -> "SharedExperts":
-        return self
-
     def _change(self, module: nn.Module, layer: str, mixin: type, place: Any, calls: Any) -> None:
         held: dict[str, Any] = module.__dict__["_parameters"]
         params = {name: one for name, one in held.items() if self._split.is_spread(one)}
@@ -397,7 +390,7 @@ class SharedExperts:
                 weights=self.weights, names=params, calls=calls, inner=inner, layer=layer
             )
             set_view(module, view)
-        extend_class(module, "Shared", mixin, params)
+        extend_class(module, "Shared", mixin, seeing(params))
         self._changed.append(module)
 
     @untraced

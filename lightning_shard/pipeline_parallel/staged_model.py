@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.core.modules import give_class_back
+from lightning_shard.core.extensions import extend_class, give_class_back
 from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
@@ -26,7 +26,6 @@ from lightning_shard.pipeline_parallel.skipped_blocks import (
     Template,
 )
 from lightning_shard.tensor_parallel.compared_calls import buffers_kept
-from lightning_shard.tensor_parallel.full_view import extend_class
 
 _PLACE = "_pipeline_place"
 MAX_FOLLOWED_NUMEL = 64  # of a tensor that goes with a step's small values

@@ -8,7 +8,7 @@ loaded from its record.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,6 +37,7 @@ from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.python_group import PythonGroup
 from lightning_shard.checkpoint.random_state import load_random_state
 from lightning_shard.checkpoint.rank_snapshot import load
+from lightning_shard.core.extensions import SharedByCopies
 from lightning_shard.data_parallel.optimizer_entries import host_copy
 from lightning_shard.errors import ConfigError, RankFailedError
 from lightning_shard.planning.dry_run import SimulatedEnvironment
@@ -65,7 +66,7 @@ class Outcome:
     state: str = ""
 
 
-class Shelf:
+class Shelf(SharedByCopies):
     """The records of all ranks and what came of them; a rank's copy of it is itself."""
 
     def __init__(self, records: Sequence[RankRecord], tape: CallTape | None = None) -> None:
@@ -77,9 +78,6 @@ class Shelf:
         """Let the tape answer from now on, or not; without one peers do."""
         if self._tape is not None:
             self._tape.is_playing = on
-
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> "Shelf":
-        return self
 
 
 class Replayer(OnlyLooks, Callback):

@@ -13,7 +13,6 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -26,6 +25,7 @@ from typing_extensions import override
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.checkpoint.random_state import random_state
 from lightning_shard.checkpoint.rank_snapshot import take
+from lightning_shard.core.extensions import around
 from lightning_shard.core.options import AtLeastOne, AtLeastZero, checked_options
 from lightning_shard.core.schemes import BY_STAGE
 from lightning_shard.data_parallel.optimizer_entries import host_copy
@@ -233,14 +233,8 @@ class RecordSteps(OnlyLooks, Callback):
 def _noting_steps(trainer: "pl.Trainer", results: ResultRecorder) -> Iterator[None]:
     """Note what steps get: a replay neither validates nor saves, compares nor heeds signals."""
     strategy: Any = trainer.strategy
-    save = trainer.save_checkpoint
-
-    def save_apart(*args: Any, **kwargs: Any) -> None:
-        with results.paused():
-            save(*args, **kwargs)
-
     with (
-        patch.object(trainer, "save_checkpoint", save_apart),
+        around(trainer, "save_checkpoint", results.paused),
         strategy.run.loops.comparing_in(results.paused),
         around_sigterm_broadcast(trainer, results.paused),
         results.noting(lambda: bool(trainer.training)),

@@ -1,10 +1,9 @@
 """Saving and loading of a run: one file, brought together from the ranks' shards, or a folder."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -54,6 +53,7 @@ from lightning_shard.checkpoint.sharded.run_state import (
 )
 from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
+from lightning_shard.core.extensions import instead
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import CheckpointError
@@ -229,18 +229,16 @@ class Checkpoints(RunPart):
         self.take_over_lent()
         self.resuming = None
 
-    @contextmanager
     def saving_in_run(
         self, trainer: "pl.Trainer", around: Callable[[], AbstractContextManager[None]]
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Let the trainer save inside, where the run is in `around`.
 
         The state that the strategy is asked for comes when it is written: that is where nobody but
         the file's writer can look at it.
         """
-        save = trainer.save_checkpoint
 
-        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+        def save_checkpoint(save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             with around():
                 self._may_stream = self._nobody_looks(trainer)
                 try:
@@ -248,8 +246,7 @@ class Checkpoints(RunPart):
                 finally:
                     self._streamed = self._file = self._may_stream = None
 
-        with patch.object(trainer, "save_checkpoint", save_checkpoint):
-            yield
+        return instead(trainer, "save_checkpoint", save_checkpoint)
 
     def _nobody_looks(self, trainer: "pl.Trainer") -> bool:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any, Literal, NoReturn
-from unittest.mock import patch
 from weakref import ref
 
 import lightning.pytorch as pl
@@ -33,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.free_memory import free_bytes, free_host_bytes
 from lightning_shard.checkpoint.optimizer_state import full_state_dict
+from lightning_shard.core.extensions import instead
 from lightning_shard.core.layout import FlatLayout
 from lightning_shard.core.modules import hookable
 from lightning_shard.core.reporting.output import format_bytes
@@ -441,7 +441,7 @@ class FitEnd(RunPart):
             yield
             return
         stays = self.at_rest is not None
-        with patch.object(module, "cpu", lambda: module) if stays else nullcontext():
+        with instead(module, "cpu", lambda _: module) if stays else nullcontext():
             yield
         if self._around_rest is None:
             self._around_rest = ExitStack()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.core.call_site import code_that_calls, is_called_by_user
+from lightning_shard.core.extensions import SharedByCopies
 from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.torch_private import (
     calls_of,
@@ -52,7 +53,7 @@ class WeightView(Protocol):
 
 
 @dataclass
-class FullView:
+class FullView(SharedByCopies):
     """Shows the full shapes of a layer's weights to code outside of the layer during a step."""
 
     widen: Callable[[Any, Tensor], Tensor]
@@ -79,10 +80,6 @@ class FullView:
             if tensor is not None and (part := self.narrow(how, tensor)) is not tensor:
                 parts[name] = part
         return parts
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FullView":
-        """Return this view: a copy of a layer is split as the layer is."""
-        return self
 
 
 _KeptParameters = Sequence[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]
@@ -176,32 +173,11 @@ def seeing(names: Iterable[str]) -> dict[str, Any]:
     """Return what a class needs so that parameters of these names are seen by a view."""
     found: dict[str, Any] = {name: _seen_full(name) for name in names}
     if found:
-        found["_parameters"] = property(_listed_full)
+        found["_parameters"] = _LISTED
     return found
 
 
-def extend_class(module: nn.Module, prefix: str, mixin: type, seen: Iterable[str] = ()) -> None:
-    """Extend a module's class by a mixin before it, which `give_class_back` takes off again.
-
-    Args:
-        module: The module, whose hooks, names and `isinstance` go on working.
-        prefix: What the class's name begins with.
-        mixin: Comes before the module's own class.
-        seen: Names of the parameters that are seen by a view.
-    """
-    own: Any = type(module)
-    module.__class__ = _extended(prefix, mixin, own, tuple(seen))
-
-
 @cache
-def _extended(
-    prefix: str, mixin: type, own: type[nn.Module], seen: tuple[str, ...]
-) -> type[nn.Module]:
-    """Return a class that stands for the model's own: see `units.class_name`."""
-    name = str(vars(own).get("stands_for", own.__name__))
-    return type(f"{prefix}{own.__name__}", (mixin, own), seeing(seen) | {"stands_for": name})
-
-
 def _seen_full(name: str) -> property:
     """Return the property by which a parameter is read, which shows it full."""
 
@@ -228,3 +204,6 @@ def _listed_full(module: nn.Module) -> Mapping[str, Any]:
     if not is_called_by_user():
         return own
     return {name: view.of(name, param) for name, param in own.items()}
+
+
+_LISTED = property(_listed_full)

@@ -27,11 +27,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.modules import give_class_back
+from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
 from lightning_shard.core.states import having
 from lightning_shard.data_parallel.torch_private import is_called_plainly
 from lightning_shard.data_parallel.units.unsharding import TracedHook
-from lightning_shard.tensor_parallel.full_view import FullView, extend_class, sees_parts, set_view
+from lightning_shard.tensor_parallel.full_view import FullView, seeing, sees_parts, set_view
 from lightning_shard.tensor_parallel.regions import (
     copy_to_region,
     gather_copies,
@@ -142,7 +142,7 @@ class Watched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerContext:
+class LayerContext(SharedByCopies):
     """The context in which a layer of the split model computes."""
 
     rank: int
@@ -155,10 +155,6 @@ class LayerContext:
     watched: Watched | None
     takes: Callable[[], None] | None
     gives: Callable[[Any], None] | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerContext":
-        """Return this context: a copy of a layer works in the same group."""
-        return self
 
 
 def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -377,7 +373,7 @@ def split_layer(module: nn.Module, form: str, place: LayerContext) -> None:
     """Give a layer, whose parameters have been cut, its parallel forward."""
     setattr(module, _PLACE, place)
     set_view(module, place.view)
-    extend_class(module, form.capitalize(), _FORMS[form], place.view.names)
+    extend_class(module, form.capitalize(), _FORMS[form], seeing(place.view.names))
 
 
 def unsplit_layer(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torch.nn.utils import parametrize
 
-from lightning_shard.core.modules import give_class_back
+from lightning_shard.core.extensions import give_class_back
 
 
 class First: ...

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.extensions import instead
 from lightning_shard.data_parallel.deferred_init.recorder import noting
 from lightning_shard.data_parallel.deferred_init.tape import (
     Constant,
@@ -247,7 +247,7 @@ def staying_on_meta(module: nn.Module) -> Iterator[None]:
     if not has_meta_tensors(module):
         yield
         return
-    with patch.object(module, "cpu", lambda: module):
+    with instead(module, "cpu", lambda _: module):
         yield
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_shard.core.extensions import SharedByCopies
 from lightning_shard.core.tensor_calls import written_by
 from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.errors import ConfigError
@@ -197,7 +198,7 @@ class _Storage:
     writers: list[int] = field(default_factory=list)
 
 
-class Tape:
+class Tape(SharedByCopies):
     """Notes operations on meta tensors, and does them on memory."""
 
     def __init__(self) -> None:
@@ -206,10 +207,6 @@ class Tape:
         self._numbers: dict[int, int] = {}
         self._left: dict[int, Any] = {}  # storages of which nothing is noted
         self._at_hand: dict[int, tuple[Tensor, int]] = {}  # what code has asked for, and when
-
-    def __deepcopy__(self, memo: object) -> "Tape":
-        """Return itself: what is noted stays as it is."""
-        return self
 
     @property
     def operations(self) -> Iterator[tuple[Any, ...]]:
@@ -504,7 +501,7 @@ _ATTRIBUTE = "_lightning_shard_values"  # set on tensors and modules
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(SharedByCopies):
     """A note of a tensor's values, on a tape.
 
     A parameter keeps it as an attribute, which casts (`module.half()`) and the copies that ranks of
@@ -519,10 +516,6 @@ class Recipe:
     ref: Ref
     tensor_id: int
     version: int
-
-    def __deepcopy__(self, memo: object) -> "Recipe":
-        """Return itself: copies of a module have the same values."""
-        return self
 
     @property
     def is_written(self) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_shard.backends.in_process.faults import RankDropped
+from lightning_shard.core.extensions import instead
 from lightning_shard.environments.launchers._copy import (
     copy_with_functions,
     exchange_iterator,
@@ -240,19 +241,9 @@ def told_once(trainer: "pl.Trainer | None") -> Iterator[None]:
     with ExitStack() as stack:
         for logger in [] if trainer is None else trainer.loggers:
             for name in [one for one in _TOLD if hasattr(logger, one)]:
-                stack.enter_context(_on_rank_zero(logger, name))
+                stack.enter_context(instead(logger, name, rank_zero_only(_called)))
         yield
 
 
-@contextmanager
-def _on_rank_zero(logger: Any, name: str) -> Iterator[None]:
-    is_own = not hasattr(type(logger), name)
-    method = getattr(logger, name)
-    setattr(logger, name, rank_zero_only(method))
-    try:
-        yield
-    finally:
-        if is_own:  # a mock's, for example
-            setattr(logger, name, method)
-        else:
-            delattr(logger, name)
+def _called(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return method(*args, **kwargs)

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +24,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
+
+from lightning_shard.core.extensions import around, instead
 
 request_dataloader = _request_dataloader
 seed_workers = _auto_add_worker_init_fn
@@ -46,13 +47,14 @@ def connect(strategy: Any, module: "pl.LightningModule", sync: LayerSync | None)
     strategy._lightning_module, strategy._layer_sync = module, sync
 
 
-def prepare_dataloader(trainer: "pl.Trainer") -> tuple[Any, str, Callable[..., Any]]:
-    """Return the method that gives a loader its rank's sampler: its owner, name and itself.
+def preparing_dataloaders(
+    trainer: "pl.Trainer", call: Callable[..., Any]
+) -> AbstractContextManager[None]:
+    """Let `call` give loaders the samplers of ranks inside.
 
-    The method takes the loader, whether to shuffle, and the running stage.
+    It takes the method that would, the loader, whether to shuffle, and the running stage.
     """
-    connector = trainer._data_connector
-    return connector, "_prepare_dataloader", connector._prepare_dataloader
+    return instead(trainer._data_connector, "_prepare_dataloader", call)
 
 
 def is_assigned_by_trainer(trainer: "pl.Trainer", dataloader: Any) -> bool:
@@ -68,12 +70,9 @@ def sampler_of_rank(
     return trainer._data_connector._resolve_sampler(dataloader, shuffle=shuffle, mode=mode)
 
 
-@contextmanager
-def without_samplers_of_ranks(trainer: "pl.Trainer") -> Iterator[None]:
+def without_samplers_of_ranks(trainer: "pl.Trainer") -> AbstractContextManager[None]:
     """Let the trainer prepare loaders inside as on one device."""
-    connector = trainer._data_connector
-    with patch.object(connector, "_requires_distributed_sampler", lambda _: False):
-        yield
+    return instead(trainer._data_connector, "_requires_distributed_sampler", lambda *_: False)
 
 
 def assign_under_indices(
@@ -111,67 +110,43 @@ def accept_compiled_modules(strategies: type[Strategy]) -> None:
     owner._verify_strategy_supports_compile = check_others
 
 
-@contextmanager
-def without_sigterm_broadcast(trainer: "pl.Trainer") -> Iterator[None]:
+def without_sigterm_broadcast(trainer: "pl.Trainer") -> AbstractContextManager[None]:
     """Keep a fit's ranks inside from asking rank 0 before each batch whether it got SIGTERM.
 
     They would wait for their devices, too, to read its answer.
     """
-    loop = trainer.fit_loop.epoch_loop
-    with patch.object(loop, "_broadcast_sigterm_tensor", lambda: None):
-        yield
+    return instead(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda _: None)
 
 
-@contextmanager
 def around_sigterm_broadcast(
     trainer: "pl.Trainer", inside: Callable[[], AbstractContextManager[None]]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let ranks ask rank 0 whether it got SIGTERM within a context, where they ask at all."""
-    loop = trainer.fit_loop.epoch_loop
-    ask = loop._broadcast_sigterm_tensor
-
-    def asked() -> None:
-        with inside():
-            ask()
-
-    with patch.object(loop, "_broadcast_sigterm_tensor", asked):
-        yield
+    return around(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", inside)
 
 
-@contextmanager
 def around_validation(
     trainer: "pl.Trainer", inside: Callable[[], AbstractContextManager[None]]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let each validation of a fit run in a context, with all hooks that belong to it."""
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    run = loop.run
-
-    def run_inside() -> Any:
-        with inside():
-            return run()
-
-    with patch.object(loop, "run", run_inside):
-        yield
+    return around(trainer.fit_loop.epoch_loop.val_loop, "run", inside)
 
 
-@contextmanager
 def _with_calls(
     owner: Any,
     name: str,
     *,
     first: Callable[[], None] = lambda: None,
     then: Callable[[], None] = lambda: None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let a method that returns nothing come after another call, or before one."""
-    method = getattr(owner, name)
 
-    def called(*args: Any) -> None:
+    def called(method: Callable[..., None], *args: Any) -> None:
         first()
         method(*args)
         then()
 
-    with patch.object(owner, name, called):
-        yield
+    return instead(owner, name, called)
 
 
 def after_training_epochs(
@@ -192,17 +167,17 @@ def after_optimizer_steps(
     return _with_calls(loop, "_optimizer_step", then=then)
 
 
-@contextmanager
-def before_batches(trainer: "pl.Trainer", first: Callable[[], None]) -> Iterator[None]:
+def before_batches(
+    trainer: "pl.Trainer", first: Callable[[], None]
+) -> AbstractContextManager[None]:
     """Call `first` before a fit fetches each batch that it trains on."""
     loop = trainer.fit_loop.epoch_loop
 
-    def first_then(data_fetcher: Any) -> None:
+    def first_then(_: Any, data_fetcher: Any) -> None:
         first()
         type(loop).advance(loop, data_fetcher)  # of the class that it has by then
 
-    with patch.object(loop, "advance", first_then):
-        yield
+    return instead(loop, "advance", first_then)
 
 
 def before_training_ends(
@@ -304,12 +279,11 @@ def knowing_saves_in_flight(
     once_complete: Callable[[Callable[[], None]], bool],
 ) -> Iterator[None]:
     """Let a callback choose names, and make links, as if what is in flight were complete."""
-    exists, link = callback.file_exists, callback._link_checkpoint
 
-    def file_exists(filepath: str, trainer: "pl.Trainer") -> bool:
+    def file_exists(exists: Any, filepath: str, trainer: "pl.Trainer") -> bool:
         return will_exist(filepath, exists(filepath, trainer))
 
-    def link_checkpoint(trainer: "pl.Trainer", filepath: str, linkpath: str) -> None:
+    def link_checkpoint(link: Any, trainer: "pl.Trainer", filepath: str, linkpath: str) -> None:
         alone: Any = SimpleNamespace(
             is_global_zero=True, strategy=SimpleNamespace(barrier=lambda: None)
         )
@@ -317,8 +291,8 @@ def knowing_saves_in_flight(
             link(trainer, filepath, linkpath)
 
     with (
-        patch.object(callback, "file_exists", file_exists),
-        patch.object(callback, "_link_checkpoint", link_checkpoint),
+        instead(callback, "file_exists", file_exists),
+        instead(callback, "_link_checkpoint", link_checkpoint),
     ):
         yield
 
@@ -362,8 +336,8 @@ def requeue(trainer: "pl.Trainer", save: Callable[[], None]) -> None:
     connector: Any = trainer._signal_connector
     places = trainer._checkpoint_connector
     with (
-        patch.object(places, "hpc_save_path", lambda _: ""),
-        patch.object(trainer, "save_checkpoint", lambda _: save()),
+        instead(places, "hpc_save_path", lambda *_: ""),
+        instead(trainer, "save_checkpoint", lambda *_: save()),
     ):
         type(connector)._slurm_sigusr_handler_fn(connector, requeue_signal(trainer), None)
 
@@ -436,23 +410,18 @@ def sharing_values(
 ) -> Iterator[None]:
     """Share what is logged, and what is monitored."""
     connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
-    monitored = loop._get_monitor_value
     with ExitStack() as stack:
         stack.enter_context(_with_calls(connector, "epoch_end_reached", then=at_epoch_end))
         stack.enter_context(_with_calls(connector, "on_epoch_end", first=at_epoch_end))
-        shared = patch.object(
-            loop, "_get_monitor_value", lambda key: mean({key: monitored(key)})[key]
+        shared = instead(
+            loop, "_get_monitor_value", lambda monitored, key: mean({key: monitored(key)})[key]
         )
         stack.enter_context(shared)
         for one in trainer.checkpoint_callbacks:
             if isinstance(one, ModelCheckpoint):
-                candidates = partial(_of, mean, one._monitor_candidates)
-                stack.enter_context(patch.object(one, "_monitor_candidates", candidates))
+                candidates = instead(one, "_monitor_candidates", lambda own, of: mean(own(of)))
+                stack.enter_context(candidates)
         yield
-
-
-def _of(mean: Callable[[Any], Any], candidates: Callable[[Any], Any], trainer: Any) -> Any:
-    return mean(candidates(trainer))
 
 
 def computes_full(metric: Metric) -> bool:

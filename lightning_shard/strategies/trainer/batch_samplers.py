@@ -16,11 +16,10 @@ own) a copy of the user's loader gets that sampler.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -43,7 +42,7 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.trainer._lightning import (
     assign_under_indices,
     is_assigned_by_trainer,
-    prepare_dataloader,
+    preparing_dataloaders,
     sampler_of_rank,
     with_indices,
     without_samplers_of_ranks,
@@ -95,7 +94,6 @@ class AssignedBatches:
         return [(turn * ranks + rank) % num_batches for turn in range(most)]
 
 
-@contextmanager
 def assigns_batch_samplers(
     trainer: "pl.Trainer",
     place: Callable[[], dict[str, Any]],
@@ -103,7 +101,7 @@ def assigns_batch_samplers(
     *,
     training: bool,
     predictions: bool = False,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Assign a trainer's ranks the batches of the user's batch samplers inside.
 
     Args:
@@ -113,7 +111,6 @@ def assigns_batch_samplers(
         training: Whether training batches are assigned, too; else the loader is copied as it is.
         predictions: Whether the ranks take whole batches of any loader in predictions.
     """
-    connector, name, prepare = prepare_dataloader(trainer)
 
     def assign(batches: Any, *, repeats: bool) -> AssignedBatches:
         _check_length(batches)
@@ -125,7 +122,9 @@ def assigns_batch_samplers(
         rank_zero_info(f"Rank r of N takes batches r, r + N ... of {type(batches).__name__}.")
         return AssignedBatches(batches, place, broadcast, repeats=repeats)
 
-    def prepare_or_assign(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
+    def prepare_or_assign(
+        prepare: Callable[..., Any], dataloader: Any, shuffle: bool, mode: RunningStage
+    ) -> Any:
         own, sampler = (getattr(dataloader, one, None) for one in ("batch_sampler", "sampler"))
         in_place = own is None and isinstance(sampler, BatchSampler)  # of batches made elsewhere
         if mode == RunningStage.PREDICTING:
@@ -146,8 +145,7 @@ def assigns_batch_samplers(
             replace_samplers(loader, *((batches, None) if in_place else (sampler, batches)))
         return loader
 
-    with patch.object(connector, name, prepare_or_assign):
-        yield
+    return preparing_dataloaders(trainer, prepare_or_assign)
 
 
 def _prepared(

@@ -7,7 +7,6 @@ the module's step on it without arithmetic; the random streams and the logs are 
 import inspect
 from collections.abc import Iterator
 from typing import Any, Literal
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -15,6 +14,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.extensions import instead
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import measure_blocks
@@ -45,7 +45,7 @@ def _measure(
 ) -> BlockCosts:
     batch = first_batch(module.trainer)
     takes = len(inspect.signature(module.training_step).parameters)
-    with patch.object(module, "log", lambda *args, **kwargs: None):
+    with instead(module, "log", lambda *_, **__: None):
         return measure_blocks(
             module, blocks, lambda: module.training_step(*(batch, 0)[:takes]), what=what
         )

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -46,6 +45,7 @@ from lightning_shard.checkpoint.random_state import (
 from lightning_shard.checkpoint.run_folders import CheckpointedRun
 from lightning_shard.checkpoint.section import section_of
 from lightning_shard.checkpoint.streamed import StreamedFile
+from lightning_shard.core.extensions import instead
 from lightning_shard.data_parallel.compression.state import (
     load_state,
     own_state,
@@ -125,13 +125,13 @@ class PlaceInData:
         with ExitStack() as stack:
             stack.enter_context(before_making_iterators(self._trainer, self._note_iterators))
             stack.enter_context(around_validation(self._trainer, self._validating))
-            for owner, name, instead in (
+            for owner, name, call in (
                 (loop, "reset", self._begin_fit),
                 (loop, "on_advance_start", self._before_epoch),
                 (loop.epoch_loop, "reset", self._without_warning),
                 (loop.epoch_loop, "on_run_start", self._begin_epoch),
             ):
-                stack.enter_context(_around(owner, name, instead))
+                stack.enter_context(instead(owner, name, call))
             yield
 
     @contextmanager
@@ -284,14 +284,6 @@ def _generators(trainer: "pl.Trainer") -> list[Any]:
         found |= {id(one): one for one in attributes.values() if generator_state(one) is not None}
         waiting += [attributes[name] for name in _HOLDERS if name in attributes]
     return list(found.values())
-
-
-@contextmanager
-def _around(owner: Any, name: str, instead: Callable[..., None]) -> Iterator[None]:
-    """Let `instead` be called with a method inside, in its place."""
-    method = getattr(owner, name)
-    with patch.object(owner, name, lambda *args: instead(method, *args)):
-        yield
 
 
 class KeptState:

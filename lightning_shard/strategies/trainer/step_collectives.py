@@ -31,6 +31,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import ReduceOpName
+from lightning_shard.core.extensions import SharedByCopies
 from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.regions import gather_to_region
@@ -106,7 +107,7 @@ class MetricGroups:
         self._changed = []
 
 
-class _GatherOver:
+class _GatherOver(SharedByCopies):
     """Gathers a metric's state over a group, also in copies; when unpickled, over the default."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -114,9 +115,6 @@ class _GatherOver:
 
     def __call__(self, result: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
         return gather_all_tensors(result, self._group if group is None else group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherOver":
-        return self
 
     def __reduce__(self) -> tuple[Callable[[], Gather], tuple[()]]:
         return _plain_gather, ()

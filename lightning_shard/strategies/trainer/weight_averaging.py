@@ -11,6 +11,7 @@ Private names of Lightning are touched here alone; checked with lightning 2.6,
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.extensions import instead
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.errors import ConfigError
@@ -99,7 +101,7 @@ class AverageOfShards:
         for param, copy in self._copies.items():
             copy.data = self._shard(param, self._same(copy.data, world)).to(copy.device)
         self._hooks = self._hook()
-        self._replaced: list[tuple[object, str]] = []
+        self._replaced = ExitStack()
         self._shards = _Shards(engine, load)
         self._replace(average, _OF_AVERAGE if average is not self._copy else ())
         self._replace(callback, _OF_WEIGHT_AVERAGING if self._is_plain else _OF_STOCHASTIC)
@@ -159,15 +161,15 @@ class AverageOfShards:
 
     def _replace(self, owner: object, methods: Sequence[_Method]) -> None:
         for method in methods:
-            setattr(owner, method.name, self._on_shards(getattr(owner, method.name), method))
-            self._replaced.append((owner, method.name))
+            on_shards = instead(owner, method.name, self._on_shards(method))
+            self._replaced.enter_context(on_shards)
 
-    def _on_shards(self, call: Callable[..., Any], method: _Method) -> Callable[..., Any]:
+    def _on_shards(self, method: _Method) -> Callable[..., Any]:
         """Return a method that is given the shards in place of the module."""
         place = method.place
 
         @torch.no_grad()
-        def called(*args: Any) -> Any:
+        def called(call: Callable[..., Any], *args: Any) -> Any:
             self._settle()
             result = call(*args[:place], self._shards, *args[place + 1 :])
             if method.writes:
@@ -268,8 +270,7 @@ class AverageOfShards:
             self._callback._average_model = None
         for hook in self._hooks:
             hook.remove()
-        for owner, name in self._replaced:
-            delattr(owner, name)
+        self._replaced.close()
 
 
 class _Shards:

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import numpy as np
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from lightning_shard.core.extensions import instead
 from lightning_shard.data_parallel.torch_private import in_backward
 from lightning_shard.environments.launchers._copy import copy_with_functions
 from lightning_shard.errors import ConfigError, ShardError
@@ -207,11 +207,11 @@ class Recorder(Callback):
         enter = self._in_fit.enter_context
         enter(batches_seen(trainer, self._note_batch))
         for name, noting in (
-            ("log", self._noting_logs),
-            ("all_gather", self._noting_gathers),
-            ("configure_gradient_clipping", self._after_clipping),
+            ("log", self._log),
+            ("all_gather", self._gather),
+            ("configure_gradient_clipping", self._clip),
         ):
-            enter(patch.object(pl_module, name, noting(pl_module)))
+            enter(instead(pl_module, name, partial(noting, pl_module)))
         for name, module in pl_module.named_modules():
             if name:
                 handle = module.register_forward_hook(self._noting_output(name))
@@ -220,40 +220,29 @@ class Recorder(Callback):
     def _note_batch(self, batch: Any) -> None:
         self._record.batches.append(tree_map_only(Tensor, torch.clone, batch))
 
-    def _noting_logs(self, module: "pl.LightningModule") -> Callable[..., None]:
-        log = module.log
+    def _log(
+        self, module: "pl.LightningModule", log: Callable[..., None], *args: Any, **kwargs: Any
+    ) -> None:
+        given = _LOG.bind(module, *args, **kwargs).arguments
+        is_value = not isinstance(given["value"], nn.Module)  # a metric reduces itself
+        if is_value and not given.get("sync_dist"):
+            self._record.unsynced.add(given["name"])
+            if given.get("on_epoch") or not self._in_step:
+                self._record.epoch_metrics.add(given["name"])
+            if self._in_step and given.get("on_step") is not False:
+                name = f"{given['name']}_step" if given.get("on_epoch") else given["name"]
+                self._record.step_values[name] = float(given["value"])
+        log(*args, **kwargs)
 
-        def noted(*args: Any, **kwargs: Any) -> None:
-            given = _LOG.bind(module, *args, **kwargs).arguments
-            is_value = not isinstance(given["value"], nn.Module)  # a metric reduces itself
-            if is_value and not given.get("sync_dist"):
-                self._record.unsynced.add(given["name"])
-                if given.get("on_epoch") or not self._in_step:
-                    self._record.epoch_metrics.add(given["name"])
-                if self._in_step and given.get("on_step") is not False:
-                    name = f"{given['name']}_step" if given.get("on_epoch") else given["name"]
-                    self._record.step_values[name] = float(given["value"])
-            log(*args, **kwargs)
+    def _gather(self, _: Any, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._record.num_gathers += 1
+        return gather(*args, **kwargs)
 
-        return noted
-
-    def _noting_gathers(self, module: "pl.LightningModule") -> Callable[..., Any]:
-        gather = module.all_gather
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self._record.num_gathers += 1
-            return gather(*args, **kwargs)
-
-        return noted
-
-    def _after_clipping(self, module: "pl.LightningModule") -> Callable[..., None]:
-        clip = module.configure_gradient_clipping
-
-        def noted(*args: Any, **kwargs: Any) -> None:
-            clip(*args, **kwargs)
-            self._note_gradients(module, "clipping")
-
-        return noted
+    def _clip(
+        self, module: "pl.LightningModule", clip: Callable[..., None], *args: Any, **kwargs: Any
+    ) -> None:
+        clip(*args, **kwargs)
+        self._note_gradients(module, "clipping")
 
     def _noting_output(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:

@@ -3,10 +3,9 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +13,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import Tensor
 
 from lightning_shard.checkpoint.random_state import load_random_state, random_state
+from lightning_shard.core.extensions import instead
 from lightning_shard.core.schemes import BY_STAGE, SCHEMES, named_schemes, names_of
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
@@ -141,18 +141,14 @@ QUIET_OPTIONS: dict[str, Any] = {
 """Of the Trainer of such a run."""
 
 
-@contextmanager
-def batches_seen(trainer: "pl.Trainer", see: Callable[[Any], None]) -> Iterator[None]:
+def batches_seen(trainer: "pl.Trainer", see: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Call `see` with each batch: the precision plugin is the first that is given one."""
-    plugin = trainer.precision_plugin
-    convert = plugin.convert_input
 
-    def seen(batch: Any) -> Any:
+    def seen(convert: Callable[[Any], Any], batch: Any) -> Any:
         see(batch)
         return convert(batch)
 
-    with patch.object(plugin, "convert_input", seen):
-        yield
+    return instead(trainer.precision_plugin, "convert_input", seen)
 
 
 @contextmanager

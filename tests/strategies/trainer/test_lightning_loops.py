@@ -16,7 +16,7 @@ from lightning_shard.strategies.trainer._lightning import (
     after_training_epochs,
     around_validation,
     before_training_ends,
-    prepare_dataloader,
+    preparing_dataloaders,
     without_sigterm_broadcast,
 )
 
@@ -26,10 +26,13 @@ def new_trainer() -> Any:
 
 
 def test_a_loader_gets_its_sampler_in_a_method_of_the_data_connector() -> None:
-    connector, name, prepare = prepare_dataloader(new_trainer())
-    assert getattr(connector, name) == prepare
+    trainer = new_trainer()
+    prepare = trainer._data_connector._prepare_dataloader
+    with preparing_dataloaders(trainer, lambda own: own):
+        assert trainer._data_connector._prepare_dataloader() == prepare
     assert list(inspect.signature(prepare).parameters) == ["dataloader", "shuffle", "mode"]
-    assert f"_data_connector.{name}(" in inspect.getsource(data_connector._process_dataloader)
+    source = inspect.getsource(data_connector._process_dataloader)
+    assert "_data_connector._prepare_dataloader(" in source
 
 
 def test_the_epoch_loop_broadcasts_sigterm_in_a_method_of_its_own() -> None:

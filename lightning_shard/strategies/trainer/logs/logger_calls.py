@@ -15,13 +15,13 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_shard.core.extensions import instead
 from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.data_parallel.torch_private import is_checkpointing, saving_hook
 from lightning_shard.errors import ConfigError
@@ -91,7 +91,7 @@ class LoggerCalls:
     def batch(self) -> Iterator[None]:
         """Run the steps of a batch inside."""
         self._kept, self._sizes = {}, {}
-        with taking(self._take), patch.object(self._module, "log", self._log_again):
+        with taking(self._take), instead(self._module, "log", self._log_again):
             yield
 
     @contextmanager

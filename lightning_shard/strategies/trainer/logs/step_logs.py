@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from numbers import Number
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.extensions import instead
 from lightning_shard.core.placeholders import OtherStageError, Placeholder, is_placeholder
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.stage_run import running_stage
@@ -85,7 +85,7 @@ class StepLogs:
             self._names = {}
         records: list[LoggedCall] = []
 
-        def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        def record(_: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             options = dict(zip(_OPTIONS, args, strict=False)) | kwargs
             run = running_stage()
             if run is not None and run.stands_in:  # the block's own stage logs
@@ -99,7 +99,7 @@ class StepLogs:
         with ExitStack() as stack:
             # What is called here is no part of the step, whose calls stages compare.
             with nullcontext() if run is None else run.unnoted():
-                stack.enter_context(patch.object(self._module, "log", record))
+                stack.enter_context(instead(self._module, "log", record))
                 stack.enter_context(self._metrics.step(counts=counts, may_repeat=may_repeat))
                 attributes = self._attributes.step(size, counts=counts, completed=completed)
                 note = stack.enter_context(attributes)
@@ -351,9 +351,9 @@ class MetricSources:
 
     def _silence(self, stack: ExitStack) -> None:
         for part in self._parts:
-            stack.enter_context(patch.object(part, "update", _nothing))
-            stack.enter_context(patch.object(part, "forward", _no_value(part)))
-            stack.enter_context(patch.object(part, "compute", _no_value(part)))
+            stack.enter_context(instead(part, "update", _nothing))
+            stack.enter_context(instead(part, "forward", _no_value(part)))
+            stack.enter_context(instead(part, "compute", _no_value(part)))
 
 
 def _state_of(metric: Metric) -> Any:
