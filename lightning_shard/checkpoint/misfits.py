@@ -143,7 +143,7 @@ def optimizer_misfits(
         return found
     known: set[Any] = set()
     for group, saved_group in zip(groups, saved["param_groups"], strict=True):
-        trials = _Trials(optimizer, group, saved_group)
+        trials = StateTrials(optimizer, group, saved_group)
         for param, number in zip(group["params"], saved_group["params"], strict=True):
             known.add(number)
             name, shape = named_shapes.get(param, (f"parameter {number}", param.shape))
@@ -155,7 +155,7 @@ def optimizer_misfits(
     return list(dict.fromkeys(found))
 
 
-def _misfits(owner: str, entries: Any, trial: "_TrialState", shape: Sequence[int]) -> Iterator[str]:
+def _misfits(owner: str, entries: Any, trial: "TrialState", shape: Sequence[int]) -> Iterator[str]:
     """Yield the misfits of one parameter's entries; an unused parameter has no entries."""
     yield from trial.lacks_options
     if not isinstance(entries, Mapping):
@@ -170,7 +170,7 @@ def _misfits(owner: str, entries: Any, trial: "_TrialState", shape: Sequence[int
 
 
 @dataclass(frozen=True)
-class _TrialState:
+class TrialState:
     """The state that a trial optimizer makes for a small parameter.
 
     Attributes:
@@ -183,6 +183,13 @@ class _TrialState:
     shape: tuple[int, ...]
     state: _State
     lacks_options: Sequence[str] = ()
+
+    def bytes_for(self, numel: int) -> int | None:
+        """Return the bytes of the state of a parameter of so many elements; None where unknown."""
+        small, tensors = prod(self.shape), [t for t in self.state.values() if isinstance(t, Tensor)]
+        if self.optimizer is None or any(one.numel() not in (1, small) for one in tensors):
+            return None
+        return sum(one.itemsize * (numel if one.numel() == small else 1) for one in tensors)
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether the optimizer cannot take a step without these entries of its state."""
@@ -212,16 +219,16 @@ class _TrialState:
             yield from dtype_misfits(what, value.dtype, model.dtype)
 
 
-class _Trials:
+class StateTrials:
     """Trial optimizers with the options of a saved group, one for each kind of parameter."""
 
     def __init__(
         self, optimizer: Optimizer, group: dict[str, Any], saved: Mapping[str, Any]
     ) -> None:
         self._optimizer, self._group, self._saved = optimizer, group, saved
-        self._made: dict[tuple[int, torch.dtype], _TrialState] = {}
+        self._made: dict[tuple[int, torch.dtype], TrialState] = {}
 
-    def of(self, param: nn.Parameter, ndim: int) -> _TrialState:
+    def of(self, param: Tensor, ndim: int) -> TrialState:
         """Return the trial optimizer for parameters of a format and of `ndim` dimensions."""
         kind = ndim, param.dtype
         if kind not in self._made:
@@ -233,11 +240,11 @@ class _Trials:
     def _settings(self) -> dict[str, Any]:
         return {key: value for key, value in self._group.items() if key != "params"}
 
-    def _make(self, ndim: int, like: nn.Parameter) -> _TrialState:
+    def _make(self, ndim: int, like: Tensor) -> TrialState:
         shape = _SIZES[:ndim]
         is_trained = like.is_floating_point() or like.is_complex()
         if len(shape) < ndim or not is_trained:  # integers, which are frozen
-            return _TrialState(None, (), {})
+            return TrialState(None, (), {})
         param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
         try:
             trial = trial_optimizer(self._optimizer, {**self._settings, "params": [param]})
@@ -250,10 +257,10 @@ class _Trials:
                 f"a group of {type(self._optimizer).__name__} has the options "
                 f"{sorted(self._saved)}, expected {key!r}, too"
             )
-            return _TrialState(None, shape, {}, [told] if lacks else [])
+            return TrialState(None, shape, {}, [told] if lacks else [])
         except Exception:  # it takes what it does not take from a trial optimizer
-            return _TrialState(None, shape, {})
-        return _TrialState(trial, shape, dict(trial.state[param]))
+            return TrialState(None, shape, {})
+        return TrialState(trial, shape, dict(trial.state[param]))
 
 
 def _step(optimizer: Optimizer, param: nn.Parameter) -> None:

@@ -10,7 +10,9 @@ checkpoint computes again in backward has to save the tensors that the forward h
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.sequence_part import SequencePart, part_of
-from lightning_shard.core.extensions import extend_class, give_class_back
+from lightning_shard.core.extensions import extend_class, give_class_back, instead
 from lightning_shard.data_parallel.torch_private import (
     COMPILED_MODULE,
     DropoutLayer,
@@ -43,7 +45,7 @@ class CompiledModules:
     def __init__(
         self, model: nn.Module, blocks: Mapping[str, nn.Module], group: Collectives
     ) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._taken = ExitStack()
         self._watched: list[_WatchedModule] = []
         self._group, self._blocks = group, list(blocks.values())
         inside = {one for block in blocks.values() for one in block.modules()}
@@ -68,12 +70,11 @@ class CompiledModules:
         if module is own:
             compiled, as_written = calls_of(module)  # with hooks
             # a block is given full tensors, which its first hook cuts
-            set_compiled_call(module, None if is_block else _by_arguments(as_written, compiled))
-            self._undo.append(lambda: set_compiled_call(module, compiled))
+            by_arguments = partial(_by_arguments, as_written, compiled)
+            set_compiled_call(module, None if is_block else by_arguments)
+            self._taken.callback(set_compiled_call, module, compiled)
         else:
-            before = vars(module)["forward"]
-            vars(module)["forward"] = _by_arguments(own, before)
-            self._undo.append(lambda: vars(module).update(forward=before))
+            self._taken.enter_context(instead(module, "forward", partial(_by_arguments, own)))
 
     def share_out(self) -> None:
         """Run compiled, from the next step on, what needed nothing but its rows in this one."""
@@ -82,25 +83,20 @@ class CompiledModules:
 
     def restore(self) -> None:
         """Let the modules run compiled again."""
-        for undo in reversed(self._undo):
-            undo()
+        self._taken.close()
         for one in self._watched:
             one.restore()
-        self._undo, self._watched = [], []
+        self._watched = []
 
 
 def _is_compiled(module: nn.Module) -> bool:
     return COMPILED_MODULE in module._modules or has_compiled_call(module)
 
 
-def _by_arguments(as_written: Forward, compiled: Any) -> Forward:
-    """Return a call that is compiled where no argument is a part."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        has_parts = any(part_of(one) is not None for one in tree_leaves((args, kwargs)))
-        return (as_written if has_parts else compiled)(*args, **kwargs)
-
-    return called
+def _by_arguments(as_written: Forward, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call compiled code where no argument is a part."""
+    has_parts = any(part_of(one) is not None for one in tree_leaves((args, kwargs)))
+    return (as_written if has_parts else compiled)(*args, **kwargs)
 
 
 @dataclass

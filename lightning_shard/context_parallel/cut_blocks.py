@@ -36,25 +36,25 @@ from lightning_shard.context_parallel.sequence_part import (
     padded,
     part_of,
 )
-from lightning_shard.core.extensions import SharedByCopies
 from lightning_shard.core.placeholders import stands_in
-from lightning_shard.data_parallel.recompute.recomputation import RECOMPUTED
+from lightning_shard.data_parallel.recompute.recomputation import own_forward
 from lightning_shard.data_parallel.units.units import named_blocks
+from lightning_shard.data_parallel.units.unsharding import TracedHook
 from lightning_shard.errors import ConfigError
-from lightning_shard.tensor_parallel.compared_calls import (
-    Arguments,
-    Called,
-    agreed_difference,
-    as_it_was,
-    explained,
-    in_double,
-)
 from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
     full_tensor,
     wrapped,
 )
 from lightning_shard.tensor_parallel.randomness import drawn_apart
+from lightning_shard.tensor_parallel.trial import (
+    Arguments,
+    Called,
+    as_it_was,
+    explained,
+    in_double,
+    refuse_difference,
+)
 
 _REGISTRY = "transformers.modeling_utils"
 _IN_OPERATIONS = ("sdpa", "paged|eager")  # which have rules
@@ -188,15 +188,17 @@ def try_block(
             grad.div_(group.size)
         return full, parts
 
-    found = agreed_difference(group, compared, names)
-    if found is not None:
-        raise ConfigError(
-            f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) computes something "
-            f"else of a sequence in {group.size} parts than of the full one: {found}. "
-            f"Expected equal results, so nothing was trained. Use strategy='zero3' with "
-            f"activation_checkpointing='full', or tensor_parallel with sequence_parallel=True; "
-            f"please report the block's forward."
-        )
+    refuse_difference(group, compared, names, partial(_differs_in_parts, name, block, group))
+
+
+def _differs_in_parts(name: str, block: nn.Module, group: Collectives, found: str) -> str:
+    return (
+        f"Rank {group.rank}: the block {name!r} ({type(block).__name__}) computes something else "
+        f"of a sequence in {group.size} parts than of the full one: {found}. Expected equal "
+        f"results, so nothing was trained. Use strategy='zero3' with "
+        f"activation_checkpointing='full', or tensor_parallel with sequence_parallel=True; please "
+        f"report the block's forward."
+    )
 
 
 def _fails_in_parts(name: str, block: nn.Module, group: Collectives, error: str) -> str:
@@ -206,14 +208,6 @@ def _fails_in_parts(name: str, block: nn.Module, group: Collectives, error: str)
         f"of torch that can be called with a subclass of Tensor. Use scaled_dot_product_attention "
         f"for attention, or strategy='zero3' with activation_checkpointing='full'."
     )
-
-
-def own_forward(block: nn.Module) -> Callable[..., Any]:
-    """Return the forward that is not computed again in backward."""
-    recomputed = vars(block).get(RECOMPUTED)
-    set_on_block = vars(block).get("forward") if recomputed is None else recomputed.forward
-    forward: Callable[..., Any] = set_on_block or type(block).forward.__get__(block)
-    return forward
 
 
 class CutBlocks:
@@ -247,10 +241,10 @@ class CutBlocks:
         last = {name.rpartition(".")[0]: name for name in self.blocks}
         end = next(reversed(last.values()), None)
         for name, block in self.blocks.items():
-            enter = _BlockHook(partial(self._entered, name, sequence_dim(block)))
+            enter = TracedHook(partial(self._entered, name, sequence_dim(block)))
             self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
             joins = joins_each or name in last.values()
-            leave = _BlockHook(partial(self._left, joins, name == end and not joins_each))
+            leave = TracedHook(partial(self._left, joins, name == end and not joins_each))
             self._handles.append(block.register_forward_hook(leave, always_call=True))
         self._compiled.begin()
 
@@ -339,16 +333,6 @@ def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
             f"has no ModuleList or Sequential of two or more modules of one class; expected the "
             f"blocks of a transformer. Use strategy='zero2' or 'zero3'."
         )
-
-
-class _BlockHook(SharedByCopies):
-    """Hook before or after a block's forward; copies of the block, made in a run, have it, too."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *given: Any) -> Any:
-        return self._call(*given)
 
 
 def _kind(block: nn.Module) -> Hashable:

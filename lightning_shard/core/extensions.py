@@ -16,10 +16,67 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Self
 from unittest.mock import patch
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
 _OF_EVERY_CLASS = ("__dict__", "__weakref__")
+
+
+class ModuleCopies:
+    """Notices the copies of modules that user code makes in a run, and copies of those.
+
+    A watched module has an attribute whose `__deepcopy__` is called when the module's copy is there
+    already.
+    """
+
+    def __init__(self, watcher: str) -> None:
+        self._name = f"_lightning_shard_copies_{watcher}"
+        self._copies: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+        self._watched: list[nn.Module] = []
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Note the copies of these modules from now on."""
+        for module in dict.fromkeys(modules):
+            vars(module)[self._name] = _Tells(self, module)
+            self._watched.append(module)
+
+    def note(self, made: nn.Module, of: nn.Module) -> None:
+        """Remember which module a module is a copy of."""
+        self._copies[made] = self._copies.get(of, of)
+
+    def take(self) -> Mapping[nn.Module, nn.Module]:
+        """Return the copies of modules with their originals, and forget them here."""
+        taken, self._copies = dict(self._copies.items()), WeakKeyDictionary()
+        self._forget(taken)
+        return taken
+
+    def end(self) -> None:
+        """Let the modules be copied without notice."""
+        self._forget(self._watched)
+        self._watched = []
+
+    def _forget(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            vars(module).pop(self._name, None)
+
+
+class _Tells:
+    """An attribute of a module whose `__deepcopy__` notes the module's copy."""
+
+    def __init__(self, copies: ModuleCopies, module: nn.Module) -> None:
+        self._copies, self._module = copies, ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Tells":
+        module = self._module()
+        made = memo.get(id(module))
+        if module is None or not isinstance(made, nn.Module):
+            return self
+        self._copies.note(made, module)
+        return _Tells(self._copies, made)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 class SharedByCopies:

@@ -4,7 +4,6 @@ Each data-parallel group measures while the others do, as in training; the world
 group's figures, and the smallest part of a model. So all ranks of a mesh have buckets of one size.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.stopwatch import Stopwatch
 from lightning_shard.data_parallel.bucket_sizes import LinkFigures, default_mb, size_for
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
@@ -98,16 +98,8 @@ class LinkTrial:
 
     def seconds(self, num_bytes: int, times: int) -> float:
         """Return the least seconds that a round takes on this rank, of so many."""
-        unit = self._unit(num_bytes)
-        self._groups.dp.barrier()
-        self._finish()
-        taken = []
-        for _ in range(times):
-            begin = time.perf_counter()
-            self._round(*unit)
-            self._finish()
-            taken.append(time.perf_counter() - begin)
-        return min(taken)
+        watch = Stopwatch(self._groups.dp, self._reduced.device)
+        return watch.seconds(partial(self._round, *self._unit(num_bytes)), rounds=times)
 
     def _unit(self, num_bytes: int) -> tuple[Tensor, Tensor]:
         """Return memory for a unit's gradients and full parameters."""
@@ -126,10 +118,6 @@ class LinkTrial:
         if self._reducing.replicate is not None:
             self._reducing.replicate.all_reduce(reduced, "avg").wait()
         self._groups.shard.all_gather(full, _own(full, self._groups.shard)).wait()
-
-    def _finish(self) -> None:
-        if self._reduced.device.type == "cuda":
-            torch.cuda.synchronize(self._reduced.device)
 
 
 def _own(full: Tensor, ranks: Collectives) -> Tensor:

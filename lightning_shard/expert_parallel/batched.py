@@ -33,8 +33,8 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.expert_parallel.exchange import Routes, told
 from lightning_shard.expert_parallel.finding import ADVICE, Mixture, find_mixtures
 from lightning_shard.expert_parallel.load import Load
-from lightning_shard.tensor_parallel.compared_calls import as_it_was
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
+from lightning_shard.tensor_parallel.trial import as_it_was
 
 Forward = Callable[..., Any]
 

@@ -41,14 +41,6 @@ from lightning_shard.expert_parallel.finding import Mixture
 from lightning_shard.expert_parallel.listed import ListedExperts
 from lightning_shard.expert_parallel.load import ExpertLoad, loads_of_ranks
 from lightning_shard.expert_parallel.split import ExpertSplit
-from lightning_shard.tensor_parallel.compared_calls import (
-    Arguments,
-    Called,
-    agreed_difference,
-    as_it_was,
-    explained,
-    in_double,
-)
 from lightning_shard.tensor_parallel.dim_sharded_operations import names_of_rules
 from lightning_shard.tensor_parallel.dim_sharded_tensor import Part, showing, wrapped
 from lightning_shard.tensor_parallel.full_view import (
@@ -64,6 +56,14 @@ from lightning_shard.tensor_parallel.regions import (
     gather_to_region,
     reduce_from_region,
     scale_gradient,
+)
+from lightning_shard.tensor_parallel.trial import (
+    Arguments,
+    Called,
+    as_it_was,
+    explained,
+    in_double,
+    refuse_difference,
 )
 
 Forward = Callable[..., Any]
@@ -248,15 +248,8 @@ def try_mixture(
     here = [n for n, one in experts.items() if split.is_here(one) and one.requires_grad]
     compared = partial(_compared, calls, module, own, arguments, split, experts, others)
     with unobserved():
-        found = agreed_difference(split.group, compared, [*others, *here])
-    if found is not None:
-        raise ConfigError(
-            f"Rank {split.group.rank}: the mixture {calls.mixture.name!r} ({class_name(module)}) "
-            f"computes something else with its {calls.mixture.num_experts} experts on "
-            f"{split.group.size} ranks than with all on one: {found}. Expected equal "
-            f"results, so nothing was trained. Leave expert_parallel_size out, and use "
-            f"zero_stage=3 to share out parameters; please report the forward of the mixture."
-        )
+        told = partial(_differs_shared, calls, module, split)
+        refuse_difference(split.group, compared, [*others, *here], told)
 
 
 def _compared(
@@ -294,6 +287,16 @@ def _compared(
             )
     _take_mean(whole, len(others), {n: experts[n] for n in trained}, split)
     return whole, shared
+
+
+def _differs_shared(calls: Calls, module: nn.Module, split: ExpertSplit, found: str) -> str:
+    return (
+        f"Rank {split.group.rank}: the mixture {calls.mixture.name!r} ({class_name(module)}) "
+        f"computes something else with its {calls.mixture.num_experts} experts on "
+        f"{split.group.size} ranks than with all on one: {found}. Expected equal results, so "
+        f"nothing was trained. Leave expert_parallel_size out, and use zero_stage=3 to share out "
+        f"parameters; please report the forward of the mixture."
+    )
 
 
 def _fails_shared(calls: Calls, module: nn.Module, split: ExpertSplit, error: str) -> str:

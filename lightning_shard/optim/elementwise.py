@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.misfits import trial_optimizer
+from lightning_shard.core.comparing import is_close
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import has_parts
 from lightning_shard.data_parallel.optimizer_entries import of_parameters
@@ -36,7 +37,7 @@ from lightning_shard.errors import ConfigError
 Parts = Callable[[Tensor], list[list[Tensor]]]
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
-_RELATIVE = 1e-5  # of what is compared
+_RELATIVE = 2e-5  # of the largest of what is compared
 _ROUNDING = {True: 3e-7, False: 1e-15}  # of a value, where a step has written float32, and else
 
 
@@ -198,11 +199,11 @@ def are_steps_alike(whole: Step, parts: Step) -> bool:
     expected, got = whole.update, parts.update
     if not (whole.is_finite and parts.is_finite):
         return torch.equal(expected.isfinite(), got.isfinite())
-    if not _are_close(got, expected, whole.rounding):
+    if not is_close(got, expected, _RELATIVE, whole.rounding):
         return False
     both = whole.after.elements.keys() & parts.after.elements.keys()
     held = [(parts.after.elements[name], whole.after.elements[name]) for name in both]
-    if not all(_are_close(*one, 1e-12) for one in held if len(one[0]) == len(one[1])):
+    if not all(is_close(*one, _RELATIVE, 1e-12) for one in held if len(one[0]) == len(one[1])):
         return False
     pairs = ((one, parts.after.numbers.get(key)) for key, one in whole.after.numbers.items())
     return all(other is None or _are_numbers_alike(other, one) for one, other in pairs)
@@ -213,16 +214,9 @@ def _are_numbers_alike(got: Tensor, expected: Tensor) -> bool:
     if len(expected) not in (1, len(got)):
         return True  # vectors, of rows say: what is made of them shows in the updates
     return all(
-        _are_close(one.view(1), other.view(1), 1e-15)
+        is_close(one, other, _RELATIVE, 1e-15)
         for one, other in zip(got, expected.expand(len(got)), strict=True)
     )
-
-
-def _are_close(got: Tensor, expected: Tensor, smallest: float) -> bool:
-    finite = expected[expected.isfinite()].abs()
-    most = float(finite.max()) if finite.numel() else 0.0
-    atol = _RELATIVE * most + smallest
-    return torch.allclose(got, expected, rtol=_RELATIVE, atol=atol, equal_nan=True)
 
 
 _SHAPE = (4, 6)
@@ -394,7 +388,7 @@ def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None
         expected, got = (torch.cat([one.flatten() for one in run]) for run in trial())
     except Exception as error:  # whatever it raises, it says why
         return _raised(error)
-    return None if torch.allclose(got, expected, rtol=1e-5, atol=1e-7) else DIFFERENCE
+    return None if is_close(got, expected, _RELATIVE, 1e-7) else DIFFERENCE
 
 
 def _raised(error: Exception) -> str:

@@ -4,7 +4,6 @@ Each block's class becomes a subclass made here, and its own again in the end, s
 intercepted before anything that is wrapped around `forward`, such as activation checkpointing.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -12,7 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.core.extensions import extend_class, give_class_back
+from lightning_shard.core.extensions import (
+    ModuleCopies,
+    SharedByCopies,
+    extend_class,
+    give_class_back,
+)
 from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
@@ -25,7 +29,7 @@ from lightning_shard.pipeline_parallel.skipped_blocks import (
     SkippedBlock,
     Template,
 )
-from lightning_shard.tensor_parallel.compared_calls import buffers_kept
+from lightning_shard.tensor_parallel.trial import buffers_kept
 
 _PLACE = "_pipeline_place"
 MAX_FOLLOWED_NUMEL = 64  # of a tensor that goes with a step's small values
@@ -82,7 +86,8 @@ class StagedModel:
         self._param_stages, self._full_shapes = param_stages, full_shapes
         self._absent: dict[int, list[_StandIn]] = {}
         self._shown: int | None = None  # the stage whose stand-ins are in their places now
-        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._copies = ModuleCopies("pipeline")
+        self._copies.watch(partition.blocks.modules)
         for index, block in enumerate(partition.blocks.modules):
             skipped = SkippedBlock(block, self.block_names[index])
             setattr(block, _PLACE, _BlockPosition(self, index, skipped))
@@ -239,22 +244,16 @@ class StagedModel:
             if type(block) is type(first):
                 getattr(block, _PLACE).skipped.hint = hint
 
-    def note_copy(self, index: int, memo: dict[int, Any]) -> None:
-        """Take note that a block is being copied: see `copy.deepcopy`."""
-        made = memo.get(id(self.partition.blocks.modules[index]))
-        if isinstance(made, nn.Module):
-            self._copies.add(made)
-
     def restore_copies(self) -> None:
         """Make plain blocks of the copies of blocks, which belong to no stage."""
-        for block in list(self._copies):
+        for block in self._copies.take():
             _make_plain(block)
-        self._copies.clear()
 
     def restore(self) -> None:
         """Give every block its own class back."""
         self._show(None)
         self.restore_copies()
+        self._copies.end()
         for block in self.partition.blocks.modules:
             _make_plain(block)
         self._absent, self._homes = {}, []
@@ -281,16 +280,11 @@ class _StandIn:
             show_kept(self.place, None if stand_in is self.place else stand_in)
 
 
-class _BlockPosition:
-    """The position of a block in its model."""
+class _BlockPosition(SharedByCopies):
+    """The position of a block in its model, which its copy shares until that is made plain."""
 
     def __init__(self, model: StagedModel, index: int, skipped: SkippedBlock) -> None:
         self.model, self.index, self.skipped = model, index, skipped
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_BlockPosition":
-        """Return this position, which the block's copy shares until the copy is made plain."""
-        self.model.note_copy(self.index, memo)
-        return self
 
 
 class _Caught:

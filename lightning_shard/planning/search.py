@@ -30,7 +30,7 @@ from lightning_shard.planning.machine import MachineProfile, machine_profile
 from lightning_shard.planning.plan import Plan
 from lightning_shard.planning.report import DryRun, RankFigures
 from lightning_shard.planning.simulated_model import NoElements
-from lightning_shard.tensor_parallel.compared_calls import explained
+from lightning_shard.tensor_parallel.trial import explained
 
 _ALIKE = 1.02  # times of estimates that say nothing about which is faster
 _TP_SIZES = (1, 2, 4, 8)

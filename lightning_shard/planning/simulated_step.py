@@ -33,7 +33,7 @@ from lightning_shard.core.placeholders import tensors_given
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.held_bytes import storage_bytes
+from lightning_shard.data_parallel.held_bytes import held, storage_bytes
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.torch_private import TorchDispatchMode, storage_key
 from lightning_shard.errors import ConfigError
@@ -256,18 +256,16 @@ class SimulatedRank:
         """Return the memory held when the optimizer steps, and publish the updated parameters."""
         engine = self.engine
         with engine.optimizer_view():
-            flats = engine.flats
-            parameters = storage_bytes(t for flat in flats for t in (flat.full, flat.shard))
-            gradients = storage_bytes(t for one in engine.gradients for t in one.buffers())
+            counted = held(engine, ())
             state = self.options.state_values * sum(param.data.nbytes for param in self._trained)
         engine.publish(self._trained)
         is_sharded, in_pipeline = self.options.engine.stage == 3, self.options.cut is not None
         gathered = max(self._gathered, largest_units(engine)) if is_sharded else 0
         in_flight = sum(self._gradient(one).nbytes for one in self._trained) if in_pipeline else 0
         found = RankMemory(
-            parameters=parameters,
+            parameters=counted.parameters,
             gathered=gathered,
-            gradients=gradients,
+            gradients=counted.gradients,
             gradients_in_flight=in_flight,
             optimizer_state=state,
             activations=activations.on_device,

@@ -16,7 +16,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.comparing import is_close
 from lightning_shard.core.modules import num_parameters, random_streams_kept
 from lightning_shard.data_parallel.memory.flat_parameters import give_memory
 from lightning_shard.data_parallel.torch_private import (
@@ -95,33 +96,27 @@ def _is_lightning_module(module: nn.Module) -> bool:
 
 def try_table(table: nn.Embedding, num_ranks: int) -> TrialResult:
     """Look whether an embedding with a forward of its own gives the same split as unsplit."""
-    ids = torch.arange(table.num_embeddings)
+    return _try_alone(table, "embedding_rowwise", torch.arange(table.num_embeddings), num_ranks)
+
+
+def _try_alone(layer: nn.Module, style: str, given: Tensor, num_ranks: int) -> TrialResult:
+    """Compare what a bare copy of a layer makes of an input with what its parts make of theirs."""
+    cuts_input, adds_up = style == "rowwise", style != "colwise"
+    inputs = given.chunk(num_ranks, -1) if cuts_input else [given] * num_ranks
+    parts = []
     try:
-        made = _results(table, STYLES["embedding_rowwise"], ids, [ids] * num_ranks)
+        with random_streams_kept(), torch.no_grad(), without_hooks():
+            full = nn.ModuleDict({"layer": bare_copy(layer)})
+            for rank, values in enumerate(inputs):
+                part = copy.deepcopy(full)
+                split_alone(part, {"layer": STYLES[style]}, Alone(rank, num_ranks))
+                parts.append(part["layer"](values))
+            expected = full["layer"](given)
+        extra = (num_ranks - 1) * bias_of(full["layer"]) if cuts_input else 0  # each part has it
+        joined = torch.stack(parts).sum(0) - extra if adds_up else torch.cat(parts, -1)
     except Exception as error:  # its forward may raise whatever it likes
         return TrialResult(is_right=False, cause=_quoted(error))
-    return TrialResult(is_right=is_close(made.parts.sum(0), made.expected))
-
-
-class _Results(NamedTuple):
-    """What a bare copy of a layer makes of an input, and its parts (W, ...) of theirs."""
-
-    full: nn.Module
-    expected: Tensor
-    parts: Tensor
-
-
-def _results(
-    layer: nn.Module, style: Style, full_input: Tensor, inputs: Sequence[Tensor]
-) -> _Results:
-    parts = []
-    with random_streams_kept(), torch.no_grad(), without_hooks():
-        full = nn.ModuleDict({"layer": bare_copy(layer)})
-        for rank, values in enumerate(inputs):
-            part = copy.deepcopy(full)
-            split_alone(part, {"layer": style}, Alone(rank, len(inputs)))
-            parts.append(part["layer"](values))
-        return _Results(full["layer"], full["layer"](full_input), torch.stack(parts))
+    return TrialResult(is_right=_is_same(joined, expected))
 
 
 def _quoted(error: BaseException | None) -> str:
@@ -199,7 +194,7 @@ class _Run:
             [one.flatten(0, -2) if one.ndim > 2 else one for one in (run.result, *run.given)]
             for run in (self, other)
         )
-        return len(ours) == len(theirs) and all(map(is_close, ours, theirs))
+        return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
 
     def leaves_out(self, layers: Iterable[str]) -> bool:
         """Whether a parameter outside the layers has no part in the owner's result."""
@@ -310,10 +305,10 @@ def _compare(full: _Run, parts: Sequence[_Run], candidate: Candidate) -> TrialRe
     stop = 1 if candidate.is_attention else None
     follows = all(
         len(part.given) == len(full.given)
-        and all(map(is_close, part.given[:stop], full.given[:stop]))
+        and all(map(_is_same, part.given[:stop], full.given[:stop]))
         for part in parts
     )
-    if not (follows and is_close(total, full.result.detach())):
+    if not (follows and _is_same(total, full.result.detach())):
         return TrialResult(is_right=False)
     return _compare_gradients(full, parts, list(candidate.styles))
 
@@ -330,7 +325,7 @@ def _compare_gradients(full: _Run, parts: Sequence[_Run], layers: Sequence[str])
         summed = torch.stack([params[name] for _, params in found]).sum(0)
         if not summed.any():
             continue
-        if not is_close(summed, grad, _ROUNDING * largest):
+        if not _is_same(summed, grad, _ROUNDING * largest):
             return TrialResult(is_right=False)  # used between the layers and elsewhere
         inner.append(name.rpartition(".")[0])
     return TrialResult(is_right=True, inner=tuple(dict.fromkeys(inner)))
@@ -413,14 +408,9 @@ def bare_copy(module: nn.Module) -> nn.Module:
     return module
 
 
-def is_close(got: Tensor, expected: Tensor, least: float = 0.0) -> bool:
+def _is_same(got: Tensor, expected: Tensor, least: float = 0.0) -> bool:
     """Whether values are the same but for rounding, of which there may be `least` anyway."""
-    if got.shape != expected.shape:
-        return False
-    scale = expected.abs().max().item() if expected.numel() else 0.0
-    return bool(torch.isfinite(got).all()) and torch.allclose(
-        got, expected, rtol=0.0, atol=max(_TOLERANCE * scale, least)
-    )
+    return bool(got.isfinite().all()) and is_close(got, expected, _TOLERANCE, least)
 
 
 def with_tried_wrappers(layers: Iterable[PlannedLayer], num_ranks: int) -> Iterator[PlannedLayer]:
@@ -456,17 +446,9 @@ def _look(layer: PlannedLayer) -> Any:
 
 
 def _try_wrapper(layer: PlannedLayer, num_ranks: int, *, has_layer: bool) -> TrialResult:
-    is_rowwise = layer.style.form == "rowwise"
-    style = STYLES["rowwise"] if is_rowwise else STYLES["colwise"]
     if not has_layer:
         return TrialResult(is_right=False)
-    try:
-        width = linear_sizes(layer.module)[0]
-        values = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1))
-        inputs = values.chunk(num_ranks, -1) if is_rowwise else [values] * num_ranks
-        made = _results(layer.module, style, values, inputs)
-    except Exception as error:  # its forward may raise whatever it likes
-        return TrialResult(is_right=False, cause=_quoted(error))
-    extra = (num_ranks - 1) * bias_of(made.full) if is_rowwise else 0
-    joined = made.parts.sum(0) - extra if is_rowwise else torch.cat(list(made.parts), -1)
-    return TrialResult(is_right=is_close(joined, made.expected))
+    width = linear_sizes(layer.module)[0]
+    values = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1))
+    style = "rowwise" if layer.style.form == "rowwise" else "colwise"
+    return _try_alone(layer.module, style, values, num_ranks)

@@ -119,7 +119,9 @@ class SplitModel(ModelSplit):
         for module, name, value in fast_paths(model):
             self._attributes.set(module, name, value)
         self._copies = Copies()
-        self._copies.watch([*(one.module for one in self._layers), *self._attributes.modules])
+        self._copies.modules.watch(
+            [*(one.module for one in self._layers), *self._attributes.modules]
+        )
 
     def copy_sharded(self) -> None:
         """Let copies of the model that are made from now on be split as the model is.
@@ -130,7 +132,7 @@ class SplitModel(ModelSplit):
 
     def unsplit_copies(self) -> None:
         """Give the layers of copies their own forwards."""
-        for made, original in self._copies.take_modules().items():
+        for made, original in self._copies.modules.take().items():
             unsplit_layer(made)
             self._attributes.restore_copy(made, original)
 

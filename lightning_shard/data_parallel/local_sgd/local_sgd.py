@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
+from lightning_shard.core.comparing import is_close
 from lightning_shard.core.layout import build_layout
 from lightning_shard.data_parallel.compression import Codec, Compressor, Exchange, FlatBuffer, Tally
 from lightning_shard.data_parallel.compression.compressor import State
@@ -288,7 +289,7 @@ class LocalParameters:
     def set_back(self, values: Mapping[str, Tensor]) -> None:
         """Set parameters to these values that have come back to them but for rounding."""
         self.settle()
-        self.set({n: one for n, one in values.items() if _is_close(self.views[n], one)})
+        self.set({n: one for n, one in values.items() if is_close(self.views[n], one, 2e-5)})
 
     @torch.no_grad()
     def set(self, values: Mapping[str, Tensor], *, keep: float = 0.0) -> None:
@@ -310,10 +311,6 @@ class LocalParameters:
         """Average values over the ranks; each rank must call with the same names."""
         means = mean_over_ranks(list(values.values()), self._collectives)
         return dict(zip(values, means, strict=True))
-
-
-def _is_close(value: Tensor, other: Tensor) -> bool:
-    return torch.allclose(value, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
 
 
 def _names(flat: FlatParameters) -> list[str]:

@@ -280,24 +280,24 @@ def recomputes(block: nn.Module, kind: str) -> Callable[..., Any]:
 
 def _fully(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        return checkpoint(_own_forward(self), *args, use_reentrant=False, **kwargs)
+        return checkpoint(own_forward(self), *args, use_reentrant=False, **kwargs)
     return _eagerly(self, _full_contexts, args, kwargs)
 
 
 def _selectively(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         contexts = partial(create_selective_checkpoint_contexts, policy)
-        own = _own_forward(self)
+        own = own_forward(self)
         return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     return _eagerly(self, _selective_contexts, args, kwargs)
 
 
-def _own_forward(block: Any) -> Callable[..., Any]:
-    set_on_block = block.__dict__[RECOMPUTED].forward
-    own: Callable[..., Any] = (
-        type(block).forward.__get__(block) if set_on_block is None else set_on_block
-    )
-    return own
+def own_forward(block: nn.Module) -> Callable[..., Any]:
+    """Return a block's forward that is not computed again in backward."""
+    recomputed = block.__dict__.get(RECOMPUTED)
+    own = block.__dict__.get("forward") if recomputed is None else recomputed.forward
+    forward: Callable[..., Any] = type(block).forward.__get__(block) if own is None else own
+    return forward
 
 
 class _Call(NamedTuple):
@@ -316,7 +316,7 @@ def _eagerly(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Call a block in a checkpoint, unless there is none to make or it is in one already."""
-    own = _own_forward(block)
+    own = own_forward(block)
     checkpoints_itself = getattr(block, "gradient_checkpointing", False) and block.training
     hook = saving_hook()
     is_inside = in_backward() or is_checkpointing(hook)

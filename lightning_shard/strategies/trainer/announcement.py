@@ -5,23 +5,22 @@ options takes a step on a parameter of a few elements. That is done for torch's 
 as the step of another might do more than to update.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.misfits import trial_optimizer
+from lightning_shard.checkpoint.misfits import StateTrials
 from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import HeldBytes, expected
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.optim.elementwise import is_of_torch
 
 _LAUNCHERS = {
     "ElasticEnvironment": "started by an elastic job",
@@ -144,54 +143,22 @@ def _range(sizes: Sequence[int]) -> str:
     return f"{format_bytes(least)} to {format_bytes(most)}"
 
 
-_SIDE = 3  # of the trial's parameter
-
-
 def expected_state_bytes(optimizer: Optimizer, shards: Mapping[nn.Parameter, Tensor]) -> int | None:
     """Return the bytes that an optimizer's state will take on this rank.
 
     None stands for what no trial can tell: a class that is not torch's, or state of other shapes.
     """
-    total = 0.0
-    trials: dict[tuple[int, int, torch.dtype], tuple[float, int] | None] = {}
-    for number, group in enumerate(optimizer.param_groups):
+    total = 0
+    for group in optimizer.param_groups:
+        trials = StateTrials(optimizer, group, group)
         for param in group["params"]:
             shard = shards.get(param)
             if shard is None or shard.numel() == 0 or not param.requires_grad:
                 continue
-            key = number, shard.ndim, shard.dtype
-            if key not in trials:
-                trials[key] = _trial(optimizer, group, shard)
-            found = trials[key]
+            if not is_of_torch(optimizer):
+                return None
+            found = trials.of(shard, shard.ndim).bytes_for(shard.numel())
             if found is None:
                 return None
-            total += found[0] * shard.numel() + found[1]
-    return round(total)
-
-
-def _trial(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> tuple[float, int] | None:
-    """Return the bytes for each element, and those for the parameter whatever its size."""
-    kind = type(optimizer)
-    parameters = inspect.signature(kind.step).parameters
-    needs_closure = "closure" in parameters and parameters["closure"].default is not None
-    is_torchs = f"{kind.__module__}.".startswith("torch.optim.")  # Muon says "torch.optim"
-    if not is_torchs or needs_closure:
-        return None
-    param = nn.Parameter(torch.zeros((_SIDE,) * like.ndim, dtype=like.dtype, device=like.device))
-    param.grad = torch.zeros_like(param)
-    try:
-        made = trial_optimizer(optimizer, {**group, "params": [param]})
-        kind.step(made)
-    except Exception:
-        return None  # nothing but the announcement is lost
-    each, full = 0.0, 0
-    for value in made.state[param].values():
-        if not isinstance(value, Tensor):
-            continue
-        if value.numel() == param.numel():
-            each += value.itemsize
-        elif value.numel() == 1:
-            full += value.itemsize
-        else:
-            return None
-    return each, full
+            total += found
+    return total

@@ -23,6 +23,7 @@ import torch.multiprocessing as processes
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.registry import auto_backend, get_backend
+from lightning_shard.backends.stopwatch import Stopwatch
 from lightning_shard.core import settings
 from lightning_shard.errors import ConfigError
 from lightning_shard.planning.machine import MachineProfile
@@ -139,7 +140,7 @@ def _measure(
     backend.init_process_group(rank=rank, world_size=ranks, device=device, timeout=_TIMEOUT)
     assert dist.group.WORLD is not None
     group = backend.collectives(dist.group.WORLD)
-    own = _Stopwatch(group, device).figures(*(_SMALL if quick else _SIZES)[device.type])
+    own = _Figures(group, device).figures(*(_SMALL if quick else _SIZES)[device.type])
     everybody = group.all_gather_object(own)
     slowest = {
         key: (max if key == "message" else min)(one[key] for one in everybody) for key in own
@@ -150,11 +151,12 @@ def _measure(
     destroy_groups()
 
 
-class _Stopwatch:
-    """Times what a rank does while all others do the same."""
+class _Figures:
+    """What a rank can do while all others do the same."""
 
     def __init__(self, group: Collectives, device: torch.device) -> None:
         self._group, self._device = group, device
+        self._watch = Stopwatch(group, device)
 
     def figures(self, width: int, num_bytes: int) -> dict[str, float]:
         """Return rates in operations and bytes a second, and the seconds of a message."""
@@ -205,21 +207,8 @@ class _Stopwatch:
 
     def _seconds(self, action: Callable[[], Any], *, together: bool = False) -> float:
         """Return the least seconds of an action, after it has been done once to warm up."""
-        self._time(action, 1)
-        times = max(1, int(_SECONDS / _REPEATS / max(self._time(action, 1), 1e-6)))
+        once = self._watch.seconds(action, rounds=2)
+        times = max(1, int(_SECONDS / _REPEATS / max(once, 1e-6)))
         if together:  # as often on each rank
             times = min(self._group.all_gather_object(times))
-        return min(self._time(action, times) for _ in range(_REPEATS)) / times
-
-    def _time(self, action: Callable[[], Any], times: int) -> float:
-        self._group.barrier()
-        self._finish()
-        begin = time.perf_counter()
-        for _ in range(times):
-            action()
-        self._finish()
-        return time.perf_counter() - begin
-
-    def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        return self._watch.seconds(action, rounds=_REPEATS, times=times)

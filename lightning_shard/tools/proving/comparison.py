@@ -24,6 +24,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from lightning_shard.core.comparing import apart, largest
 from lightning_shard.errors import ShardError
 from lightning_shard.tools.proving.records import Kind, Phase, Place, Record, Records, option_of
 from lightning_shard.tools.proving.runs import EXACT, RunFailedError, Subject, reordered
@@ -126,17 +127,7 @@ def compare(ranks: Records, alone: Records, tolerance: float) -> Comparison:
 
 def deviation(got: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     """Return the largest deviation, relative to the largest element or a part of `scale`."""
-    if got.shape != expected.shape:
-        return math.inf
-    if got.numel() == 0:
-        return 0.0
-    got, expected = got.detach().double(), expected.detach().double()
-    both = torch.where(torch.isnan(got) & torch.isnan(expected), 0.0, got - expected)
-    both = torch.where(got == expected, 0.0, both)  # infinities
-    largest = float(both.abs().nan_to_num(math.inf).max())
-    if largest == 0.0:
-        return 0.0
-    return largest / max(_size(expected), _FLOOR * scale, _NOTHING)
+    return apart(got, expected) / max(largest([expected]), _FLOOR * scale, _NOTHING)
 
 
 def _when(place: Place) -> tuple[int, int, int, int]:
@@ -164,13 +155,8 @@ def _scales(values: dict[Place, list[Tensor]]) -> dict[tuple[str, str, str], flo
             continue
         for one in tensors:
             key = _alike(place)
-            scales[key] = max(scales.get(key, 0.0), _size(one))
+            scales[key] = max(scales.get(key, 0.0), largest([one]))
     return scales
-
-
-def _size(tensor: Tensor) -> float:
-    finite = tensor[torch.isfinite(tensor)]
-    return float(finite.double().abs().max()) if finite.numel() else 0.0
 
 
 def norm_of_deviation(ranks: Records, alone: Records, kind: Kind) -> float:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from lightning_shard.tensor_parallel.compared_calls import Called
+from lightning_shard.tensor_parallel.trial import Called
 
 
 def test_a_cache_that_holds_the_keys_of_an_earlier_block_is_copied() -> None:

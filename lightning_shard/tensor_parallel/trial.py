@@ -8,6 +8,7 @@ compared, too. What differs by more than rounding in float32 is compared in floa
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.comparing import apart, largest
 from lightning_shard.core.modules import random_streams_kept
 from lightning_shard.data_parallel.differentiation import asking_nobody
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
@@ -98,24 +100,17 @@ def first_difference(
     kinds += [f"the gradient of {name!r}" for name in names]
     expected, got = full.results + full.gradients, parts.results + parts.gradients
     before = expected if rounded is None else rounded.results + rounded.gradients
-    largest = [_largest(full.results)] * len(full.results)
-    largest += [_largest(full.gradients)] * len(full.gradients)
-    for kind, one, other, known, most in zip(kinds, expected, got, before, largest, strict=False):
+    scales = [largest(full.results)] * len(full.results)
+    scales += [largest(full.gradients)] * len(full.gradients)
+    for kind, one, other, known, most in zip(kinds, expected, got, before, scales, strict=False):
         if one.shape != other.shape:
             return f"{kind} has shape {tuple(other.shape)}, not {tuple(one.shape)}"
-        scale, difference, tolerance = _largest([one]), _apart(one, other), _tolerance(one)
-        lost = _TIMES_ROUNDED * _apart(one, known) if _tolerance(known) < 1e-2 else 0.0
-        if not difference <= max(tolerance * scale, tolerance * rounding * most, lost):
+        scale, difference, tolerance = largest([one]), apart(other, one), _tolerance(one)
+        lost = _TIMES_ROUNDED * apart(known, one) if _tolerance(known) < 1e-2 else 0.0
+        allowed = max(tolerance * scale, tolerance * rounding * most, lost)
+        if not difference <= allowed < math.inf or not other.isfinite().all():
             return f"{kind} differs by {difference:.3g}, of at most {scale:.3g}"
     return None
-
-
-def _largest(tensors: Sequence[Tensor]) -> float:
-    return max((one.abs().amax().item() for one in tensors if one.numel()), default=0.0)
-
-
-def _apart(one: Tensor, other: Tensor) -> float:
-    return _largest([one.double() - other.double()])
 
 
 def _tolerance(value: Tensor) -> float:
@@ -124,12 +119,13 @@ def _tolerance(value: Tensor) -> float:
     return _TOLERANCE.get(value.dtype, _TOLERANCE_OF_HALVES)
 
 
-def agreed_difference(
+def refuse_difference(
     group: Collectives,
     compared: Callable[[bool], tuple[Called, Called]],
     names: Sequence[str],
-) -> str | None:
-    """Return as text where a call in parts differs on some rank; None where it does on none.
+    told: Callable[[str], str],
+) -> None:
+    """Raise a ConfigError, whose text `told` makes, where a call in parts differs on some rank.
 
     `compared` returns the call that is right and that in parts, in float64 where it is given True;
     each rank must call.
@@ -144,7 +140,9 @@ def agreed_difference(
             found = found and f"{found} (in float64 it raises {type(error).__name__}: {error})"
         else:
             found = first_difference(exact, parts_of_it, names, rounded=full, rounding=_ROUNDING)
-    return next((one for one in group.all_gather_object(found) if one is not None), None)
+    for one in group.all_gather_object(found):
+        if one is not None:
+            raise ConfigError(told(one))
 
 
 @contextmanager
