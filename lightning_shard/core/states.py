@@ -31,6 +31,19 @@ def having(variable: ContextVar[Any], value: _T) -> Iterator[_T]:
         variable.reset(token)
 
 
+@contextmanager
+def setting(owner: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of an object have other values inside."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 class Checks:
     """Says whether changes are checked in all of this process: in debug runs and tests."""
 

@@ -7,9 +7,10 @@ the entrance of autograd can tell: it asks the innermost `Differentiator` of thi
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.torch_private import exchange_engine_entrance, is_traced
 
 Gradients = Sequence[Any]
@@ -47,14 +48,9 @@ def asking(differentiator: Differentiator) -> Iterator[None]:
         _count(-1)
 
 
-@contextmanager
-def asking_nobody() -> Iterator[None]:
+def asking_nobody() -> AbstractContextManager[None]:
     """Inside, take gradients as this rank has them: those of a trial, for example."""
-    stack, _of_thread.stack = _of_thread.stack, []
-    try:
-        yield
-    finally:
-        _of_thread.stack = stack
+    return setting(_of_thread, stack=[])
 
 
 def _count(more: int) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives, begin_update
 from lightning_shard.backends.free_memory import keep_freed_memory
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.compression.compressor import Exchange
@@ -231,16 +232,10 @@ class DataParallelEngine:
         units = self.units if presents else ()
         look_full(units, self.shards, self._unsharder, self.split, self.user_code)
 
-    @contextmanager
-    def asking_nobody(self) -> Iterator[None]:
+    def asking_nobody(self) -> AbstractContextManager[None]:
         """Inside, this rank hands out the full state that it has, and asks no other."""
         sole: Any = Sole()
-        kept = self.groups, self.collectives
-        self.groups, self.collectives = DataGroups.of(sole), sole
-        try:
-            yield
-        finally:
-            self.groups, self.collectives = kept
+        return setting(self, groups=DataGroups.of(sole), collectives=sole)
 
     @property
     def is_first(self) -> bool:

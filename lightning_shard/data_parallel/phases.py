@@ -11,12 +11,12 @@ flag of its own for where the run is.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lightning_shard.core.states import Checks, State
+from lightning_shard.core.states import Checks, State, setting
 
 
 class Phase(State):
@@ -46,14 +46,9 @@ class UserCode:
         self.sources: dict[nn.Parameter, ValueSource | None] = {}
         self.runs = self.is_a_loop = False
 
-    @contextmanager
-    def running(self, runs: bool = True) -> Iterator[None]:
+    def running(self, runs: bool = True) -> AbstractContextManager[None]:
         """Set `runs` inside, and restore it on leaving."""
-        before, self.runs = self.runs, runs
-        try:
-            yield
-        finally:
-            self.runs = before
+        return setting(self, runs=runs)
 
 
 class Phases:

@@ -17,7 +17,7 @@ Experts in lists choose their rows themselves: they are given the whole sequence
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.torch_private import in_backward, unobserved
 from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.errors import ConfigError
@@ -229,16 +230,11 @@ class BatchedExperts(SharedByCopies):
         sums = [one.reshape(-1)[:0].sum() for one in (rows, weights, *module.parameters())]
         return like + sum(one.to(like) for one in sums)
 
-    @contextmanager
-    def _counting_own(self, module: nn.Module) -> Iterator[None]:
+    def _counting_own(self, module: nn.Module) -> AbstractContextManager[None]:
         """Let a module know inside how many experts it has here."""
-        total, own = self.mixture.num_experts, vars(module)
-        before = {name: one for name, one in own.items() if "expert" in name and one == total}
-        own.update(dict.fromkeys(before, self._num_here))
-        try:
-            yield
-        finally:
-            own.update(before)
+        total = self.mixture.num_experts
+        counts = [name for name, one in vars(module).items() if "expert" in name and one == total]
+        return setting(module, **dict.fromkeys(counts, self._num_here))
 
     @contextmanager
     def _with_rows_of_all(self, module: nn.Module) -> Iterator[None]:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.extensions import SharedByCopies
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.recompute.recomputed_state import Drawn
 from lightning_shard.data_parallel.torch_private import in_backward, unobserved
 from lightning_shard.data_parallel.units.units import class_name
@@ -87,11 +88,8 @@ class ListedExperts(SharedByCopies):
         """Return the call of a module that has all experts."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            before, self.is_own = self.is_own, True
-            try:
+            with setting(self, is_own=True):
                 return own(*args, **kwargs)
-            finally:
-                self.is_own = before
 
         return called
 
@@ -128,24 +126,19 @@ class ListedExperts(SharedByCopies):
     ) -> tuple[list[_ExpertCall], Any]:
         """Return the calls of experts, and what a forward makes of zeros as their results."""
         copies = tree_map_only(Tensor, _copied, (tuple(args), kwargs))
-        self._noted = []
-        try:
-            result = own(*copies[0], **copies[1])
-            return self._noted, result
-        finally:
-            self._noted = None
+        noted: list[_ExpertCall] = []
+        with setting(self, _noted=noted):
+            return noted, own(*copies[0], **copies[1])
 
     def _performed(
         self, own: Forward, args: Any, kwargs: Any, noted: list[_ExpertCall], results: list[Tensor]
     ) -> Any:
-        self._results = list(zip(noted, results, strict=True))[::-1]
-        try:
+        left = list(zip(noted, results, strict=True))[::-1]
+        with setting(self, _results=left):
             result = own(*args, **kwargs)
-            if self._results:
-                raise self._differs(f"expert {self._results[-1][0].expert} was not called again")
-            return result
-        finally:
-            self._results = None
+        if left:
+            raise self._differs(f"expert {left[-1][0].expert} was not called again")
+        return result
 
     def expert_called(
         self, number: int, expert: nn.Module, own: Forward, args: Sequence[Any], kwargs: Any

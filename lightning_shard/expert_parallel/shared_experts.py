@@ -32,6 +32,7 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
 from lightning_shard.core.placeholders import Placeholder, is_alone, is_placeholder, stands_in
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.torch_private import pass_for_parameter, unobserved, untraced
 from lightning_shard.data_parallel.units.units import class_name
 from lightning_shard.data_parallel.views.sharded_parameter import bring_full
@@ -158,18 +159,13 @@ class ExpertWeights:
         self._split, self._in_pipeline = split, in_pipeline
         self._is_in_step = False
 
-    @contextmanager
-    def step(self, *, in_hook: bool = False) -> Iterator[None]:
+    def step(self, *, in_hook: bool = False) -> AbstractContextManager[None]:
         """Show full weights inside, to code outside of the experts' forwards.
 
         With `in_hook` they are shown as they are, to a hook that the step calls, which sees them
         full.
         """
-        before, self._is_in_step = self._is_in_step, not in_hook
-        try:
-            yield
-        finally:
-            self._is_in_step = before
+        return setting(self, _is_in_step=not in_hook)
 
     def look(self, param: nn.Parameter, tensor: Tensor, anchor: Tensor, *, at_once: bool) -> Tensor:
         """Return what looks full of a parameter, or of what stands for it, while a step runs.

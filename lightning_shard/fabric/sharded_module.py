@@ -26,6 +26,7 @@ from lightning_shard.checkpoint.resuming import agree_on_misfit, error_of
 from lightning_shard.checkpoint.sharded.entries import name_misfits, numbered_state
 from lightning_shard.checkpoint.sharded.run_state import loads_plainly
 from lightning_shard.core.modules import hookable
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.reducer import HAS_ARRIVED
@@ -120,14 +121,9 @@ class FullModuleState:
             self._missing += [name for name, param in named if param not in loaded]
         self._loading.close()
 
-    @contextmanager
-    def plain(self) -> Iterator[None]:
+    def plain(self) -> AbstractContextManager[None]:
         """Let the module load as torch does inside."""
-        engine, self.engine = self.engine, None
-        try:
-            yield
-        finally:
-            self.engine = engine
+        return setting(self, engine=None)
 
     def remove(self) -> None:
         """Let the module's states be torch's own again."""
@@ -186,12 +182,8 @@ class FullOptimizerStates:
 
     def load(self, local: Mapping[str, Any]) -> None:
         """Load the state of this rank's shards."""
-        self._is_open = True
-        try:
-            with self._engine.optimizer_view():
-                self.optimizer.load_state_dict(dict(local))
-        finally:
-            self._is_open = False
+        with setting(self, _is_open=True), self._engine.optimizer_view():
+            self.optimizer.load_state_dict(dict(local))
 
     def _before_load(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Cut a full state that user code loads, and let the optimizer see its shards meanwhile."""

@@ -10,7 +10,7 @@ stage has called, since others may have kept its result.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_shard.core.states import setting
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel._torch import is_innermost
 from lightning_shard.pipeline_parallel.containers import digest
@@ -45,14 +46,9 @@ class NotedCalls(TorchFunctionMode):
             self._inside.enter_context(self)
             yield
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Note nothing inside."""
-        before, self._is_over = self._is_over, True
-        try:
-            yield
-        finally:
-            self._is_over = before
+        return setting(self, _is_over=True)
 
     def stop(self) -> None:
         """Note no more, and be no mode for compiled blocks, unless user code has set another."""

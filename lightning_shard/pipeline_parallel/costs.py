@@ -22,6 +22,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from lightning_shard.core.modules import random_streams_kept
 from lightning_shard.core.placeholders import is_placeholder
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.held_bytes import storage_bytes
 from lightning_shard.data_parallel.offload.activations import stretch_bytes
 from lightning_shard.data_parallel.recompute.recomputation import observed_by
@@ -78,8 +79,9 @@ def measure_blocks(
         ConfigError: The step asks for elements, which parameters on meta do not have.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     try:
-        with _unlogged():
+        with setting(logger, disabled=True):  # what fails is run again
             costs = _measure(model, blocks, run, what, _StandIns(mode, device))
     except Exception as error:
         if any(param.is_meta for param in model.parameters()):
@@ -298,17 +300,6 @@ def _with_parameters(model: nn.Module, blocks: BlockList, costs: BlockCosts) -> 
             totals[place + 1] += bytes_each * param.numel()
     before, *inner, after = totals
     return BlockCosts(before=before, blocks=tuple(inner), after=after)
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Silence torch's logs of a failing run without elements, which is run again."""
-    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 @contextmanager

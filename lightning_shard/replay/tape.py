@@ -16,7 +16,7 @@ collectives, DTensor) does not pass here; the recorded strategies have none.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ from typing_extensions import override
 from lightning_shard.backends.debug_wrapper import DebugGroup
 from lightning_shard.backends.group_handle import GroupHandle
 from lightning_shard.backends.python_group import COLLECTIVES
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.optimizer_entries import host_copy
@@ -146,14 +147,9 @@ class ResultRecorder:
             patches.enter_context(patch.object(GroupHandle, "_post", posted))
             yield
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Note nothing inside, which a replay does not do."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+        return setting(self, _is_paused=True)
 
     def _is_noting(self) -> bool:
         is_ours = threading.get_ident() == self._thread or in_backward()

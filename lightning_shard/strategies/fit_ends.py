@@ -17,7 +17,7 @@ use after the run is refused by name.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any, Literal, NoReturn
 from weakref import ref
@@ -36,6 +36,7 @@ from lightning_shard.core.extensions import instead
 from lightning_shard.core.layout import FlatLayout
 from lightning_shard.core.modules import hookable
 from lightning_shard.core.reporting.output import format_bytes
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import replicated
 from lightning_shard.data_parallel.torch_private import storage_key
@@ -197,14 +198,9 @@ class ShardsAtRest:
             f"full_parameters_after_fit=True."
         )
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
+    def opened(self) -> AbstractContextManager[None]:
         """Refuse nothing inside."""
-        before, self._is_open = self._is_open, True
-        try:
-            yield
-        finally:
-            self._is_open = before
+        return setting(self, _is_open=True)
 
     def end(self) -> None:
         """Stand over the module no more."""

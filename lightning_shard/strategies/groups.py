@@ -8,8 +8,8 @@ otherwise, and then ranks that share a layer are apart though the mesh looks as 
     mpirun --map-by node, srun --distribution=cyclic    hosts 0 1 0 1    each of them crosses
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,6 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.mesh import ALL_AXES, Axis, NodePlacement, ParallelMesh
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.compression.compressor import total_bytes
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.errors import ConfigError
@@ -286,11 +287,6 @@ class MeshGroups(RunPart):
         self.everybody = self.reducing = self.made = self._made_beside = None
         self.run.hooks.forget_groups()
 
-    @contextmanager
-    def asking_nobody(self) -> Iterator[None]:
+    def asking_nobody(self) -> AbstractContextManager[None]:
         """Inside, this rank talks to no other."""
-        everybody, self.everybody = self.everybody, None
-        try:
-            yield
-        finally:
-            self.everybody = everybody
+        return setting(self, everybody=None)

@@ -26,6 +26,7 @@ from lightning_shard.checkpoint.optimizer_state import local_state_dict
 from lightning_shard.checkpoint.run_folders import names_of
 from lightning_shard.checkpoint.section import section_of
 from lightning_shard.core.options import takes
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.compression import Compressor, Tally, find_compressor
 from lightning_shard.data_parallel.compression.state import mean_of_ranks, with_means
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -154,11 +155,8 @@ class LocalSGDRounds(LocalUpdates):
 
     def update(self, step: Callable[[], Any]) -> Any:
         """Run an optimizer's step of the Trainer's, and count it if its loops do not."""
-        self._steps_by_trainer = True
-        try:
+        with setting(self, _steps_by_trainer=True):
             result = step()
-        finally:
-            self._steps_by_trainer = False
         if self.local is not None:
             self.local.watch(has_stepped=True)
         if not self.run.module.automatic_optimization:

@@ -24,6 +24,7 @@ from torch import nn
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.run_folders import CheckpointedRun
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.errors import ConfigError
@@ -169,12 +170,9 @@ class Run:
 
         The model is then full where it can be made so; each rank must call.
         """
-        self._last_meeting = self.groups.everybody
-        try:
+        with setting(self, _last_meeting=self.groups.everybody):
             self.strategy.teardown()
             self.meet_last()
-        finally:
-            self._last_meeting = None
 
     def meet_last(self) -> None:
         """Where all end in common, wait for the others: a rank that raises ends their waits."""

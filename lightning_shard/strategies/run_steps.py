@@ -1,7 +1,7 @@
 """The steps of a run, and what it puts into its Trainer's loops around them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.agreement import check_trainable
 from lightning_shard.data_parallel.compression.compressor import StepBytes
 from lightning_shard.data_parallel.kept_activations import KeptActivations
@@ -109,14 +110,11 @@ class RunLoops(RunPart):
             with self._around_comparison():
                 self._settings.before_step(trainer)
 
-    @contextmanager
-    def comparing_in(self, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    def comparing_in(
+        self, make: Callable[[], AbstractContextManager[None]]
+    ) -> AbstractContextManager[None]:
         """Inside, such comparisons run in a context of another's: a replay leaves them out."""
-        self._around_comparison = make
-        try:
-            yield
-        finally:
-            self._around_comparison = nullcontext
+        return setting(self, _around_comparison=make)
 
     def check_settings(self, trainer: "pl.Trainer") -> None:
         """Compare, around an epoch's end, what hooks and schedulers may change in a fit."""

@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_shard.checkpoint.files.places import local_path
+from lightning_shard.core.states import setting
 from lightning_shard.environments.launchers.failures import noted
 from lightning_shard.strategies.trainer._lightning import requeue, requeue_path
 
@@ -74,22 +75,13 @@ def _saving_together(run: Any) -> AbstractContextManager[None]:
 def saving_alone(run: Any, *, writes: bool) -> Iterator[None]:
     """Let a rank that has the full state save it by itself, if it is the one that writes."""
     apart = nullcontext() if run.engine is None else run.engine.asking_nobody()
-    run.checkpoints.writes_alone = writes
-    try:
-        with run.groups.asking_nobody(), apart:
-            yield
-    finally:
-        run.checkpoints.writes_alone = None
-
-
-@contextmanager
-def saving_nothing(run: Any, reason: str) -> Iterator[None]:
-    """Raise an error inside when code asks for a state to save, which says why there is none."""
-    run.checkpoints.refusal = reason
-    try:
+    with setting(run.checkpoints, writes_alone=writes), run.groups.asking_nobody(), apart:
         yield
-    finally:
-        run.checkpoints.refusal = ""
+
+
+def saving_nothing(run: Any, reason: str) -> AbstractContextManager[None]:
+    """Raise an error inside when code asks for a state to save, which says why there is none."""
+    return setting(run.checkpoints, refusal=reason)
 
 
 @contextmanager

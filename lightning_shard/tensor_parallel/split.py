@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.layout import PlacedBox
 from lightning_shard.core.placeholders import Placeholder, is_placeholder
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.gradients.reducer import others_wait_for
 from lightning_shard.data_parallel.memory.quantised import is_quantised
@@ -266,14 +267,9 @@ class SplitModel(ModelSplit):
             self._crossings.forget()  # else what entered last is there until the next step
             self._between.close()
 
-    @contextmanager
-    def hook(self) -> Iterator[None]:
+    def hook(self) -> AbstractContextManager[None]:
         """Show weights as they are inside, to hooks that a step calls, which see them full."""
-        before, self._is_in_step = self._is_in_step, False
-        try:
-            yield
-        finally:
-            self._is_in_step = before
+        return setting(self, _is_in_step=False)
 
     def _sum_gradients(self, module: nn.Module) -> None:
         """Let a layer that works on each rank's heads have the gradient of all heads."""

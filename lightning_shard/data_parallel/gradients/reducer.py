@@ -17,7 +17,7 @@ before. Where units stay for a step blocks are watched once an incomplete unit h
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
 from operator import attrgetter
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.states import State
+from lightning_shard.core.states import State, setting
 from lightning_shard.data_parallel.gradients.early_clipping import EarlyClipping
 from lightning_shard.data_parallel.gradients.flat_gradients import IS_LEFT, IS_SENT, FlatGradients
 from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
@@ -192,17 +192,12 @@ class Reducer:
         exchanged, self.has_exchanged = self.has_exchanged, False
         return exchanged
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate only: stages 0 and 1 send no gradients, 2 and 3 as ever (their memory).
 
         Where user code may meet `.grad`, ranks agree which gradients there are from stage 1 on.
         """
-        before, self.synchronises = self.synchronises, False
-        try:
-            yield
-        finally:
-            self.synchronises = before
+        return setting(self, synchronises=False)
 
     @contextmanager
     def backward(self, is_used: Callable[[], bool] = always) -> Iterator[None]:
@@ -378,11 +373,8 @@ class Reducer:
     def reduce_owed(self) -> None:
         """Reduce gradients that `no_sync` has only accumulated, before an optimizer uses them."""
         if self.owed in HAS_SUMS:
-            before, self.synchronises = self.synchronises, True
-            try:
+            with setting(self, synchronises=True):
                 self.flush()
-            finally:
-                self.synchronises = before
 
     def reduce_asked(self) -> None:
         """Reduce gradients that `no_sync` only accumulated, for user code that asks for them."""

@@ -8,7 +8,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_shard.core.states import setting
 from lightning_shard.pipeline_parallel.containers import held_values, with_values
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 
@@ -62,21 +63,13 @@ def shared_loggers() -> Iterator[None]:
                 setattr(kind, name, _Experiment(own.fget, doc=own.__doc__))
             elif _is_for_values(name, own):
                 setattr(kind, name, _shared(name, own))
-    before, _of_thread.runs = _of_thread.runs, True
-    try:
+    with setting(_of_thread, runs=True):
         yield
-    finally:
-        _of_thread.runs = before
 
 
-@contextmanager
-def taking(takes: Callable[[LoggerCall], None]) -> Iterator[None]:
+def taking(takes: Callable[[LoggerCall], None]) -> AbstractContextManager[None]:
     """Inside, let calls on this thread be taken, not made."""
-    before, _of_thread.takes = _of_thread.takes, takes
-    try:
-        yield
-    finally:
-        _of_thread.takes = before
+    return setting(_of_thread, takes=takes)
 
 
 def _subclasses(kind: type) -> Iterator[type]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_shard.core.extensions import instead
 from lightning_shard.core.placeholders import Placeholder
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.torch_private import is_checkpointing, saving_hook
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.microbatches import Microbatch, merge_outputs
@@ -100,11 +101,9 @@ class LoggerCalls:
         run = running_stage()
         if run is not None:
             self._kept.pop((run.stage, microbatch.index), None)
-        self._sizes[microbatch.index], self._running = microbatch.size, microbatch
-        try:
+        self._sizes[microbatch.index] = microbatch.size
+        with setting(self, _running=microbatch):
             yield
-        finally:
-            self._running = None
 
     def give(self) -> None:
         """Make the calls of the batch; each rank must call."""
