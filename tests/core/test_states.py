@@ -1,8 +1,10 @@
 """Words for states, and tables of their changes."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from lightning_shard.core.states import Checks, State
+from lightning_shard.core.states import Checks, State, setting
 
 
 class Light(State):
@@ -31,3 +33,17 @@ def test_only_debug_runs_and_tests_check(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_states_that_the_same_may_follow_are_two() -> None:
     assert list(Door) == [Door.OPEN, Door.AJAR, Door.SHUT]
     assert Door.OPEN is not Door.AJAR
+
+
+def test_attributes_have_other_values_inside_also_where_that_raises() -> None:
+    owner = SimpleNamespace(one=1, other=2)
+    with setting(owner, one=3, other=4):
+        assert (owner.one, owner.other) == (3, 4)
+    with pytest.raises(ValueError, match="inside"), setting(owner, one=3):
+        raise ValueError("inside")
+    assert vars(owner) == {"one": 1, "other": 2}
+
+
+def test_an_attribute_that_is_not_there_is_not_set() -> None:
+    with pytest.raises(AttributeError, match="another"), setting(SimpleNamespace(), another=1):
+        raise NotImplementedError

@@ -1,5 +1,6 @@
 """Stages of one model in one process: their runs, one after the other, are the whole step."""
 
+import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -132,3 +133,17 @@ def test_errors_in_a_block_name_it() -> None:
         pytest.raises(RuntimeError, match=r"block 'blocks.0' on stage 0 .* shape \(3, 7\)"),
     ):
         run.forward(lambda: net.blocks[0](torch.ones(3, 7)))
+
+
+def test_the_copy_of_a_copy_belongs_to_no_stage_either() -> None:
+    """A hook that copies a teacher from a copy left it the pipeline's blocks, with their places."""
+    net = Net()
+    model, _ = staged(net, [2])
+    first = copy.deepcopy(net)
+    second = copy.deepcopy(first)
+    model.restore_copies()
+    kinds = {type(block) for one in (first, second) for block in one.blocks}
+    assert kinds == {nn.Sequential}
+    assert {type(block) for block in net.blocks} != kinds
+    model.restore()
+    assert {type(block) for block in net.blocks} == kinds
