@@ -200,17 +200,15 @@ class BatchedExperts(SharedByCopies):
             return self._without_rows(module, own, given, rows, weights)
         others = {given.tokens: rows, given.experts: numbers.unsqueeze(1), given.weights: weights}
         args, kwargs = given.with_others(others)
-        before, self.is_own = self.is_own, True
+        counting, with_rows = self._counting_own(module), self._with_rows_of_all(module)
         try:
-            with self._counting_own(module), self._with_rows_of_all(module):
+            with setting(self, is_own=True), counting, with_rows:
                 result = own(*args, **kwargs)
         except IndexError:  # it counts on as many experts as there are, under another name
             if self._has_rows_of_all:
                 raise
             self._has_rows_of_all = True
             return self._computed(module, own, given, numbers, rows, weights)
-        finally:
-            self.is_own = before
         if not isinstance(result, Tensor) or result.shape[:1] != rows.shape[:1]:
             raise self._refused(module, f"returns {told([result])} for {rows.shape[0]} tokens")
         return result

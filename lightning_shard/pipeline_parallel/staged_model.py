@@ -18,6 +18,7 @@ from lightning_shard.core.extensions import (
     give_class_back,
 )
 from lightning_shard.core.placeholders import Placeholder
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
 from lightning_shard.data_parallel.views.sharded_parameter import show_kept
@@ -97,12 +98,8 @@ class StagedModel:
     def running(self, run: StepRun, stage: int) -> Iterator[None]:
         """Pass the blocks' calls to `run` inside, with stand-ins for other stages' parameters."""
         self._show(stage)
-        self.run = run
-        try:
-            with run.known(), without_reentrance(run.asks):
-                yield
-        finally:
-            self.run = None
+        with setting(self, run=run), run.known(), without_reentrance(run.asks):
+            yield
 
     def refuse_others(self, tensors: Iterable[Tensor], stage: int) -> None:
         """Raise if another stage's parameter, kept outside of its module, is among tensors."""

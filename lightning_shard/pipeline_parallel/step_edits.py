@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import parameters_written
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.content import content, sum_of_bits
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
@@ -293,16 +294,13 @@ class StepEdits:
         if self._marks is None or not training:
             yield
             return
-        self._in_batch, self._times = True, Counter()
-        before = None
+        self._times, before = Counter(), None
         if self._is_close:
             self._known = self._marks.by_name()
         else:
             before = self._marks.quick()
-        try:
+        with setting(self, _in_batch=True):
             yield
-        finally:
-            self._in_batch = False
         if before is None:
             self._is_close = bool(self._times)
         elif not before.equal(self._marks.quick()):

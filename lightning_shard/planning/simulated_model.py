@@ -31,7 +31,7 @@ from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall, Skipped,
 from lightning_shard.pipeline_parallel.stage_run import Probe
 from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
 from lightning_shard.planning.description import Simulated, WorldOptions
-from lightning_shard.tensor_parallel.compared_calls import explained
+from lightning_shard.tensor_parallel.trial import explained
 
 # Modules and batches without elements.
 #

@@ -33,6 +33,7 @@ from lightning_shard.backends.in_process.rank import (
     deadlock_error,
     peer_failed_error_maker,
 )
+from lightning_shard.core.states import setting
 from lightning_shard.errors import ConfigError
 
 _STOP_GRACE_SECONDS = 1.0
@@ -61,31 +62,25 @@ class Scheduler:
         if wait.ready():
             return
         self._raise_if_doomed(rank, wait)
-        rank.wait = wait
-        try:
+        with setting(rank, wait=wait):
             while True:
                 self._hand_over(rank)
                 if wait.ready():
                     self.note_progress()
                     return
                 self._raise_if_doomed(rank, wait)
-        finally:
-            rank.wait = None
 
     def yield_token(self, describe: Callable[[], str]) -> None:
         """Let each runnable rank run once."""
         rank = self.check_thread()
-        rank.wait = Wait(ready=lambda: True, describe=describe)
         self._idle_polls += 1
-        if self._idle_polls > _MAX_IDLE_POLLS_OF_A_FAILED:
-            self._end_standstill([one for one in self.ranks if one.failing is not None])
-        try:
+        with setting(rank, wait=Wait(ready=lambda: True, describe=describe)):
+            if self._idle_polls > _MAX_IDLE_POLLS_OF_A_FAILED:
+                self._end_standstill([one for one in self.ranks if one.failing is not None])
             if self._idle_polls > _MAX_IDLE_POLLS and not self._deadlines():
                 self.condemn(partial(deadlock_error, self._report()))
                 self.raise_if_condemned(rank, describe)
             self._hand_over(rank)
-        finally:
-            rank.wait = None
 
     def note_progress(self) -> None:
         """Record that a rank did something that others may wait for."""
@@ -153,16 +148,14 @@ class Scheduler:
                 released.append(True)
             return self.is_elastic or self._end_with(rank, error)
 
-        rank.wait = Wait(
+        wait = Wait(
             lambda: bool(released) or self.is_condemned or self._nobody_goes_on(),
             lambda: f"the others' end, since it has raised {type(error).__name__}: {error}",
             at_standstill=end_standstill,
         )
-        try:
-            while not rank.wait.ready():
+        with setting(rank, wait=wait):
+            while not wait.ready():
                 self._hand_over(rank)
-        finally:
-            rank.wait = None
 
     def _nobody_goes_on(self) -> bool:
         return all(r.failing is not None for r in self.ranks if r.status is Status.ALIVE)

@@ -8,13 +8,14 @@ other buffers, parameters             refused where a recomputation changes them
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.content import content
 from lightning_shard.data_parallel.offload.activations import ChangedError
 from lightning_shard.data_parallel.torch_private import BatchNorm
@@ -73,15 +74,11 @@ def has_statistics(module: nn.Module) -> bool:
 def statistics_kept(block: nn.Module) -> Iterator[None]:
     """Leave running statistics inside as they are: in training no result depends on them."""
     norms: list[Any] = [one for one in block.modules() if has_statistics(one) and one.training]
-    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0  # of what a batch adds
-        norm.num_batches_tracked = norm.num_batches_tracked.clone()
-    try:
+    with ExitStack() as kept:
+        for norm in norms:  # a momentum of 0 is that of what a batch adds
+            counted = norm.num_batches_tracked.clone()
+            kept.enter_context(setting(norm, momentum=0.0, num_batches_tracked=counted))
         yield
-    finally:
-        for norm, (momentum, num_batches) in zip(norms, kept, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, num_batches
 
 
 @contextmanager
