@@ -25,7 +25,14 @@ INF, NAN = math.inf, math.nan
 )
 def test_the_largest_difference(got: list[float], expected: list[float], difference: float) -> None:
     found = apart(torch.tensor(got), torch.tensor(expected))
-    assert found == difference or (found > 1e300 and difference == INF)
+    assert found == difference or (found > 1e38 and difference == INF)
+
+
+def test_numbers_of_any_kind_are_compared() -> None:
+    assert apart(torch.tensor([2**53]), torch.tensor([2**53 - 1])) == 1.0
+    assert apart(torch.tensor([True]), torch.tensor([False])) == 1.0
+    halves = torch.tensor([1.0, 1.0078125], dtype=torch.bfloat16)
+    assert apart(halves, torch.ones(2)) == 0.0078125
 
 
 def test_the_largest_element_is_finite() -> None:
