@@ -14,7 +14,12 @@ from lightning_shard.data_parallel.torch_private import storage_key
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """Bytes of one rank; `offloaded` are those in host memory besides, under offload."""
+    """Bytes of one rank between two steps, by kind.
+
+    Attributes:
+        parameters: Parameters, master copies included.
+        offloaded: Host memory besides, under offload.
+    """
 
     parameters: int
     gradients: int

@@ -30,7 +30,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
+from lightning_shard.core.extensions import (
+    ModuleCopies,
+    SharedByCopies,
+    extend_class,
+    give_class_back,
+)
 from lightning_shard.core.placeholders import Placeholder, is_alone, is_placeholder, stands_in
 from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.torch_private import pass_for_parameter, unobserved, untraced
@@ -376,6 +381,8 @@ class SharedExperts(SharedByCopies):
                 self._change(expert, name, _OneOfMany, (calls, number), calls)
                 for inner_name, inner in list(expert.named_modules())[1:]:
                     self._change(inner, f"{name}.{inner_name}", _Inner, None, calls)
+        self._copies = ModuleCopies("experts")
+        self._copies.watch(self._changed)
 
     def _change(self, module: nn.Module, layer: str, mixin: type, place: Any, calls: Any) -> None:
         held: dict[str, Any] = module.__dict__["_parameters"]
@@ -429,8 +436,9 @@ class SharedExperts(SharedByCopies):
         return loads_of_ranks(own, self._split.group, others)
 
     def restore(self) -> None:
-        """Give the mixtures their own forwards back."""
-        for module in self._changed:
+        """Give the mixtures, and copies that were made in the run, their own forwards back."""
+        self._copies.end()
+        for module in (*self._changed, *self._copies.take()):
             _, inner = vars(module).pop(_PLACE)
             set_view(module, inner)
             give_class_back(module, (_Mixing, _OneOfMany, _Inner))

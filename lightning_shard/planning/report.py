@@ -9,41 +9,39 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import override
 
 from lightning_shard.core.mesh import Axis, NodePlacement, ParallelMesh
 from lightning_shard.core.reporting.output import format_bytes, plain_text
+from lightning_shard.data_parallel.held_bytes import HeldBytes
 from lightning_shard.data_parallel.offload.activations import HostActivations
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankMemory:
+class RankMemory(HeldBytes):
     """The most that one rank holds of each kind, in bytes; buffers and workspace not included.
 
+    What it holds has the state of Adam, or an optimizer with as many values; in host memory are
+    activations, too.
+
     Attributes:
-        parameters: Bytes of parameters between the steps, and of a separate master copy.
         gathered: Further bytes of unsharded parameters within a step, under ZeRO stage 3.
         gradients_in_flight: Bytes of the gradients of a pipeline's microbatches, until the engine
             takes them over.
-        optimizer_state: Bytes of the state of Adam, or an optimizer with as many values.
         recomputed: Further bytes of the largest block whose activations backward computes again.
-        offloaded: Bytes in host memory besides, under offload: shards, state, activations.
     """
 
-    parameters: int
     gathered: int
-    gradients: int
     gradients_in_flight: int
-    optimizer_state: int
     activations: int
     recomputed: int = 0
-    offloaded: int = 0
 
     @property
+    @override
     def total(self) -> int:
         """Sum of the kinds on the device: the peak in bytes, if all are there at one time."""
-        held = self.parameters + self.gradients + self.optimizer_state
         in_step = self.gathered + self.gradients_in_flight + self.activations + self.recomputed
-        return held + in_step
+        return super().total + in_step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,15 +43,12 @@ _BEGINNING = "Out of memory"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryKinds:
-    """Bytes of one rank, by kind.
+class MemoryKinds(HeldBytes):
+    """Bytes of one rank within a step, by kind.
 
     Attributes:
-        parameters: Parameters between the steps, master copies included.
         gathered: Units that are full for the moment, under ZeRO stage 3.
-        gradients: Gradients that wait for the optimizer.
         communication: Full gradients that are on their way to the ranks that have them.
-        offloaded: Host memory besides, under offload.
         gathered_matrices: Matrices and their gradients that an optimizer of full matrices needs on
             this rank while it updates them, where layers are in parts.
         others: Activations and all else that torch has allocated on the device; None where that
@@ -59,12 +56,8 @@ class MemoryKinds:
         process: The whole process, where `others` cannot be told; None where neither can.
     """
 
-    parameters: int
     gathered: int
-    gradients: int
     communication: int
-    optimizer_state: int
-    offloaded: int = 0
     activations_on_host: int = 0
     gathered_matrices: int = 0
     others: int | None = None
@@ -73,8 +66,7 @@ class MemoryKinds:
     @property
     def known(self) -> int:
         """Sum of the kinds that the engine knows."""
-        state = self.parameters + self.gradients + self.optimizer_state
-        return state + self.gathered + self.communication
+        return self.total + self.gathered + self.communication
 
     def __str__(self) -> str:
         sizes: dict[str, int | None] = {

@@ -1,6 +1,7 @@
 """Copies of modules that hooks keep beside the model, and what `on_save_checkpoint` reads."""
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_copies_of_copies_are_as_on_one_device(scheme: str) -> None:
     for mine, theirs in zip(ours.model.kept, alone.model.kept, strict=True):
         for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(one, other)
+
+
+class Pickles(Decoder):
+    """Pickles its head in a hook, and a copy of it after the fit."""
+
+    def on_train_start(self) -> None:
+        self.kept = [copy.deepcopy(self.head)]
+        self.kept.append(pickle.loads(pickle.dumps(self.head)))
+
+
+@pytest.mark.parametrize("scheme", ["shard_ddp", "zero2", "context"])
+def test_a_module_and_copies_of_it_can_be_pickled_in_a_run_and_after_it(scheme: str) -> None:
+    """A hook of the engine's could not be pickled, in the model as in its copies."""
+    num_ranks, make = DECODER_SCHEMES[scheme]
+    copied, loaded = fit(Pickles, make(), devices=num_ranks).model.kept
+    for one in (copied, pickle.loads(pickle.dumps(copied))):
+        for mine, theirs in zip(one.parameters(), loaded.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
 
 
 class Averaged(Decoder):

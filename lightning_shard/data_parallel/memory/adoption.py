@@ -8,6 +8,7 @@ are trained on.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -260,8 +261,8 @@ class _AssigningLoads:
         if metadata.get("assign_to_params_buffers"):
             self._noted.add(module)
 
-    def __reduce__(self) -> str:
-        return "note_nothing"  # in copies of the module, pickled ones as well
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (note_nothing,)  # in copies of the module, pickled ones as well
 
 
 def note_nothing(*_: Any) -> None:

@@ -1,5 +1,7 @@
 """What runs with shared experts count, refuse and leave behind."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -8,7 +10,7 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -295,3 +297,24 @@ def test_experts_have_their_own_classes_and_values_after_a_fit() -> None:
     assert {name: one.shape for name, one in model.named_parameters()} == shapes
     assert set(EXPERT_MODELS) >= {"mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"}
     assert F.mse_loss(model.blocks[0].experts[0].weight, torch.zeros(16, 16)) > 0
+
+
+class KeepsCopies(Callback):
+    """Copies the network in a hook, on rank 0, and the copy's copy."""
+
+    def __init__(self) -> None:
+        self.kept: list[nn.Module] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        first = copy.deepcopy(pl_module.get_submodule("network"))
+        self.kept += [first, copy.deepcopy(first)]
+
+
+def test_copies_from_a_hook_are_of_the_model_s_own_classes_after_the_fit() -> None:
+    """The copies of mixtures went on asking the ended run, and could not be pickled."""
+    model, keeps = build("mixtral"), KeepsCopies()
+    fit(model, sharing(zero_stage=1), callbacks=[keeps])
+    kinds = {type(one) for one in model.get_submodule("network").modules()}
+    for kept in keeps.kept:
+        assert {type(one) for one in kept.modules()} == kinds
+        assert pickle.loads(pickle.dumps(kept)).state_dict().keys() == kept.state_dict().keys()
