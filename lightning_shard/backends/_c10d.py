@@ -18,6 +18,15 @@ from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["HashStore", "PrefixStore", "ProcessGroupBase", "Store", "StoreBase", "TCPStore"]
 
+# torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor`: the old names warn from
+# then on, and the new ones are unknown before.
+if hasattr(dist, "reduce_scatter_single"):
+    reduce_scatter_flat = dist.reduce_scatter_single
+    all_gather_flat = dist.all_gather_single
+else:
+    reduce_scatter_flat = dist.reduce_scatter_tensor
+    all_gather_flat = dist.all_gather_into_tensor
+
 if TYPE_CHECKING:
 
     class ProcessGroupBase:

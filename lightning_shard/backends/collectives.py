@@ -1,12 +1,12 @@
 """The typed facade over one process group: what every engine of this package calls.
 
-    engine ──> Collectives ──────────> C10dTransfers ──> c10d (nccl, in_process), sum / ranks
+    engine ──> Collectives ──────────> c10d (nccl, in_process), sum / ranks
                    ├─ ShmCollectives ──> memory of all ranks, which is averaged there
                    └─ ExchangeCollectives ──> c10d's point-to-point messages (gloo, mpi), rank_order
 
 Public methods check the tensors, count the traffic and hand over to a protected method of the same
-name in `C10dTransfers`, which a subclass overrides where its backend has something better. All
-ranks and peers are ranks *within the group*.
+name. These begin c10d's own algorithms, which suit NCCL and the groups of this package; a subclass
+overrides those that its backend does badly. All ranks and peers are ranks *within the group*.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.backends.c10d_transfers import C10dTransfers
+from lightning_shard.backends._c10d import all_gather_flat, reduce_scatter_flat
 from lightning_shard.backends.objects import broadcast_object, gather_objects
 from lightning_shard.backends.pending import OperationContext, Pending, Span, StartedTransfer
-from lightning_shard.backends.rank_order import ReduceOpName, check_op
+from lightning_shard.backends.rank_order import (
+    C10D_OPS,
+    ReduceOpName,
+    check_op,
+    combine_in_rank_order,
+    is_narrow,
+)
 from lightning_shard.backends.shapes import (
     check_contiguous,
     check_flat,
@@ -38,6 +44,7 @@ from lightning_shard.backends.shapes import (
     checked_splits,
 )
 from lightning_shard.backends.traffic import GroupTraffic, Traffic, ring_share
+from lightning_shard.errors import ConfigError
 
 
 class CommonBuffer(Protocol):
@@ -97,7 +104,7 @@ def begin_update(buffers: Iterable[CommonBuffer], *, in_place: bool) -> None:
 T = TypeVar("T")
 
 
-class Collectives(C10dTransfers):
+class Collectives:
     """Collective operations of one process group, synchronous or asynchronous, counted.
 
     Every method but `send` and `recv` is collective: each rank of the group must call it, in the
@@ -115,7 +122,14 @@ class Collectives(C10dTransfers):
     _numbers_made: ClassVar[Iterator[int]] = count()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"Expected a process group that this rank belongs to, got {group!r}. "
+                "dist.new_group returns no group to ranks outside it: make Collectives on members."
+            )
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
         self.traffic = Traffic()
         self._alive[next(self._numbers_made)] = self
 
@@ -436,6 +450,106 @@ class Collectives(C10dTransfers):
             yield
             span.has_waited()
 
+    # --- beginning on c10d, by its own algorithms; shapes and types have been checked ------------
+
+    def _all_reduce_dtype(self, tensor: Tensor, op: ReduceOpName) -> torch.dtype:
+        """Return the type in which an all-reduce travels."""
+        return torch.float32 if op == "avg" and is_narrow(tensor.dtype) else tensor.dtype
+
+    def _reduce_scatter_dtype(
+        self, output: Tensor, source: Tensor, op: ReduceOpName
+    ) -> torch.dtype:
+        """Return the type in which a reduce-scatter travels."""
+        widen = output.dtype != source.dtype or (op == "avg" and is_narrow(source.dtype))
+        return torch.float32 if widen else source.dtype
+
+    def _all_reduce(self, output: Tensor, source: Tensor, op: ReduceOpName) -> StartedTransfer:
+        if self._is_still(source):
+            return copy_unless_same(output, source)
+        dtype = self._all_reduce_dtype(source, op)
+        wire = source.to(dtype) if source.dtype != dtype else output
+        copy_unless_same(wire, source)
+        work = dist.all_reduce(wire, C10D_OPS[op], group=self.group, async_op=True)
+        return StartedTransfer(works=[work], finish=partial(self._settle, output, wire, op))
+
+    def _reduce_scatter(self, output: Tensor, source: Tensor, op: ReduceOpName) -> StartedTransfer:
+        if self._is_still(output):
+            return copy_unless_same(output, source)
+        dtype = self._reduce_scatter_dtype(output, source, op)
+        wire = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
+        work = reduce_scatter_flat(
+            wire, source.to(dtype), C10D_OPS[op], group=self.group, async_op=True
+        )
+        return StartedTransfer(works=[work], finish=partial(self._settle, output, wire, op))
+
+    def _all_gather(self, output: Tensor, source: Tensor) -> StartedTransfer:
+        if self._is_still(output):
+            return copy_unless_same(output, source)
+        return StartedTransfer(
+            works=[all_gather_flat(output, source, group=self.group, async_op=True)]
+        )
+
+    def _all_to_all(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+    ) -> StartedTransfer:
+        if self.size == 1:
+            return copy_unless_same(output, source)
+        work = dist.all_to_all_single(
+            output, source, output_splits, input_splits, group=self.group, async_op=True
+        )
+        return StartedTransfer(works=[work])
+
+    def _reduce_slices(
+        self, output: Tensor, source: Tensor, sizes: list[int], op: ReduceOpName
+    ) -> StartedTransfer:
+        """Reduce slices of different sizes: each rank is sent the others' of its own."""
+        slices = list(torch.split(source, sizes))
+        addends = [torch.empty_like(slices[self.rank]) for _ in sizes]
+        work = dist.all_to_all(addends, slices, group=self.group, async_op=True)
+
+        def finish() -> None:
+            if output.numel():
+                combine_in_rank_order(addends, self.rank, op, output)
+
+        return StartedTransfer(works=[work], finish=finish)
+
+    def _gather_slices(self, output: Tensor, source: Tensor, sizes: list[int]) -> StartedTransfer:
+        """Collect slices of different sizes."""
+        slices, own = list(torch.split(output, sizes)), source.clone()  # it may be one of them
+        work = dist.all_to_all(slices, [own] * self.size, group=self.group, async_op=True)
+        return StartedTransfer(works=[work])
+
+    def _broadcast(self, tensor: Tensor, src: int) -> StartedTransfer:
+        if self._is_still(tensor):
+            return StartedTransfer()
+        work = dist.broadcast(tensor, group_src=src, group=self.group, async_op=True)
+        return StartedTransfer(works=[work])
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> StartedTransfer:
+        work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
+        return StartedTransfer(works=[cast("dist.Work", work)])  # None only outside the group
+
+    def _recv(self, tensor: Tensor, peer: int, tag: int) -> StartedTransfer:
+        work = dist.irecv(tensor, group=self.group, group_src=peer, tag=tag)
+        return StartedTransfer(works=[cast("dist.Work", work)])
+
+    def _is_still(self, tensor: Tensor) -> bool:
+        """Say whether nothing moves: one rank, or no elements on any rank."""
+        return self.size == 1 or tensor.numel() == 0
+
+    def _settle(self, output: Tensor, wire: Tensor, op: ReduceOpName) -> None:
+        """Divide for an average and bring the result into the caller's type."""
+        if op == "avg":
+            wire.div_(self.size)
+        if wire is not output:
+            output.copy_(wire)
+
+    # --- counters ---------------------------------------------------------------------------------
+
     @classmethod
     def traffic_by_group(cls) -> list[GroupTraffic]:
         """Return this rank's counters of each of its groups, in the order of their making.
@@ -477,3 +591,10 @@ def _global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
         return ()
+
+
+def copy_unless_same(output: Tensor, source: Tensor) -> StartedTransfer:
+    """Copy on a group of one rank, unless both are the same memory."""
+    if output.data_ptr() != source.data_ptr() or output.dtype != source.dtype:
+        output.copy_(source)
+    return StartedTransfer()

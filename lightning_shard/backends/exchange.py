@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.backends.c10d_transfers import copy_unless_same
-from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.collectives import Collectives, copy_unless_same
 from lightning_shard.backends.free_memory import LARGEST_BLOCK_BYTES
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.rank_order import ReduceOpName, combine_in_rank_order, is_narrow

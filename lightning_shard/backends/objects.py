@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.backends._c10d import exchange_objects_as, object_device
+from lightning_shard.backends._c10d import all_gather_flat, exchange_objects_as, object_device
 from lightning_shard.backends.authentication.token import remembered
-from lightning_shard.backends.c10d_transfers import all_gather_flat
 from lightning_shard.errors import RankFailedError
 
 CODE_BYTES = 32

@@ -27,7 +27,6 @@ from typing_extensions import override
 from lightning_shard.backends import _c10d
 from lightning_shard.backends._c10d import Store
 from lightning_shard.backends.base import Backend
-from lightning_shard.backends.c10d_transfers import C10dTransfers
 from lightning_shard.backends.calls import Call, op_name
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
@@ -292,7 +291,7 @@ def _either(name: str) -> Callable[..., StartedTransfer]:
 
     def begin(self: "_RecordedExchange", *args: Any) -> StartedTransfer:
         is_playing = self.group.tape.is_playing  # type: ignore[attr-defined]
-        owner = ExchangeCollectives if is_playing else C10dTransfers
+        owner = ExchangeCollectives if is_playing else Collectives
         started: StartedTransfer = getattr(owner, name)(self, *args)
         return started
 

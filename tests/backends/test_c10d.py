@@ -94,3 +94,17 @@ def test_the_random_state_tracker_of_dtensor() -> None:
     import torch.distributed.tensor._random as tensor_random
 
     assert hasattr(tensor_random, "_rng_tracker")
+
+
+def test_the_name_that_does_not_warn_is_used() -> None:
+    renamed = hasattr(dist, "reduce_scatter_single")
+    suffixes = ("_single", "_single") if renamed else ("_tensor", "_into_tensor")
+    assert _c10d.reduce_scatter_flat.__name__ == "reduce_scatter" + suffixes[0]
+    assert _c10d.all_gather_flat.__name__ == "all_gather" + suffixes[1]
+
+
+def test_both_take_output_then_input() -> None:
+    scatter = list(inspect.signature(_c10d.reduce_scatter_flat).parameters)
+    gather = list(inspect.signature(_c10d.all_gather_flat).parameters)
+    assert scatter == ["output", "input", "op", "group", "async_op"]
+    assert [name.split("_")[0] for name in gather] == ["output", "input", "group", "async"]

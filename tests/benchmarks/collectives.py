@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from lightning_shard.backends.c10d_transfers import all_gather_flat, reduce_scatter_flat
+from lightning_shard.backends._c10d import all_gather_flat, reduce_scatter_flat
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.backends.traffic import ring_share
 from tests.benchmarks.ranks import NUM_RANKS, on_ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_shard.backends.c10d_transfers import all_gather_flat, reduce_scatter_flat
+from lightning_shard.backends._c10d import all_gather_flat, reduce_scatter_flat
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.exchange import ExchangeCollectives
 from lightning_shard.errors import CheckpointError, ConfigError, RankFailedError

@@ -21,8 +21,7 @@ from typing_extensions import override
 
 from lightning_shard.backends import _c10d
 from lightning_shard.backends._c10d import PrefixStore
-from lightning_shard.backends.c10d_transfers import copy_unless_same
-from lightning_shard.backends.collectives import Collectives, CommonBuffer
+from lightning_shard.backends.collectives import Collectives, CommonBuffer, copy_unless_same
 from lightning_shard.backends.debug_wrapper import register_debug
 from lightning_shard.backends.free_memory import free_host_bytes
 from lightning_shard.backends.gloo import GlooBackend

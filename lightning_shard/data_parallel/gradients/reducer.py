@@ -237,7 +237,9 @@ class Reducer:
             gradients.accept_waiting()
         else:
             gradients.accept(index)
-        self._arrived(gradients)
+        if gradients.state not in IS_SENT and gradients.is_complete:
+            self._completed.setdefault(gradients)
+            self._begin(self._ready())
 
     def _begin_arrivals(self) -> None:
         for gradients in self._gradients:
@@ -248,12 +250,9 @@ class Reducer:
         """Take a gradient that was computed outside autograd's own pass, inside `backward`."""
         gradients = self._gradients[position]
         gradients.take(index, grad)
-        self._arrived(gradients)
-
-    def _arrived(self, gradients: FlatGradients) -> None:
         if gradients.state not in IS_SENT and gradients.is_complete:
             self._completed.setdefault(gradients)
-            self._reduce_ready()
+            self._begin(self._ready())
 
     @as_they_are
     def close(self, closed: Iterable[FlatGradients]) -> None:
@@ -266,31 +265,29 @@ class Reducer:
         for gradients in closed:
             gradients.close()
             self._completed.setdefault(gradients)
-        self._reduce_ready()
+        self._begin(self._ready())
 
-    def _reduce_ready(self) -> None:
+    def _ready(self) -> Iterator[FlatGradients]:
+        """Yield those whose reductions may begin now, in the order that all ranks keep to."""
         while self._cursor < len(self._order):
             gradients = self._gradients[self._order[self._cursor]]
             if gradients.is_trained and not gradients.waits_for_end:
                 if not gradients.is_complete or not self._reduces_now(gradients):
                     return
-                self._begin(gradients)
+                yield gradients
             self._cursor += 1
 
     def _reduces_now(self, gradients: FlatGradients) -> bool:
         return (self.synchronises and not self._holds) or not gradients.accumulates
 
-    def _begin(self, gradients: FlatGradients) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_finish(self._in_flight[0]):
-            self._in_flight.popleft().finish_reduce()
-        for one in takewhile(self._may_wait, self._in_flight):
-            one.continue_reduce()
-        gradients.begin_reduce(synchronised=self.synchronises)
-        self._in_flight.append(gradients)
-
-    def _begin_all(self, several: Iterable[FlatGradients]) -> None:
+    def _begin(self, several: Iterable[FlatGradients]) -> None:
         for gradients in several:
-            self._begin(gradients)
+            while len(self._in_flight) >= _MAX_IN_FLIGHT and self._may_finish(self._in_flight[0]):
+                self._in_flight.popleft().finish_reduce()
+            for one in takewhile(self._may_wait, self._in_flight):
+                one.continue_reduce()
+            gradients.begin_reduce(synchronised=self.synchronises)
+            self._in_flight.append(gradients)
 
     def _finish_ready(self) -> None:
         """Finish reductions that have ended, so that their memory is free, or used again."""
@@ -329,12 +326,12 @@ class Reducer:
         if due and self._clipping is not None:
             self._clipping.prepare()
         late = [one for one in due if one.state in IS_SENT]  # for the second time
-        self._begin_all(one for one in due if one not in late)
+        self._begin(one for one in due if one not in late)
         self._flush_frozen()
         agrees = self.synchronises or self._shows_averages()
         if agrees:
             self.usage.begin(late)  # before any rank waits for what only this one may send
-        self._begin_all(late)
+        self._begin(late)
         while self._in_flight:
             self._in_flight.popleft().finish_reduce()
         self.usage.finish()
@@ -367,7 +364,7 @@ class Reducer:
                 gradients.is_owed |= gradients.accumulates and gradients.is_trained
                 continue
             if gradients.is_owed:
-                self._begin(gradients)
+                self._begin([gradients])
             gradients.note_frozen()
 
     def reduce_owed(self) -> None:

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from lightning_shard.backends.c10d_transfers import all_gather_flat
+from lightning_shard.backends._c10d import all_gather_flat
 from lightning_shard.backends.collectives import Collectives
 from tests.backends.conformance.suite import check, check_each
 from tests.backends.conformance.tensors import DTYPES, all_values, assert_same, values

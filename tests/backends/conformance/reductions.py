@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from lightning_shard.backends.c10d_transfers import reduce_scatter_flat
+from lightning_shard.backends._c10d import reduce_scatter_flat
 from lightning_shard.backends.collectives import Collectives
 from tests.backends.conformance.suite import check, check_each
 from tests.backends.conformance.tensors import (
