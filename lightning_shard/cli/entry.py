@@ -10,6 +10,7 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from textwrap import shorten
 
 from lightning_shard.cli.arguments import OneLineParser
 from lightning_shard.cli.parsers import CONFIGURED, HOMES, LIGHTNINGS, TEXTS, parser_of
@@ -41,7 +42,7 @@ def told(run: Callable[[], int], *, debug: bool, status: int = 1) -> int:
         if debug:
             traceback.print_exc()
         else:
-            said = str(error) if is_ours else f"{_first_line(error)} (--debug shows the traceback)"
+            said = str(error) if is_ours else f"{shorten(str(error), 600)} (--debug shows where)"
             print(f"lightning-shard: {type(error).__name__}: {said}", file=sys.stderr)
         return status
 
@@ -51,10 +52,6 @@ def _is_mended_outside(error: Exception) -> bool:
     from lightning_shard.core.call_site import went_through_user_code  # which imports torch
 
     return type(error).__name__ == "MisconfigurationException" or not went_through_user_code(error)
-
-
-def _first_line(error: Exception) -> str:
-    return next(filter(str.strip, str(error).splitlines()), "").strip()
 
 
 def main() -> int:
