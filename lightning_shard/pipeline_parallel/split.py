@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.call_site import reading
 from lightning_shard.data_parallel.memory.flat_parameters import give_memory
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.pipeline_parallel._torch import computed_before_forward
@@ -188,7 +189,8 @@ class PipelineSplit(ModelSplit):
         value = torch.empty(shape, dtype=dtype, device=self._device)
         if self.group.rank == owner:
             value.copy_(tensor)
-        self.group.broadcast(value, src=owner).wait()
+        with reading(name):
+            self.group.broadcast(value, src=owner).wait()
         if weight is None:
             tensor.data.copy_(value)
         elif self.group.rank != owner:  # it was a placeholder, or as it was before the fit

@@ -274,8 +274,10 @@ class Recorder(Callback):
             state = module.state_dict()
         else:
             state = trainer.strategy.lightning_module_state_dict()
+        # A pipeline brings buffers of other stages where every rank reads them.
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         if trainer.is_global_zero or trains_by_itself(trainer.strategy):
-            state = {**dict(module.named_buffers()), **state}
+            state = {**buffers, **state}
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     self._add(phase, "weight" if name in params else "buffer", name, value)
