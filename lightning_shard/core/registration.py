@@ -113,11 +113,10 @@ def register_on_import() -> None:
 
 
 class _TorchFirst(MetaPathFinder):
-    """Imports torch before the first module of this package that uses it.
+    """Imports torch before the first module of this package that uses it."""
 
-    When torch's import ends, the backends are imported: no module of this package may be half
-    imported then.
-    """
+    # When torch's import ends, the backends are imported: no module of this package may be half
+    # imported then.
 
     @override
     def find_spec(

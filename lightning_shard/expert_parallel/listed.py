@@ -104,11 +104,9 @@ class ListedExperts(SharedByCopies):
         return result if anchor is None else _attached(result, anchor)
 
     def _anchors(self, module: nn.Module, arguments: Any) -> list[Tensor]:
-        """Return tensors through one of which the backward of an exchange goes on each rank.
-
-        A backward that asks for the gradients of some tensors only, as a pipeline's does, leaves
-        out what leads to none of them, and a rank may have no tokens that do.
-        """
+        """Return tensors through one of which the backward of an exchange goes on each rank."""
+        # A backward that asks for the gradients of some tensors only, as a pipeline's does, leaves
+        # out what leads to none of them, and a rank may have no tokens that do.
         if not torch.is_grad_enabled():
             return [self.anchor.detach()]
         given = [one for one in tree_leaves(arguments) if _is_float(one) and one.requires_grad]

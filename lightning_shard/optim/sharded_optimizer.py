@@ -200,10 +200,9 @@ class _FoundState(defaultdict[Any, Any]):
 
 
 class _ElsewhereState(dict[str, Any]):
-    """State of a parameter whose elements lie on other ranks: each entry is without elements.
+    """State of a parameter whose elements lie on other ranks: each entry is without elements."""
 
-    A count, such as the number of steps, is the one that the rank's other parameters have.
-    """
+    # A count, such as the number of steps, is the one that the rank's other parameters have.
 
     def __init__(self, nothing: Tensor, states: Mapping[Any, Any]) -> None:
         super().__init__()

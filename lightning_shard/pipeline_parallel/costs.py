@@ -243,10 +243,9 @@ class _StepModule(nn.Module):
 
 
 class _StandIns:
-    """Stand-ins for parameters and buffers: copies, on which writes are lost, or without elements.
+    """Stand-ins for parameters and buffers: copies, whose writes are lost, or without elements."""
 
-    Without elements the step runs in `mode`, as the batch has none either.
-    """
+    # Without elements the step runs in `mode`, as the batch has none either.
 
     def __init__(self, mode: FakeTensorMode | None, device: torch.device | None) -> None:
         self._device, self.mode = device, mode

@@ -200,10 +200,8 @@ class AfterSchedule:
 
 
 def _node(value: Any) -> Any:
-    """Return the node of the graph where a tensor's gradient arrives; None without one.
-
-    What is differentiated by torch.func has a graph of its own, which no other stage has met.
-    """
+    """Return the node of the graph where a tensor's gradient arrives; None without one."""
+    # What is differentiated by torch.func has a graph of its own, which no other stage has met.
     if not isinstance(value, Tensor) or not value.requires_grad or is_wrapped(value):
         return None
     return gradient_edge(value).node
@@ -315,10 +313,8 @@ def _used(ends: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 def _grads_of(
     roots: Sequence[Tensor], leaves: Sequence["_Leaf"], grads: Sequence[Tensor] | None
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of parameters used without any input or in several places.
-
-    Torch's halves lose those, or count them twice.
-    """
+    """Return the gradients of parameters used without any input or in several places."""
+    # Torch's halves lose those, or count them twice.
     if not leaves:
         return []
     edges = [leaf.edge for leaf in leaves]

@@ -74,11 +74,9 @@ class PipelineSplit(ModelSplit):
         return tuple(sorted({self._stage_ranks[stage] for stage in stages}))
 
     def _groups_of_ties(self) -> dict[tuple[int, ...], Collectives]:
-        """Make a group of every set of ranks that share a parameter.
-
-        A rank outside of a set makes one of itself: c10d names a group by its ranks and by how many
-        this rank has, and ranks with other numbers would not meet.
-        """
+        """Make a group of every set of ranks that share a parameter."""
+        # A rank outside of a set makes one of itself: c10d names a group by its ranks and by how
+        # many this rank has, and ranks with other numbers would not meet.
         made, own = {}, self.group.rank
         for ranks in sorted({ranks for ranks in self._ranks.values() if len(ranks) > 1}):
             members = ranks if own in ranks else (own,)

@@ -174,11 +174,10 @@ def _bring(trainer: "pl.Trainer", record: RankRecord) -> None:
 
 
 class _Batches:
-    """An iterable of the recorded batches, each a copy, since a step may write into it.
+    """An iterable of the recorded batches, each a copy, since a step may write into it."""
 
-    It has a length, whatever the recorded loader had, since of a loader without one Lightning
-    fetches a batch before its loops begin, too early to set them.
-    """
+    # It has a length, whatever the recorded loader had, since of a loader without one Lightning
+    # fetches a batch before its loops begin, too early to set them.
 
     def __init__(self, record: RankRecord, bring: Callable[[], None]) -> None:
         self._record, self._bring = record, bring

@@ -93,10 +93,8 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
         self.run = Run(self, options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy for another rank or Trainer; inside of a run itself, which is there once.
-
-        A progress bar that user code copies in a hook holds its trainer, and that its strategy.
-        """
+        """Return a copy for another rank or Trainer; in a run itself, which is there once."""
+        # A progress bar that user code copies in a hook holds its trainer, and that its strategy.
         trainer = self.run.trainer
         is_running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
         if is_running and (current_world() is not None or not self.is_in_process):

@@ -317,10 +317,8 @@ class FitEnd(RunPart):
         return self._states_in_shards is not None
 
     def _keeps_full(self, engine: DataParallelEngine) -> bool:
-        """Whether this rank's module is full after this run; each rank must call.
-
-        Ranks of one process other than 0 end with it, on copies that nobody has afterwards.
-        """
+        """Whether this rank's module is full after this run; each rank must call."""
+        # Ranks of one process other than 0 end with it, on copies that nobody has afterwards.
         run, strategy = self.run, self.strategy
         chooses = self.after_fit == "auto" and strategy.is_in_process and run.is_fitting()
         holds_full = run.has_full_parameters or strategy.dimensions or run.setup.averages

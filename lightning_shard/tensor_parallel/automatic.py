@@ -212,11 +212,9 @@ class _LayerFinder:
             self._full.update(layers.values())
 
     def _is_given_biases(self, candidate: Candidate) -> bool:
-        """Whether an attention may be called with a bias of each head that another module makes.
-
-        Such a bias is of all heads, so the attention must not be told of fewer heads, unless one of
-        its class makes the bias itself, for its own heads.
-        """
+        """Whether an attention may be called with a bias of each head that another module makes."""
+        # Such a bias is of all heads, so the attention must not be told of fewer heads, unless one
+        # of its class makes the bias itself, for its own heads.
         owner = candidate.owner
         if type(owner) not in self._tables:
             self._tables[type(owner)] = self._tables_beside(type(owner))

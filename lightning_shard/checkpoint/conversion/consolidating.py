@@ -98,11 +98,9 @@ Written = Callable[[int], None]
 
 
 def _write(to: Format, path: Any, content: Any, written: Written, options: Consolidation) -> None:
-    """Write nested containers with unread tensors.
-
-    A file of `torch.save` begins with a pickle, which has shapes alone: each tensor has memory
-    there that nobody touches, and its elements are read when their record is written.
-    """
+    """Write nested containers with unread tensors."""
+    # A file of `torch.save` begins with a pickle, which has shapes alone: each tensor has memory
+    # there that nobody touches, and its elements are read when their record is written.
     if to == "huggingface":
         _write_folder(path, list(_shards(content, options.max_shard_bytes)), written)
         return

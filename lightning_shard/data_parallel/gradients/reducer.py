@@ -300,11 +300,9 @@ class Reducer:
         return gradients.is_reduced_by_all or (not keeps_memory and self._may_wait(gradients))
 
     def _may_wait(self, gradients: FlatGradients) -> bool:
-        """Whether to wait for a reduction: before a backward's end, whether all ranks begin it now.
-
-        A rank that has not used all of a unit begins it once backward has left that unit. Until
-        then it may wait for this rank itself, to unshard a unit or to exchange tokens.
-        """
+        """Whether to wait for a reduction: before a backward ends, whether all begin it now."""
+        # A rank that has not used all of a unit begins it once backward has left that unit. Until
+        # then it may wait for this rank itself, to unshard a unit or to exchange tokens.
         return gradients.state in IS_LEFT or not self.usage.may_differ_in_backward
 
     @as_they_are
@@ -348,10 +346,8 @@ class Reducer:
         self.was_held_up |= bool(self.learnt_order) and self.synchronises and is_late
 
     def _shows_averages(self) -> bool:
-        """Whether code may meet a `.grad` that looks full where ranks have only added up theirs.
-
-        It asks `if p.grad is not None`, and must find the same on every rank.
-        """
+        """Whether code may meet a `.grad` that looks full where ranks have only added up theirs."""
+        # It asks `if p.grad is not None`, and must find the same on every rank.
         shows = self._is_met and not all(one.buffer.shows_sums for one in self._gradients)
         for gradients in self._gradients if shows else ():
             gradients.buffer.observe_all()  # of all, since `settle` shows what it knows of all

@@ -403,10 +403,9 @@ def stretch_bytes(tensor: Tensor) -> int:
 
 
 def _ends(tensor: Tensor) -> tuple[int, int]:
-    """Return the first element of a tensor's stretch in its storage, and the one after the last.
-
-    It is all of the storage, but where the tensor is a small part of it, as a batch of a data set.
-    """
+    """Return the first element of a tensor's stretch in its storage, and the one after the last."""
+    # It is all of the storage, but where the tensor is a small part of it, as a batch of a data
+    # set.
     numel = tensor.untyped_storage().nbytes() // tensor.itemsize
     if not tensor.numel():
         return 0, 0

@@ -691,10 +691,9 @@ class TracedHook:
 
 
 class _Hook(TracedHook):
-    """A hook that runs uncompiled, also where the module that calls it is compiled.
+    """A hook that runs uncompiled, also where the module that calls it is compiled."""
 
-    Were each hook an untraced function of its own, every block would be compiled for itself.
-    """
+    # Were each hook an untraced function of its own, every block would be compiled for itself.
 
     @untraced
     def __call__(self, *args: Any) -> Any:

@@ -251,11 +251,9 @@ class TensorAxis(PlanOptions):
 
 
 def _forget_graphs(params: Iterable[nn.Parameter]) -> None:
-    """Let parameters whose shape has changed be used in new graphs while old ones are alive.
-
-    An old graph keeps the node that accumulates the gradient, and with it the old shape; autograd
-    makes another node only when the format changes.
-    """
+    """Let parameters whose shape has changed be used in new graphs while old ones are alive."""
+    # An old graph keeps the node that accumulates the gradient, and with it the old shape; autograd
+    # makes another node only when the format changes.
     for param in params:
         value = param.data
         other = torch.float32 if value.dtype == torch.float64 else torch.float64

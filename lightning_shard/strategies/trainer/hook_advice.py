@@ -160,11 +160,9 @@ def hooks_inside(
 def _inside(
     around: Callable[[], AbstractContextManager[None]], owner: object, name: str
 ) -> Iterator[None]:
-    """Wrap a hook for the calls of this thread.
-
-    An object that ranks of one process share is wrapped by each of them, and they may end in any
-    order: what has ended lets calls through until what lies above it has ended as well.
-    """
+    """Wrap a hook for the calls of this thread."""
+    # An object that ranks of one process share is wrapped by each of them, and they may end in any
+    # order: what has ended lets calls through until what lies above it has ended as well.
     hook, thread, before = getattr(owner, name), get_ident(), vars(owner).get(name)
 
     @wraps(hook)

@@ -504,10 +504,8 @@ def _filled(sizes: Sequence[int], parts: Sequence[list[Any]]) -> _Filled:
 
 
 def _is_full(item: Any) -> bool:
-    """Whether the item that a one-sample microbatch adds is a step's: a loss, a tensor (1, ...).
-
-    Any other item may be the one sample's, as of `self.texts.extend(texts)`.
-    """
+    """Whether the item that a one-sample microbatch adds is a step's: a loss, a tensor (1, ...)."""
+    # Any other item may be the one sample's, as of `self.texts.extend(texts)`.
     if isinstance(item, Tensor):
         return item.ndim == 0 or item.shape[0] == 1
     return isinstance(item, int | float) or held_values(item) is not None
