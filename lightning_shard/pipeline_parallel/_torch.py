@@ -5,7 +5,8 @@ and 2.13. Of torch's schedules only the order of the computations is taken: no s
 or runtime of torch's is made. A step crosses this file as a plain (stage, kind, microbatch).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 Step = tuple[int, str, int]
+_COMPUTING = (WeightNorm, SpectralNorm, BasePruningMethod)
 OF_COMPILER = ("_dynamo_", "_has_dynamo_", "_specialize_on")
 """How the names of attributes begin that `torch.compile` sets on tensors."""
 
@@ -53,10 +55,26 @@ def computed_before_forward(module: nn.Module) -> list[tuple[str, nn.Parameter]]
     found = []
     for hook in module._forward_pre_hooks.values():
         name = getattr(hook, "_tensor_name" if isinstance(hook, BasePruningMethod) else "name", "")
-        if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod)):
+        if isinstance(hook, _COMPUTING):
             end = "v" if isinstance(hook, WeightNorm) else "orig"
             found.append((name, module.get_parameter(f"{name}_{end}")))
     return found
+
+
+@contextmanager
+def without_computing(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Call modules inside without the hooks of `computed_before_forward`."""
+    every = [one._forward_pre_hooks for one in modules if computed_before_forward(one)]
+    before = [dict(hooks) for hooks in every]
+    try:
+        for hooks, known in zip(every, before, strict=True):
+            for key in [key for key, hook in known.items() if isinstance(hook, _COMPUTING)]:
+                del hooks[key]
+        yield
+    finally:
+        for hooks, known in zip(every, before, strict=True):
+            hooks.clear()
+            hooks.update(known)
 
 
 _CLASSES: dict[str, type[_PipelineScheduleRuntime]] = {

@@ -25,6 +25,7 @@ from lightning_shard.core.placeholders import Placeholder, alone, births, note_g
 from lightning_shard.data_parallel.recompute.recomputation import CACHES
 from lightning_shard.data_parallel.torch_private import without_hooks
 from lightning_shard.errors import ConfigError
+from lightning_shard.pipeline_parallel._torch import without_computing
 from lightning_shard.pipeline_parallel.containers import held_values, signature, tensors_in
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -155,7 +156,8 @@ class SkippedBlock:
     def _run(self, call: BlockCall, leaves: Sequence[Tensor]) -> tuple[Any, Template | None]:
         """Return a result of the block and its template, which is None where the result counts."""
         try:
-            result = _on_copies(call)
+            with without_computing(self._block.modules()):  # of weights that another stage has
+                result = _on_copies(call)
         except ConfigError as error:
             if not self._runs_without_hooks(call):
                 if self.hint is None or self.hint.num_arguments != len(leaves):
