@@ -83,12 +83,13 @@ class Expectations:
 
     def dry_run(self, batch: Any) -> DryRun | None:
         """Return the strategy's dry run with a batch; None where it cannot run."""
+        strategy = self._strategy
         return self._found(
             "dry run",
-            lambda: self._strategy.dry_run(
+            lambda: strategy.dry_run(
                 self._module,
                 _shapes(batch),
-                world_size=self._strategy.mesh_size,
+                world_size=strategy.mesh_size,
                 precision=self._precision,
             ),
         )
