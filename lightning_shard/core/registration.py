@@ -38,7 +38,7 @@ FABRIC = {
 """By Fabric's root, the package whose strategies are built on it."""
 _WITHOUT_TORCH = {
     *("cli", "core", "doctor", "errors", "on_pytorch_lightning", "registration"),
-    *("reporting", "schemes", "settings", "tools"),
+    *("options", "reporting", "schemes", "settings", "tools"),
 }
 
 

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.layout import FlatLayout
-from lightning_shard.data_parallel.torch_private import count_saved, storage_uses, tensors_at
+from lightning_shard.data_parallel.torch_private import (
+    FakeTensor,
+    count_saved,
+    storage_uses,
+    tensors_at,
+)
 
 _BLANKS = {  # by element: integers of the same size, and the bits of a quiet NaN with a payload
     torch.float64: (torch.int64, 0x7FF85A17E5A17E5A),
@@ -107,6 +112,8 @@ class MemoryHolders:
         `ends` are outputs of a graph that has been made since the last time; None says that no
         graph is there, or is left.
         """
+        if isinstance(memory, FakeTensor):  # of a dry run, in which the simulation holds some, too
+            return False
         others, before = storage_uses(memory) - self._own, self._before
         if ends and others > 0 and others not in self._saved:
             found = count_saved(memory, ends, others)
