@@ -8,6 +8,7 @@ Stage 3 frees memory that its views still lie in. User code may lie in it, too: 
 weight that was full. Autograd's graphs do, and get the elements back before they are read.
 """
 
+import gc
 import warnings
 from collections.abc import Sequence
 from itertools import compress
@@ -128,6 +129,7 @@ class MemoryHolders:
         if others in self._looked_at:  # the search takes long
             return
         self._looked_at.add(others)
+        gc.collect()  # what nobody reaches any more, such as a traced graph of torch.func's
         at = [one.data_ptr() for one in tensors_at(memory) if id(one) not in own]
         held = [any(0 <= one - view.data_ptr() < view.nbytes for one in at) for view in views]
         if any(held):  # else it is a graph, which torch refuses to run
