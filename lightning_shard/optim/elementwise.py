@@ -37,7 +37,7 @@ from lightning_shard.errors import ConfigError
 Parts = Callable[[Tensor], list[list[Tensor]]]
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
-_RELATIVE = 2e-5  # of the largest of what is compared
+_RELATIVE = 1e-5  # of the largest of what is compared
 _ROUNDING = {True: 3e-7, False: 1e-15}  # of a value, where a step has written float32, and else
 
 
@@ -388,7 +388,7 @@ def why_different(trial: Callable[[], Sequence[Sequence[Tensor]]]) -> str | None
         expected, got = (torch.cat([one.flatten() for one in run]) for run in trial())
     except Exception as error:  # whatever it raises, it says why
         return _raised(error)
-    return None if is_close(got, expected, _RELATIVE, 1e-7) else DIFFERENCE
+    return None if torch.allclose(got, expected, rtol=1e-5, atol=1e-7) else DIFFERENCE
 
 
 def _raised(error: Exception) -> str:

@@ -289,7 +289,7 @@ class LocalParameters:
     def set_back(self, values: Mapping[str, Tensor]) -> None:
         """Set parameters to these values that have come back to them but for rounding."""
         self.settle()
-        self.set({n: one for n, one in values.items() if is_close(self.views[n], one, 2e-5)})
+        self.set({n: one for n, one in values.items() if is_close(self.views[n], one, 1e-5)})
 
     @torch.no_grad()
     def set(self, values: Mapping[str, Tensor], *, keep: float = 0.0) -> None:
