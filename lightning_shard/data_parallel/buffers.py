@@ -166,11 +166,14 @@ class BufferSync:
             flat = torch.cat([word, *(buffer.detach().reshape(-1) for buffer in same)])
             self._collectives.broadcast(flat, src=0).wait()
             # On other devices the host would have to wait, and fake tensors have no word.
-            if type(flat) is Tensor and flat.device.type == "cpu" and not flat[0]:
+            reads = type(flat) is Tensor and flat.device.type == "cpu"
+            if reads and not flat[0]:
                 continue
             parts = torch.split(flat[1:], [buffer.numel() for buffer in same])
             for buffer, part in zip(same, parts, strict=True):
-                buffer.copy_(torch.where(flat[0] != 0, part.view_as(buffer), buffer))
+                value = part.view_as(buffer)
+                if not (reads and torch.equal(value, buffer)):  # a graph may hold the buffer
+                    buffer.copy_(torch.where(flat[0] != 0, value, buffer))
 
 
 def _is_same(before: tuple[Tensor, int] | None, now: tuple[Tensor, int]) -> bool:

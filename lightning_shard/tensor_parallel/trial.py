@@ -231,9 +231,8 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
+        for buffer, before in kept:
+            buffer.data.copy_(before)  # autograd may have saved it, and sees no change
 
 
 @contextmanager

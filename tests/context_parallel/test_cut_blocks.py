@@ -214,6 +214,41 @@ def test_each_block_of_a_class_is_tried(change: Callable[[Blocks], None]) -> Non
     run_ranks(of_rank, 2)
 
 
+class Rotated(nn.Module):
+    """Multiplies by a buffer, which autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("base", torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x) @ self.base)
+
+
+def test_a_forward_without_gradients_leaves_an_earlier_graph_as_it_was() -> None:
+    """The trial of a block's calls without gradients wrote its buffers anew, which autograd saw."""
+
+    def backward(model: Blocks) -> list[Tensor]:
+        y = model(inputs())
+        with torch.no_grad():
+            model(inputs())
+        y.square().mean().backward()
+        return [param.grad for param in model.parameters()]
+
+    def of_rank(rank: int) -> list[Tensor]:
+        model, ranks = Blocks(Rotated), all_ranks()
+        CutBlocks(model, ranks)
+        grads = backward(model)
+        for grad in grads:
+            ranks.all_reduce(grad)
+        return [grad / ranks.size for grad in grads]
+
+    expected = backward(Blocks(Rotated))
+    for found in run_ranks(of_rank, 2):
+        torch.testing.assert_close(found, expected)
+
+
 def test_fewer_positions_than_ranks_are_computed_in_full_with_a_warning() -> None:
     expected = results(Blocks(gpt_block), inputs(1))
 

@@ -111,6 +111,42 @@ def test_several_forwards_one_of_them_without_gradients_before_a_backward(stage:
     assert_close(on_ranks(stage, loop), on_one(loop))
 
 
+class Critic(nn.Module):
+    """A generator, whose buffer autograd saves, and a critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.critic = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.register_buffer("base", torch.linalg.qr(torch.randn(4, 4)).Q)
+
+    def forward(self, x: Any, generates: bool) -> Any:
+        return self.generator(x) @ self.base if generates else self.critic(x)
+
+
+@pytest.mark.few_cases(1)
+@each_stage
+def test_a_graph_outlives_the_step_of_another_optimizer(stage: str) -> None:
+    """Buffers that followed rank 0 were written anew, which ended the generator's backward."""
+
+    def loop(fabric: Fabric) -> Any:
+        torch.manual_seed(3)
+        samples = torch.randn(3, 8, 4).chunk(fabric.world_size, 1)[fabric.global_rank]
+        module = Critic()
+        model = fabric.setup_module(module)
+        parts = (module.critic, module.generator)
+        both = [fabric.setup_optimizers(torch.optim.SGD(one.parameters(), 0.1)) for one in parts]
+        for x in samples:
+            made = model(x, True)
+            for optimizer, fake in zip(both, (made.detach(), made), strict=True):
+                optimizer.zero_grad()
+                fabric.backward((model(fake, False) - fake).square().mean())
+                optimizer.step()
+        return weights_of(model)
+
+    assert_close(on_ranks(stage, loop), on_one(loop))
+
+
 @pytest.mark.few_cases(1)
 @each_stage
 def test_two_backwards_in_a_step(stage: str) -> None:
