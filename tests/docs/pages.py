@@ -12,7 +12,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LINK = re.compile(r"(?:\]\(|(?:src|srcset)=\")([^)\s\"]+)[)\"]")
 
 
 @dataclass(frozen=True, kw_only=True)
