@@ -312,7 +312,9 @@ class Unsharder:
             if not self._as_copy(called, self.copies.enter) and called in self._left_graphs:
                 self._before_forward(unit, called, args, kwargs)
 
-        after = partial(self._after_forward, unit)
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            # A shallow copy has the block's own hooks and parameters: it runs as the block.
+            self._after_forward(unit, module, args, output)
 
         def after_other(called: nn.Module, args: Any, output: Any) -> None:
             if not self._as_copy(called, self.copies.leave) and called in self._left_graphs:

@@ -297,3 +297,22 @@ def test_an_ensemble_by_a_copy_of_one_block_trains() -> None:
     strategy = ZeRO3Strategy(backend="in_process")
     got, alone = fit(Ensemble, strategy, devices=2), fit(Ensemble)
     torch.testing.assert_close(got.weights, alone.weights, rtol=1e-5, atol=1e-6)
+
+
+class Aliased(Stack):
+    """Calls its second block once more, by shallow copies, one of which lasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = [copy.copy(self.blocks[2])]  # a list, in which torch looks for no modules
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return super().forward(x) + self.head(self.last[0](copy.copy(self.blocks[1])(h)))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_shallow_copy_of_a_block_runs_as_the_block(num_ranks: int) -> None:
+    """The block's hook, which came along, looked for the copy among the model's: KeyError."""
+    got, alone = fit(Aliased, zero3(), devices=num_ranks), fit(Aliased)
+    torch.testing.assert_close(got.weights, alone.weights, rtol=1e-5, atol=1e-6)
