@@ -118,6 +118,7 @@ class Lifeline:
         self._has_announced_requeue = False
         self._steps = 0
         self._meets_anew = met_anew  # where a loss is no end
+        self._main = threading.current_thread()
         self._ends_at = math.inf  # unless the main thread hears of the verdict
         self.terminated_rank: int | None = None  # the first sent SIGTERM or SLURM's signal
         self._stop_step: int | None = None
@@ -156,7 +157,7 @@ class Lifeline:
         """Return unless a rank has failed; cheap enough to poll."""
         verdict = self._verdict
         if verdict is not None:
-            self._ends_at = math.inf
+            self._hear()
             raise RankFailedError(self._message(operation, verdict))
 
     def explain(self, operation: str, wait_seconds: float = 1.0) -> RankFailedError:
@@ -169,7 +170,7 @@ class Lifeline:
         with self._news:
             self._news.wait_for(self._is_decided, wait_seconds)
             if self._verdict is not None:
-                self._ends_at = math.inf
+                self._hear()
                 return RankFailedError(self._message(operation, self._verdict))
             if self._hub_has_left:
                 self._table.setdefault(0, "has left in order")
@@ -210,10 +211,15 @@ class Lifeline:
             self.announce_failure(error)
         return self._all_raised
 
+    def _hear(self) -> None:
+        """Note that the main thread ends by itself; other threads hear of a verdict for theirs."""
+        if threading.current_thread() is self._main:
+            self._ends_at = math.inf
+
     def announce_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one fails, with this error; does nothing after a verdict."""
         text = _describe(error)
-        self._ends_at = math.inf
+        self._hear()
         with self._news:
             if self._verdict is not None or self.stops or self._all_raised:
                 return

@@ -4,6 +4,7 @@ import os
 import re
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
@@ -110,6 +111,23 @@ def test_a_rank_that_does_not_hear_of_a_verdict_is_ended(
         rank.lifeline.check("all_reduce")
     rank.lifeline.tick(now + 60)
     assert statuses == [1]
+
+
+def test_a_rank_of_which_another_thread_alone_hears_of_a_verdict_is_ended(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A thread of `async_sgd` heard of it, and its rank stayed in its own code, alone."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    rank.told(kind="verdict", rank=0, event=f"{NO_STEP} in time", doing="it was computing")
+    with ThreadPoolExecutor() as pool:
+        assert isinstance(pool.submit(rank.lifeline.explain, "recv").result(), RankFailedError)
+        with pytest.raises(RankFailedError):
+            pool.submit(rank.lifeline.check, "recv").result()
+    rank.lifeline.forgive(monotonic() + 60)
+    rank.lifeline.tick(monotonic() + 60)
+    assert statuses == [1]
+    assert "[rank 2] has not heard of it, and is ended" in capfd.readouterr().err
 
 
 def test_a_verdict_names_the_rank_the_operation_and_what_to_do(
