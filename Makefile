@@ -1,6 +1,6 @@
-# Each target makes its own environment: a fresh machine needs Python 3.11 or 3.12, git and make.
-FITS := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
-PYTHON ?= $(shell for p in python3 python3.11 python3.12; do \
+# Each target makes its own environment: a fresh machine needs Python 3.11 to 3.13, git and make.
+FITS := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c "$(FITS)" 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +28,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # processes, so three share two cores.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
-.PHONY: demo test test-all test-cluster test-ray test-gpu fuzz lint types docs bench bench-gpu clean
+.PHONY: demo test test-all test-cluster test-ray test-wheel test-gpu fuzz lint types docs bench bench-gpu clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --config configs/gpt_demo.yaml
@@ -39,8 +39,13 @@ test: $(STAMP)
 	PARITY_STEPS=5 $(PYTEST) -m "not slow and not gpu and not benchmark and not hosts and not ray"
 
 test-all: $(STAMP) $(ZOO)/.installed
-	$(PYTEST) -m "not gpu and not hosts and not ray and not zoo"
+	$(PYTEST) -m "not gpu and not hosts and not ray and not zoo and not wheel"
 	$(ZOO)/bin/python -m pytest --numprocesses 3 --dist loadfile -m "zoo and not gpu"
+
+# The pages, from the built wheel alone, on each Python of this machine; says which it lacks. For some
+# the index may have torch with CUDA alone, 5 GB on the disk while the test runs.
+test-wheel: $(STAMP)
+	$(BIN)/python -m pytest tests/docs/test_from_the_wheel.py
 
 # Root makes network namespaces that stand for hosts, and a SLURM of them; without it these tests
 # fail, and say why. What launchers did over two hosts is written into docs/launchers.md.

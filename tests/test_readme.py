@@ -1,14 +1,16 @@
 """The README is short and names what there is; what is pinned installs on each Python."""
 
 import re
+import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import lightning_shard
-from tests.docs.pages import README, ROOT, text_of
+from tests.docs.pages import README, ROOT, quotes, tables, text_of
 
 FIRST_SCREEN = 25
 
@@ -21,7 +23,7 @@ def test_it_fits_on_a_few_screens() -> None:
     "said",
     [
         "batch size is per data-parallel rank",
-        "Python 3.11 or 3.12",
+        "Python 3.11 to 3.13",
         "Several GPUs have not met this code",
     ],
 )
@@ -29,11 +31,44 @@ def test_the_first_screen_says(said: str) -> None:
     assert said in "\n".join(text_of("README.md").splitlines()[:FIRST_SCREEN])
 
 
-def test_the_versions_are_those_of_the_project() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    assert 'requires-python = ">=3.11,<3.13"' in project
-    assert '"torch>=2.11"' in project
-    assert '"lightning>=2.6,!=2.6.2,!=2.6.3"' in project
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+_PYTHON = "Programming Language :: Python :: "
+PYTHONS = [one.removeprefix(_PYTHON) for one in PROJECT["classifiers"] if _PYTHON in one]
+_VERSION = re.compile(r"\d+(?:\.\d+)+")
+
+
+def rows(head: str) -> dict[str, list[str]]:
+    """Return the other cells by the first one's of a table of the first page."""
+    (table,) = (
+        one for one in tables("docs/start.md") if one.head[0] == head and len(one.head) == 3
+    )
+    return {row[0]: row[1:] for row in table.rows}
+
+
+def test_the_table_of_versions_is_that_of_the_project() -> None:
+    told = {name: {*_VERSION.findall(supported)} for name, (supported, _) in rows("").items()}
+    after_last = f"3.{int(PYTHONS[-1][2:]) + 1}"
+    assert PROJECT["requires-python"] == f">={PYTHONS[0]},<{after_last}"
+    assert told.pop("Python") == {*PYTHONS}
+    needed = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["hf"]
+    wanted = {one.name: str(one.specifier) for one in map(Requirement, needed)}
+    assert told == {name: {*_VERSION.findall(wanted[name.lower()])} for name in told}
+
+
+def test_what_is_tested_with_is_what_is_pinned() -> None:
+    pinned = CONSTRAINTS.read_text()
+    for name, (_, tested) in rows("").items():
+        if name != "Python":
+            assert f"\n{name.lower()}=={_VERSION.findall(tested)[0]}\n" in pinned, name
+
+
+def test_the_table_of_extras_is_that_of_the_project() -> None:
+    extras = PROJECT["optional-dependencies"]
+    told = {
+        quotes(extra)[0]: set(brings.split(", ")) for extra, (brings, _) in rows("extra").items()
+    }
+    assert told == {name: {Requirement(one).name for one in extras[name]} for name in told}
+    assert extras.keys() - told.keys() == {"browser", "dev", "notebook", "zoo"}  # of `make`
 
 
 def test_every_strategy_class_has_a_page_in_the_reference() -> None:

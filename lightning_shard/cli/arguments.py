@@ -7,12 +7,13 @@ as every refusal of a parser is.
 import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 from typing_extensions import override
+
+from lightning_shard.core.extras import missing
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1}
 _PICTURES = (".png", ".svg", ".pdf", ".jpg")
@@ -87,8 +88,8 @@ def new_picture(path: str) -> str:
     """Return the path of a picture that can be drawn."""
     if Path(path).suffix.lower() not in _PICTURES:
         raise ArgumentTypeError(f"{path!r} has none of the endings {', '.join(_PICTURES)}")
-    if find_spec("matplotlib") is None:
-        raise ArgumentTypeError("it needs matplotlib: pip install matplotlib")
+    if lack := missing("matplotlib"):
+        raise ArgumentTypeError(lack)
     return new_file(path)
 
 

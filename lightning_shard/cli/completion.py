@@ -7,10 +7,10 @@ torch and Lightning define, it has those that a command line is written with.
 import sys
 from argparse import ArgumentParser, Namespace
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from lightning_shard.cli.parsers import LIGHTNINGS, TEXTS, parser_of
+from lightning_shard.core.extras import missing
 
 _PATHS = ("--config", "--ckpt_path", "--yaml", "--picture", "--measure", "--tensor-plan")
 _PATH_NAMES = ("source", "output", "path", "folder")
@@ -18,12 +18,8 @@ _PATH_NAMES = ("source", "output", "path", "folder")
 
 def run(subcommand: str, given: Namespace) -> int:
     """Print the script of a shell, and return the process's exit code."""
-    if find_spec("shtab") is None:
-        print(
-            f"lightning-shard: {subcommand}: shtab is not installed, which writes the script; "
-            f"expected it: pip install 'lightning-shard[completion]'.",
-            file=sys.stderr,
-        )
+    if lack := missing("shtab"):
+        print(f"lightning-shard: {subcommand}: {lack}", file=sys.stderr)
         return 1
     shtab = import_module("shtab")
     print(shtab.complete(whole_parser(path=shtab.FILE), shell=given.shell))

@@ -14,6 +14,7 @@ from textwrap import shorten
 
 from lightning_shard.cli.arguments import OneLineParser
 from lightning_shard.cli.parsers import CONFIGURED, HOMES, LIGHTNINGS, TEXTS, parser_of
+from lightning_shard.core.extras import missing_in
 from lightning_shard.errors import ShardError
 
 _REFUSED = 2  # the exit code where these could compare or replay nothing
@@ -37,13 +38,14 @@ def told(run: Callable[[], int], *, debug: bool, status: int = 1) -> int:
         return run()
     except Exception as error:
         is_ours = isinstance(error, ShardError)
-        if not is_ours and not _is_mended_outside(error):
+        lacks = "; ".join(missing_in(str(error)))
+        if not is_ours and not lacks and not _is_mended_outside(error):
             raise
         if debug:
             traceback.print_exc()
         else:
             said = str(error) if is_ours else f"{shorten(str(error), 600)} (--debug shows where)"
-            print(f"lightning-shard: {type(error).__name__}: {said}", file=sys.stderr)
+            print(f"lightning-shard: {lacks or f'{type(error).__name__}: {said}'}", file=sys.stderr)
         return status
 
 

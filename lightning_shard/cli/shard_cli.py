@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.cli.arguments import check_configurations
+from lightning_shard.core.extras import missing_in
 from lightning_shard.errors import CheckpointError, ShardError
 
 
@@ -133,6 +134,7 @@ class NearestNamesParser(LightningArgumentParser):
         self.exit(2, f"{command}: {told} (see {command} --help)\n")
 
     def _advice(self, message: str) -> Iterator[str]:
+        yield from missing_in(message)
         for path, option in dict.fromkeys(_OF_CLASS.findall(message)):
             yield from _nearest(option, _options_of(path), f"options of {path}")
         for module, name in dict.fromkeys(_OF_MODULE.findall(message)):

@@ -8,9 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.core.extras import installing
 from lightning_shard.errors import BackendUnavailableError, ConfigError
-
-_HOW_TO_INSTALL = "pip install 'lightning-shard[ray]'"
 
 
 def ray_train() -> Any:
@@ -20,7 +19,7 @@ def ray_train() -> Any:
     except ImportError as error:
         raise BackendUnavailableError(
             f"Ray Train cannot be used here: {error}. Install it, version 2.60 or newer: "
-            f"{_HOW_TO_INSTALL}."
+            f"{installing('ray')}."
         ) from error
     return sys.modules["ray.train"]
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.mpi import runtime
 from lightning_shard.core import settings
+from lightning_shard.core.extras import installing
 from lightning_shard.core.settings import LauncherVariables, ProcessRanks, Rendezvous
 from lightning_shard.environments.checks import check_placement
 from lightning_shard.environments.started_elsewhere import StartedElsewhere
@@ -86,7 +87,7 @@ class MPIEnvironment(StartedElsewhere):
             raise ConfigError(
                 f"Rank {told.rank}: {names.world_size} is {told.world_size} and {names.local_size} "
                 f"{told.local_size}, so there are several hosts; only MPI can tell which this is. "
-                "Install mpi4py: pip install 'lightning-shard[mpi]'."
+                f"Install mpi4py: {installing('mpi4py')}."
             )
         asked = self._ask_mpi()
         return replace(told, node_rank=asked.node_rank, num_nodes=asked.num_nodes)

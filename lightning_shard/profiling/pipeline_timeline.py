@@ -17,7 +17,6 @@ has ended; what the host does between them counts as idle.
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
@@ -30,6 +29,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.core.extras import missing
 from lightning_shard.core.options import AtLeastOne, checked_options
 from lightning_shard.core.reporting.output import plain_text
 from lightning_shard.errors import ConfigError
@@ -144,11 +144,8 @@ class PipelineTimeline(Callback):
         every_n_steps: AtLeastOne = 50,
         formats: Sequence[Literal["png", "json"]] = ("png", "json"),
     ) -> None:
-        if folder is not None and "png" in formats and find_spec("matplotlib") is None:
-            raise ConfigError(
-                "PipelineTimeline draws with matplotlib, which is not installed: pip install "
-                "matplotlib, or pass formats=['json']."
-            )
+        if folder is not None and "png" in formats and (lack := missing("matplotlib")):
+            raise ConfigError(f"PipelineTimeline cannot draw: {lack}; or pass formats=['json'].")
         self._folder = None if folder is None else Path(folder)
         self._every_n_steps = every_n_steps
         self._formats = tuple(formats)

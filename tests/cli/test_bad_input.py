@@ -40,6 +40,7 @@ READ = {
 }
 """By what is wrong with a YAML file what is said."""
 WRITTEN = {"folder": "is a folder, expected the path of a file", "/proc/x": "cannot be written: "}
+LACKS = "is not installed: pip install 'lightning-shard"
 ROWS = [
     *(((*FIT[:1], f"--config={bad}"), 2, said) for bad, said in READ.items()),
     *((("prove", f"--config={bad}"), 2, said) for bad, said in READ.items()),
@@ -112,6 +113,8 @@ ROWS = [
     ((*FIT, "--trainer.accelerator=abacus"), 1, "invalid accelerator name"),
     ((*FIT, "--trainer.strategy=quickly"), 1, "invalid strategy name: `strategy='quickly'`"),
     ((*FIT, "--model=nowhere.Net"), 2, "class_path 'nowhere.Net': No module named 'nowhere'"),
+    ((*FIT, "--model=lacks_sklearn.Net"), 2, f"sklearn {LACKS}[examples]'"),
+    ((*FIT[:1], "--model=bad_models.LacksPeft", *FIT[2:]), 1, f"peft {LACKS}[hf]'"),
     ((*FIT[:1], "--config=key.yaml"), 2, "'trainer.max_epoks' is unknown; the nearest options"),
     ((*FIT[:1], "--model=bad_models.NoLoader", *FIT[2:]), 1, "`train_dataloader` must be impl"),
     (("test", "--model=bad_models.NoLoader", *FIT[2:]), 1, "No `test_step()` method defined"),
@@ -126,6 +129,8 @@ class NoLoader(L.LightningModule):
         self.layer = torch.nn.Linear(2, 2)
     def training_step(self, batch, index): return self.layer(batch[:, :1]).sum()
     def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
+class LacksPeft(NoLoader):
+    def __init__(self): raise ModuleNotFoundError("No module named 'peft'")
 class Raises(NoLoader):
     def train_dataloader(self): return DataLoader(torch.zeros(4, 2))
 class Empty(NoLoader):
@@ -146,6 +151,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "broken.json": "{",
         "other.json": '{"a": 1}',
         "bad_models.py": MODELS,
+        "lacks_sklearn.py": "raise ModuleNotFoundError(\"No module named 'sklearn'\")",
         "empty_data.yaml": "seed_everything: 0\nmodel: bad_models.Empty\n",
         "key.yaml": "trainer: {max_epoks: 3}\nmodel: bad_models.NoLoader\n",
     }

@@ -121,7 +121,6 @@ def test_without_shtab_completion_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
-    monkeypatch.setattr("lightning_shard.cli.completion.find_spec", lambda _: None)
     set_arguments(monkeypatch, "lightning-shard", "completion", "bash")
     assert main() == 1
     assert "pip install 'lightning-shard[completion]'" in capsys.readouterr().err

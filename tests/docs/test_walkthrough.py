@@ -11,9 +11,10 @@ from shutil import copytree, ignore_patterns
 import pytest
 
 from tests.docs.pages import ROOT, blocks
+from tests.patience import patient
 
 PAGE = "docs/walkthrough.md"
-_NUMBER = re.compile(r"\d[\d,.e+-]*")
+_NUMBER = re.compile(r"\d[\d,.e+-]*(?:cpu|cu\d+)?")  # of a build of torch, too
 _PARAMETER = re.compile(r"'blocks\.[\w.]+'")
 
 
@@ -32,16 +33,17 @@ def words(text: str) -> list[str]:
     return [_NUMBER.sub("#", _PARAMETER.sub("#", word)) for word in text.split()]
 
 
-def follow(command: str, folder: Path) -> str:
+def follow(command: str, folder: Path, **variables: str) -> str:
     """Run a command as a reader does, in a checkout; return what it prints."""
     found = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    own = {"OMP_NUM_THREADS": "1", "PATH": found, "PYTHONPATH": str(folder)}
     run = subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-ec", command],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": found, "PYTHONPATH": str(folder)},
+        env=os.environ | own | variables,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patient(200),
         check=False,
     )
     assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"

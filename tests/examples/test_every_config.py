@@ -92,7 +92,5 @@ def test_it_trains(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.zoo
 def test_adapters_of_peft_train_under_zero3(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     runs_a_few_steps(REPOSITORY / "configs" / "llama_lora_zero3.yaml", tmp_path)

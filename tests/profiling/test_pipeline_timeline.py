@@ -1,6 +1,7 @@
 """Timelines of a pipeline: what is taken, when, on whose clock, and what is written and printed."""
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,7 @@ def test_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         PipelineTimeline(every_n_steps=0)
     with pytest.raises(ConfigError, match=r"each entry 'png' or 'json', .* got \['svg'\]"):
         PipelineTimeline(formats=["svg"])  # type: ignore[list-item]
-    monkeypatch.setattr(pipeline_timeline, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'lightning-shard\[plots\]'"):
         PipelineTimeline(tmp_path)
     PipelineTimeline(tmp_path, formats=["json"])

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_shard.backends import liveness
 from lightning_shard.core import settings
+from lightning_shard.core.extras import installing, missing
 from lightning_shard.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -95,17 +96,17 @@ _before_end: list[Callable[[], None]] = []
 
 _LEAVING_POLL_SECONDS = 0.001
 _PATIENCE_SECONDS = 30.0
-_HOW_TO_INSTALL = "Install both with: pip install 'lightning-shard[mpi]'."
 
 
 def unavailable_reason() -> str | None:
     """Say why MPI cannot be used here and what to install, or None when it can."""
     try:
         importlib.import_module("mpi4py.MPI")
-    except ModuleNotFoundError:
-        return f"mpi4py is not installed; it and an MPI library are needed. {_HOW_TO_INSTALL}"
     except (ImportError, RuntimeError, OSError) as error:
-        return f"mpi4py found no MPI library it can load ({error}). {_HOW_TO_INSTALL}"
+        return missing("mpi4py") or (
+            f"mpi4py found no MPI library it can load ({error}). Install both with: "
+            f"{installing('mpi4py')}"
+        )
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
+from lightning_shard.core.extras import missing
 from lightning_shard.errors import ConfigError
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -28,14 +29,9 @@ def new_figure(path: str | Path, *, size: tuple[float, float], otherwise: str) -
 
     Without matplotlib the error names the path, and what gives the same `otherwise`.
     """
-    try:
-        figure_of = import_module("matplotlib.figure").Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"A picture ({path}) needs {error.name}, which is not installed: "
-            f"pip install matplotlib. {otherwise}"
-        ) from error
-    return figure_of(figsize=size, layout="constrained")
+    if lack := missing("matplotlib"):
+        raise ConfigError(f"The picture {path} cannot be drawn: {lack}. {otherwise}")
+    return import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
 
 
 def plain_text(what: RenderableType, *, width: int) -> str:

@@ -18,6 +18,7 @@ from lightning_shard.backends.authentication.addresses import (
 )
 from lightning_shard.backends.registry import backend_names, get_backend
 from lightning_shard.core import settings
+from lightning_shard.core.extras import installing
 from lightning_shard.errors import ConfigError
 from lightning_shard.tools.doctor.host import Finding, absent, failure, judged, ok, size, warning
 
@@ -217,7 +218,7 @@ def _mpi() -> str | None:
     if finished.returncode == 0:
         return None
     lines = finished.stderr.strip().splitlines() or ["it ended without a word"]
-    return f"{lines[-1]}. Install both with: pip install 'lightning-shard[mpi]'."
+    return f"{lines[-1]}. Install both with: {installing('mpi4py')}."
 
 
 def _mpirun() -> Finding:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lightning_shard.core import settings
+from lightning_shard.core.extras import missing
 from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.errors import ConfigError
 
@@ -193,14 +194,13 @@ def _replaced_file(folder: Path) -> float:
 
 
 _PACKAGE = "lightning-shard"
-_PYTHON = ">=3.11"
 _SHM_MACHINES = ("x86_64",)
 
 
 def software() -> Iterator[Finding]:
     """Yield the versions of Python and of what this package needs."""
-    own = platform.python_version()
-    yield _judged("python", own, SpecifierSet(_PYTHON), f"{own} at {sys.executable}")
+    own, wanted_python = platform.python_version(), metadata(_PACKAGE)["Requires-Python"]
+    yield _judged("python", own, SpecifierSet(wanted_python), f"{own} at {sys.executable}")
     for line in requires(_PACKAGE) or ():
         wanted = Requirement(line)
         if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
@@ -223,7 +223,7 @@ def _judged(name: str, found: str, wanted: SpecifierSet, told: str) -> Finding:
     return failure(
         name,
         f"{told}, expected {wanted}",
-        "Install Python 3.11 or 3.12." if name == "python" else f"pip install '{name}{wanted}'",
+        "Take such a Python." if name == "python" else f"pip install '{name}{wanted}'",
     )
 
 
@@ -231,7 +231,7 @@ def lacking(backend: str) -> str | None:
     """Say what a backend lacks on this machine, or None where it has what it needs."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    check = {"nccl": _nccl, "mpi": _mpi, "shm": _shm}.get(backend)
+    check = {"nccl": _nccl, "mpi": partial(missing, "mpi4py"), "shm": _shm}.get(backend)
     return None if check is None else check()
 
 
@@ -261,12 +261,6 @@ def _num_cuda_devices() -> int:
                 driver.cuDeviceGetCount(ctypes.byref(count))
             return count.value
     return 0
-
-
-def _mpi() -> str | None:
-    if importlib.util.find_spec("mpi4py") is not None:
-        return None
-    return "mpi4py is not installed: pip install 'lightning-shard[mpi]'"
 
 
 def _shm() -> str | None:

@@ -1,6 +1,7 @@
 """What the MPI backend says where MPI is missing."""
 
 import importlib
+import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,7 +15,6 @@ from lightning_shard.errors import BackendUnavailableError
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ModuleNotFoundError("No module named 'mpi4py'"), "mpi4py is not installed"),
         (RuntimeError("cannot load MPI library"), "no MPI library it can load"),
         (ImportError("libmpi.so.40: cannot open shared object file"), "libmpi.so.40"),
     ],
@@ -29,6 +29,12 @@ def test_what_is_missing_is_named(
     with pytest.raises(BackendUnavailableError, match=said) as caught:
         get_backend("mpi").check(torch.device("cpu"))
     assert "pip install 'lightning-shard[mpi]'" in str(caught.value)
+
+
+def test_without_mpi4py_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(BackendUnavailableError, match=r"mpi4py is not installed: .*\[mpi\]'"):
+        get_backend("mpi").check(torch.device("cpu"))
 
 
 def test_an_mpi_without_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import resource
 import shutil
+import sys
 from collections import namedtuple
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -83,10 +84,7 @@ def test_a_backend_is_here_if_it_says_so_itself(name: str) -> None:
 
 
 def test_mpi_is_absent_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "mpi4py" else real(name)
-    )
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
     assert "pip install 'lightning-shard[mpi]'" in str(host.lacking("mpi"))
 
 

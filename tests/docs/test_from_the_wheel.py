@@ -1,0 +1,106 @@
+"""README, first training and walkthrough, followed to the letter from the built wheel alone.
+
+Each Python that the project allows gets a fresh environment, in which there are the wheel and the
+extras that the pages' own commands install. `make test-wheel` takes every Python of this machine,
+and says which it lacks; `make test-all` its own alone: the index may have torch for others with
+CUDA, some gigabytes of it.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, blocks
+from tests.docs.test_walkthrough import PAGE, follow, steps, words
+from tests.test_readme import CONSTRAINTS, PYTHONS
+
+OWN = "{}.{}".format(*sys.version_info)
+CASES = [pytest.param(one, marks=[pytest.mark.wheel] if one != OWN else []) for one in PYTHONS]
+_INSTALLATION = re.compile(r"pip install '?\.(\[[\w,]+\])?'?")
+_OF_PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+
+
+def interpreter(version: str) -> str | None:
+    """Return the path of a Python on this machine, of which pyenv's shims run only some."""
+    own = sorted(map(str, _OF_PYENV.glob(f"{version}.*/bin/python{version}")))
+    for path in (shutil.which(f"python{version}"), *own):
+        if path and subprocess.run([path, "-V"], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ("--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options], check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Path]:
+    """Make a folder with what a checkout has beside the package; its environment is large."""
+    for name in ("examples", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def commands(page: str) -> Iterator[str]:
+    """Yield a page's lines of shell; those of make have an environment of their own."""
+    for block in blocks(page, "bash"):
+        yield from (line for line in block.source.splitlines() if not line.startswith("make "))
+
+
+def installing(wheel: Path, command: str) -> str:
+    """Return a command in which the checkout is the wheel that was built from it."""
+    return _INSTALLATION.sub(lambda found: f"pip install '{wheel}{found[1] or ''}'", command)
+
+
+def test_the_pages_install_what_their_commands_need() -> None:
+    told = [one for page in ("README.md", "docs/start.md", PAGE) for one in commands(page)]
+    installations = [one for one in told if _INSTALLATION.match(one)]
+    assert [_INSTALLATION.match(one)[1] for one in installations] == [
+        None,
+        None,
+        "[examples]",
+        None,
+    ]
+    assert installing(Path("a.whl"), "pip install '.[hf]'  # b") == "pip install 'a.whl[hf]'  # b"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", CASES)
+def test_the_pages_are_followed(version: str, wheel: Path, reader: Path) -> None:
+    """What the commands needed came with the extras of developers: safetensors, scikit-learn."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"this machine has no Python {version}")
+    subprocess.run([python, "-m", "venv", reader / ".venv"], check=True)
+    own = {
+        "PATH": f"{reader / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": "",
+        "PIP_CONSTRAINT": str(CONSTRAINTS),
+    }
+    done = set[str]()
+    for page in ("README.md", "docs/start.md"):
+        for line in commands(page):
+            if line.split("  ")[0] not in done:
+                done.add(line.split("  ")[0])
+                saved = max(
+                    map(str, reader.glob("lightning_logs/*/checkpoints/*.ckpt")), default=""
+                )
+                follow(installing(wheel, line).replace("some.ckpt", saved), reader, **own)
+        (reader / "page.py").write_text("\n".join(one.source for one in blocks(page, "python")))
+        follow("python page.py", reader, **own)
+    for command, expected in steps():
+        assert words(follow(command, reader, **own)) == words(expected), command
