@@ -37,7 +37,7 @@ FABRIC = {
 }
 """By Fabric's root, the package whose strategies are built on it."""
 _WITHOUT_TORCH = {
-    *("cli", "core", "doctor", "errors", "on_pytorch_lightning", "registration"),
+    *("cli", "core", "doctor", "errors", "extras", "on_pytorch_lightning", "registration"),
     *("options", "reporting", "schemes", "settings", "tools"),
 }
 

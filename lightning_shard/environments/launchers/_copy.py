@@ -16,7 +16,7 @@ What each rank may have of its own though Python or torch refuse: a tensor that 
 copied detached, a lock is a new one, a file is opened again where it stands. A thread is refused.
 
 A private name of Python's `copy` is used here, and some of torch's tensors; checked with Python
-3.11 and 3.12 and torch 2.11 to 2.13, tests/environments/launchers/test_copy.py fails when they
+3.11 to 3.13 and torch 2.11 to 2.13, tests/environments/launchers/test_copy.py fails when they
 change. So are those of torch.compile that copies of compiled code need.
 
 A copy that fails leaves its way in the traceback, a frame of `copy.deepcopy` for each object, and

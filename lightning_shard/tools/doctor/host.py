@@ -231,7 +231,7 @@ def lacking(backend: str) -> str | None:
     """Say what a backend lacks on this machine, or None where it has what it needs."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    check = {"nccl": _nccl, "mpi": partial(missing, "mpi4py"), "shm": _shm}.get(backend)
+    check = {"nccl": _nccl, "mpi": _mpi, "shm": _shm}.get(backend)
     return None if check is None else check()
 
 
@@ -261,6 +261,10 @@ def _num_cuda_devices() -> int:
                 driver.cuDeviceGetCount(ctypes.byref(count))
             return count.value
     return 0
+
+
+def _mpi() -> str | None:
+    return missing("mpi4py")
 
 
 def _shm() -> str | None:
