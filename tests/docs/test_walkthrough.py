@@ -43,7 +43,7 @@ def follow(command: str, folder: Path, **variables: str) -> str:
         env=os.environ | own | variables,
         capture_output=True,
         text=True,
-        timeout=patient(200),
+        timeout=patient(600),
         check=False,
     )
     assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
