@@ -209,7 +209,10 @@ PICTURES: dict[str, tuple[tuple[Panel, ...], tuple[tuple[str, str], ...]]] = {
     "zero3": ((PANELS["zero3"],), (*USUAL, GATHERED)),
     "hybrid_sharding": ((PANELS["hybrid_sharding"],), (*USUAL, GATHERED)),
     "tensor_parallel": ((PANELS["tensor_parallel"],), USUAL),
-    "context_parallel": ((PANELS["context_parallel"],), USUAL),
+    "context_parallel": (
+        (PANELS["context_parallel"],),
+        (*USUAL, ("", "Of the batch: what it computes within blocks.")),
+    ),
     "expert_parallel": (
         (PANELS["expert_parallel"],),
         (
