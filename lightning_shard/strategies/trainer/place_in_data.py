@@ -69,7 +69,7 @@ from lightning_shard.strategies.trainer._lightning import (
 )
 
 _PARTS = ("sampler", "batch_sampler", "dataset")  # of a loader, which may have a place
-_HOLDERS = (*_PARTS, "_sampler", "_batches")  # of loaders, samplers and what wraps them
+_HOLDERS = (*_PARTS, "_sampler", "batches")  # of loaders, samplers and what wraps them
 _HOOKS = ("state_dict", "load_state_dict")
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 PLACE_ENTRIES = ("random", "data", "loaders")

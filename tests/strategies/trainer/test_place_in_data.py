@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
@@ -313,6 +313,17 @@ def test_an_order_that_is_drawn_from_an_own_generator_goes_on(
 
     def make() -> Any:
         return loader(samples(), BATCH, sampler=OwnOrder(kind))
+
+    expected, got = resumed_in_mid_epoch(tmp_path, make, at)
+    assert got == expected
+
+
+@pytest.mark.parametrize("at", [2, 8])
+def test_an_order_within_a_batch_sampler_goes_on(at: int, tmp_path: Path) -> None:
+    """What gives ranks its batches hid its generator: samples were seen twice, and others never."""
+
+    def make() -> Any:
+        return DataLoader(samples(), batch_sampler=BatchSampler(OwnOrder(), BATCH, drop_last=True))
 
     expected, got = resumed_in_mid_epoch(tmp_path, make, at)
     assert got == expected
