@@ -10,8 +10,9 @@ the gradient on a single device that has all samples, as in torch's `all_gather`
 
 In a step, what `torch.distributed` and torchmetrics ask without a group is asked of the ranks of
 other samples: of the default group's processes those of one model are given the same samples, and a
-sum would count each several times. The functions are exchanged while a step runs; calls that name a
-group, and what runs on other threads then, are left alone.
+sum would count each several times. `dist.group.WORLD` is that group, too, since functions such as
+torchmetrics' `gather_all_tensors` name it. Both are exchanged while a step runs; calls that name
+another group, and what runs on other threads then, are left alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,13 +52,14 @@ Gather = Callable[..., list[Tensor]]
 
 @contextmanager
 def default_group_is(group: dist.ProcessGroup) -> Iterator[None]:
-    """Let functions of `torch.distributed` work over a group inside, where none is named."""
+    """Let `torch.distributed` work over a group inside, where none is named or the default is."""
     global _num_inside
     with _exchanging:
         _num_inside += 1
         if _num_inside == 1:
-            _torchs.update({name: getattr(dist, name) for name in _CALLS})
-            vars(dist).update({name: _over_group(one) for name, one in _torchs.items()})
+            _torchs.update({name: getattr(dist, name) for name in (*_CALLS, "group")})
+            over_group = {name: _over_group(_torchs[name]) for name in _CALLS}
+            vars(dist).update(over_group, group=_DefaultGroup())
     token = _group.set(group)
     try:
         yield
@@ -67,6 +69,14 @@ def default_group_is(group: dist.ProcessGroup) -> Iterator[None]:
             _num_inside -= 1
             if not _num_inside:
                 vars(dist).update(_torchs)
+
+
+class _DefaultGroup:
+    """Stands for `torch.distributed.group`, whose `WORLD` is the group of the step that asks."""
+
+    def __getattr__(self, name: str) -> Any:
+        group = _group.get() if name == "WORLD" else None
+        return getattr(_torchs["group"], name) if group is None else group
 
 
 @cache

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_shard.core.placeholders import Placeholder, is_placeholder
 from lightning_shard.strategies.trainer.step_collectives import default_group_is, gathered
@@ -34,3 +35,18 @@ def test_functions_are_made_once() -> None:
         return made[0] is made[1] is not dist.all_reduce
 
     assert run_ranks(fn, 1) == [True]
+
+
+@pytest.mark.ranks(2)
+def test_the_default_group_is_the_steps_also_where_it_is_named(rank: int) -> None:
+    """`gather_all_tensors` of torchmetrics names it: each sample counted once for each process."""
+    world = dist.group.WORLD
+    own = [dist.new_group([one]) for one in range(2)][rank]
+    for _ in range(2):
+        with default_group_is(own):
+            assert dist.group.WORLD is own
+            assert [float(one) for one in gather_all_tensors(torch.tensor(float(rank)))] == [rank]
+            count = torch.ones(1)
+            dist.all_reduce(count, group=world)
+            assert count == 2
+    assert dist.group.WORLD is world
