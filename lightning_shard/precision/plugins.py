@@ -31,10 +31,12 @@ class ShardedPrecision(Precision):
 
     Attributes:
         grad_norm: Shape (): of the last gradient, before it was clipped by it; None until one was.
+        clipped_by: The value that the last gradients were clipped by; None until some were.
     """
 
     engine: DataParallelEngine | None = None
     grad_norm: Tensor | None = None
+    clipped_by: float | None = None
 
     def attach(self, engine: DataParallelEngine) -> None:
         """Work on this engine's gradients until `teardown`."""
@@ -81,13 +83,14 @@ class ShardedPrecision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
-        params = list(self.main_params(optimizer))
-        self.grad_norm = clip_grad_norm(params, float(clip_val), self.engine)
+        params, self.clipped_by = list(self.main_params(optimizer)), float(clip_val)
+        self.grad_norm = clip_grad_norm(params, self.clipped_by, self.engine)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
-        clip_grad_value(list(self.main_params(optimizer)), float(clip_val), self.engine)
+        self.clipped_by = float(clip_val)
+        clip_grad_value(list(self.main_params(optimizer)), self.clipped_by, self.engine)
 
 
 class ShardedHalfPrecision(ShardedPrecision, HalfPrecision):

@@ -111,7 +111,7 @@ def test_options_that_differ_are_told_before_the_first_step(
 
     module = Net(hook, change)
     with pytest.raises(ConfigError) as caught:
-        fit(module, f"{strategy}_in_process")
+        fit(module, f"{strategy}_in_process", gradient_clip_val=None)
     other = next(iter(values.values()))[1]
     assert told in str(caught.value)
     expected = "[]" if other is None else other
@@ -161,6 +161,37 @@ def test_a_rate_that_comes_apart_in_mid_run_is_named(strategy: str) -> None:
     with pytest.raises(ConfigError, match=told):
         fit(module, f"{strategy}_in_process", max_steps=8)
     assert module.num_steps == 4
+
+
+class ClipsByItsShare(Net):
+    """Clips by a value that each rank has from its own samples."""
+
+    def __init__(self, algorithm: str) -> None:
+        super().__init__()
+        self.algorithm = algorithm
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        value = 0.1 / (1 + self.trainer.global_rank)
+        self.clip_gradients(optimizer, value, gradient_clip_algorithm=self.algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero3"])
+def test_a_clip_value_that_a_call_gives_on_each_rank_is_named(
+    strategy: str, algorithm: str
+) -> None:
+    """Parts of one model were clipped by other values without a word."""
+    module = ClipsByItsShare(algorithm)
+    told = r"settings by step 1, .*the last clip value is 0\.1 on rank 0 and 0\.05 on rank 1"
+    with pytest.raises(ConfigError, match=told):
+        fit(module, f"{strategy}_in_process", gradient_clip_val=None)
+    assert module.num_steps == 1
+
+
+def test_ranks_that_train_by_themselves_clip_by_values_of_their_own() -> None:
+    fit(ClipsByItsShare("norm"), "local_sgd_in_process", gradient_clip_val=None)
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "async_sgd"])

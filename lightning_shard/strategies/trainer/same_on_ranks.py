@@ -225,10 +225,11 @@ class SettingsOfSteps:
 
     def check(self, trainer: "pl.Trainer") -> None:
         """Compare now; each rank must call."""
-        numbers, hooks = group_numbers(trainer.optimizers), _hooks_on_parts(trainer)
-        mine = {name: one for name, one in numbers.items() if name.startswith(self._numbers)}
-        what = f"settings by step {trainer.global_step}"
         strategy: Any = trainer.strategy
+        clipped_by = strategy.precision_plugin.clipped_by  # in a call of clip_gradients
+        numbers = {"the last clip value": clipped_by, **group_numbers(trainer.optimizers)}
+        mine = {name: one for name, one in numbers.items() if name.startswith(self._numbers)}
+        what, hooks = f"settings by step {trainer.global_step}", _hooks_on_parts(trainer)
         advice = _APART_ADVICE + _HOOK_ADVICE * bool(strategy.engine.split.groups)
         check_alike(mine | _of_trainer(trainer) | hooks, self._collectives, what, advice)
 
