@@ -159,6 +159,11 @@ class AveragedGradient(SeesCalls, SeesOperations):
             if self.grad_fn is not None:
                 self.detach_()
 
+    def shaped_as(self, param: Tensor) -> "AveragedGradient":
+        """Return this for a parameter that torch may have in full by now, or cut since then."""
+        with torch._C.DisableTorchFunctionSubclass():  # torch compares shapes as `.grad` is set
+            return self if self.shape == param.shape else type(self)(param, self.note, self.own)
+
     def full_tensor(self) -> Tensor:
         """Bring the full gradient together; each rank must call."""
         return self.sharded().full_tensor()

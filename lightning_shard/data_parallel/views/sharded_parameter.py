@@ -502,7 +502,9 @@ def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
 
 def _of_full(value: Tensor, param: nn.Parameter, home: ParameterHome) -> Tensor:
     """Return this rank's elements of a full gradient that user code sets; others as they are."""
-    note, is_own = home.note, isinstance(value, (AveragedGradient, *_SHARDS))
+    if isinstance(value, AveragedGradient):
+        return value.shaped_as(param)
+    note, is_own = home.note, isinstance(value, _SHARDS)
     if is_own or note is None or note.source is None or value.shape != home.spread.shape:
         return value
     full = note.source.operand(value, "set")

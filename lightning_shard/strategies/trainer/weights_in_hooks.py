@@ -321,8 +321,9 @@ class WeightsInHooks:
 
     def _local(self, param: nn.Parameter, grad: Any) -> Any:
         """Return this rank's shard of a gradient that a hook sets."""
-        is_full = isinstance(grad, Tensor) and grad.shape == self._shape(param)
-        if not is_full or isinstance(grad, AveragedGradient):
+        if isinstance(grad, AveragedGradient):
+            return grad.shaped_as(param)
+        if not isinstance(grad, Tensor) or grad.shape != self._shape(param):
             return grad
         split = self._engine.split
         if not split.is_here(param):

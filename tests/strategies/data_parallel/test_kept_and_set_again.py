@@ -241,3 +241,29 @@ def test_stages_know_alike_what_is_kept_of_a_gradient_without_a_copy() -> None:
     """A stage without the parameter went on to take what was kept for the gradient's stand-in."""
     got = trained(InHooks, 20, "pipeline")
     torch.testing.assert_close(got, alone(InHooks, 20), rtol=1e-5, atol=2e-6)
+
+
+class BetweenHooks(TwoHeads):
+    """Keeps gradients in one hook, and sets them in another, in which parameters are shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grads: Grads = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).square().mean()
+
+    def on_after_backward(self) -> None:
+        self.grads = self.kept("clone")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for param, grad in zip(self.parameters(), self.grads, strict=True):
+            param.grad = None if grad is None else grad * 0.5 + grad.sign() * 0.01
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("scheme", ["zero1", "zero2", "zero3", "tensor", "tensor_zero2", "hybrid"])
+def test_what_one_hook_keeps_of_gradients_another_sets(scheme: str) -> None:
+    """Under the stages 1 and 2 it was torch's error: the gradient had the size of a full one."""
+    got = trained(BetweenHooks, 0, scheme)
+    torch.testing.assert_close(got, alone(BetweenHooks, 0), rtol=1e-5, atol=2e-6)
