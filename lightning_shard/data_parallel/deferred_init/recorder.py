@@ -179,7 +179,7 @@ class _Recorder(TorchFunctionMode):
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether a meta tensor has values to come; any other the code itself has on meta."""
-        return recipe_of(tensor) is not None or self._tape.ref(tensor) is not None
+        return recipe_of(tensor) is not None or self._tape.is_made(tensor)
 
     def _is_noted(self, value: Any) -> bool:
         is_on_meta = isinstance(value, Tensor) and value.device == _META

@@ -237,6 +237,11 @@ class Tape(SharedByCopies):
         number = self._numbers.get(storage_key(tensor))
         return None if number is None else ref_of(tensor, number)
 
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether something here has made a meta tensor's memory, or has written to it."""
+        ref = self.ref(tensor)
+        return ref is not None and bool(self._storages[ref.storage].writers)
+
     def is_written(self, ref: Ref) -> bool:
         """Whether all of the tensor's memory has got values, at once or in parts."""
         storage = self._storages[ref.storage]
@@ -285,10 +290,12 @@ class Tape(SharedByCopies):
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = _state(kwargs)
+        # a view of what nothing here has made has no values, and what is written is no new tensor
+        is_new = not any(one.alias_info for one in func._schema.returns)
         fresh = [
             (place, one)
             for place, one in enumerate(tree_leaves(result))
-            if isinstance(one, Tensor) and one.is_meta and self.ref(one) is None
+            if is_new and isinstance(one, Tensor) and one.is_meta and self.ref(one) is None
         ]
         if not fresh and not written and state is None:
             return  # a view

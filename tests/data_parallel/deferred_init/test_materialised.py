@@ -21,6 +21,12 @@ QUESTIONS: dict[str, Callable[[nn.Module], bool]] = {
     "type of the device": lambda module: next(module.parameters()).device.type == "meta",
     "the device": lambda module: next(module.parameters()).device == torch.device("meta"),
     "buffers": lambda module: any(one.is_meta for one in module.buffers()),
+    "state_dict": lambda module: all(one.is_meta for one in module.state_dict().values()),
+    "data": lambda module: next(module.parameters()).data.is_meta,
+    "a row": lambda module: next(module.parameters())[0].is_meta,
+    "after sums": lambda module: (
+        bool([one.sum() for one in module.parameters()]) and next(module.parameters()).is_meta
+    ),
 }
 
 
@@ -59,7 +65,10 @@ def trained(question: str, strategy: Any = "auto") -> dict[str, Tensor]:
 def test_a_module_that_asks_whether_it_is_on_meta_gives_itself_its_values(
     question: str, strategy: Any
 ) -> None:
-    """It was told that it is on the CPU, and got other values than on one device."""
+    """It was told that it is on the CPU, and got other values than on one device.
+
+    So was one that had read `state_dict()` or any view: these were noted as if they had values.
+    """
     options: dict[str, Any] = {"backend": "in_process", "num_ranks": 2}
     if strategy is TensorParallelStrategy:
         options["plan"] = {"net.0": "colwise_gather_output"}
