@@ -3,7 +3,7 @@
     @dataclass(frozen=True, kw_only=True)
     class ElasticOptions(SharedOptions):                    a group has those of its bases, too
         '''... Attributes:
-            min_ranks: With fewer, training waits.          what it means: the field's "doc"
+            min_ranks: Ranks that training needs.           what it means: the field's "doc"
         '''
 
         min_ranks: AtLeastOne = 1                           name, type, what values, default
@@ -86,7 +86,7 @@ class Limit:
     """
 
     text: str
-    holds: Callable[[Any], bool] = lambda value: True
+    holds: Callable[[Any], bool] = field(default=lambda value: True, repr=False)
 
 
 AtLeastZero: TypeAlias = Annotated[int, Limit("of at least 0", lambda number: number >= 0)]

@@ -48,8 +48,8 @@ class UnitOptions(Options):
 
     Attributes:
         units: Class names of the modules that are communicated as one; found when left out.
-        bucket_mb: Neighbouring small blocks are joined up to this many MB; by default 25, under
-            stage 3 12.5. "auto" lets the ranks measure their links when a fit begins, and chooses
+        bucket_mb: MB up to which neighbouring small blocks are joined; by default 25, under stage 3
+            12.5. "auto" lets the ranks measure their links when a fit begins, and chooses
             1 to 64 MB, the same on all of them; the default within one process.
         activation_checkpointing: What is dropped in forward and computed again in backward:
             "full", all activations of the model's blocks; "selective", the same but for results of

@@ -104,7 +104,12 @@ def peak_activations(actions: Iterable[Action]) -> int:
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """Draw the computations as one line of text per rank."""
+    """Draw the computations as one line of text per rank.
+
+    Args:
+        timeline: What each rank computes, and when.
+        width: Number of characters of the longest line.
+    """
     one_stage = all(
         len({event.action.stage for event in row}) <= 1 for row in timeline.computations
     )

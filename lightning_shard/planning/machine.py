@@ -25,13 +25,13 @@ class MachineProfile:
         devices_per_node: Devices that share the fast links.
         device_memory: Bytes of memory of one device.
         flops_16: Operations a second in bfloat16 and float16 matrix products, dense.
-        flops_32: The same in float32.
+        flops_32: Operations a second in those of float32.
         memory_bytes_per_second: Bytes a second from and to a device's memory.
         node_bytes_per_second: Bytes a second that a device sends inside its node.
         network_bytes_per_second: Bytes a second that a device sends to other nodes, its share of
             the node's adapters.
         host_bytes_per_second: Bytes a second between a device and its host's memory.
-        message_seconds: Time that a message takes before its first byte arrives.
+        message_seconds: Seconds that a message takes before its first byte arrives.
     """
 
     name: str
@@ -66,7 +66,10 @@ def published() -> list[str]:
 
 
 def machine_profile(name_or_path: str | Path) -> MachineProfile:
-    """Read a profile: a published one by its name, or a file.
+    """Read a profile.
+
+    Args:
+        name_or_path: Name of a published profile, or the path of a file.
 
     Raises:
         ConfigError: There is no such profile or file, or it has other entries.

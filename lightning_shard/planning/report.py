@@ -69,7 +69,10 @@ class DryRun:
     """One step of a run that has not begun; `print` or `str` gives it as a table.
 
     Attributes:
+        mesh: The grid of the ranks.
+        placement: Which of their groups lie within a node.
         num_parameters: Number of elements of the full model, tied ones counted once.
+        zero_stage: ZeRO stage, 0 to 3, of the data-parallel ranks.
         schedule: Name of the pipeline's schedule; empty without a pipeline.
         num_microbatches: Number of microbatches of each batch.
         batch_size: Number of samples in a step of all data-parallel ranks.

@@ -271,8 +271,9 @@ class HybridParallelOptions(TensorAxis, ExpertAxis, ContextAxis, PipelineAxis, S
         data_parallel_size: Models that train on different batches; -1 takes the remaining ranks. A
             pair (replicate, shard) is so many copies of the state, each in shards on so many
             neighbouring ranks; choose those of a node, and gathers stay inside it.
-        zero_stage: How the data-parallel ranks keep their state, 0 to 3. Stage 3 gathers each layer
-            for every microbatch's forward and backward, each half of it where those are apart.
+        zero_stage: ZeRO stage, 0 to 3: how the data-parallel ranks keep their state. Stage 3
+            gathers each layer for every microbatch's forward and backward, each half of it where
+            those are apart.
         axis_order: The axes "pp", "dp" and "tp" from the slowest to the fastest; where they
             are not named, "ep" comes after "dp" and "cp" before "tp".
     """
@@ -351,8 +352,10 @@ class ElasticOptions(SharedOptions):
 
     Attributes:
         scheme: "shard_ddp", "zero1", "zero2" or "zero3".
-        min_ranks: With fewer, training waits for `patience` seconds, then saves and ends.
-        max_ranks: Further newcomers wait until there is room; None admits all.
+        min_ranks: Ranks that training needs: with fewer it waits for `patience` seconds, then saves
+            and ends.
+        max_ranks: Ranks that train at most: further newcomers wait until there is room; None
+            admits all.
         snapshot_every: Optimizer steps between the boundaries that ranks remember: at most so many
             are done again after a loss. "shard_ddp" loses none but between an update and the end of
             its step.
@@ -361,7 +364,7 @@ class ElasticOptions(SharedOptions):
         learning_rate_scaling: "linear" or "sqrt": let the batch of each rank stay as it is, and
             scale the learning rate from `devices` x `num_nodes` ranks to those there are; None
             holds the global batch instead.
-        max_failures: A rank that raises errors of its own more often is evicted with the last.
+        max_failures: Errors of its own that a rank may raise: with one more it is evicted.
         patience: Seconds to wait below `min_ranks`.
     """
 
@@ -426,14 +429,12 @@ class OptionNames(ABCMeta):
     """
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
-        """Make a strategy's class."""
-        constructor = namespace.get("__init__")
-        if constructor is not None:
-            doc = explained(namespace.get("__doc__"), constructor)
-            shown = inspect.signature(constructor)
-            shown = shown.replace(parameters=list(shown.parameters.values())[1:])
-            namespace = {**namespace, "__doc__": doc, "__signature__": shown}
-        return super().__new__(cls, name, bases, namespace)
+        """Make a strategy's class, whose options may be those of a base."""
+        made: Any = super().__new__(cls, name, bases, namespace)
+        made.__doc__ = explained(namespace.get("__doc__"), made.__init__)
+        shown = inspect.signature(made.__init__)
+        made.__signature__ = shown.replace(parameters=list(shown.parameters.values())[1:])
+        return made
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct, or raise ConfigError for an option that the class does not have."""

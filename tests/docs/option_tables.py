@@ -66,14 +66,17 @@ def with_tables(name: str) -> str:
 def _row(option: Any, page: str) -> str:
     is_shown = option.default is None or isinstance(option.default, (bool, int, float, str, tuple))
     default = repr(option.default).replace("'", '"')
-    meaning = " ".join(option.metadata["doc"].split())
+    name = f"{option.name}={default}" if is_shown else option.name
+    return f"| `{name}` | {meaning(option, page)} |\n"
+
+
+def meaning(option: Any, page: str) -> str:
+    """Return what an option means, as a cell of a page's table, with the page that says more."""
+    said = " ".join(option.metadata["doc"].split())
     more = SEE.get(option.name, "").replace(f"({page.removeprefix('docs/')}#", "(#")
     more = "" if f"({page.removeprefix('docs/')})" in more or "(#options)" in more else more
-    cells = (
-        f"{option.name}={default}" if is_shown else option.name,
-        _CODE.sub(lambda one: f"`{one[0].strip('`')}`", meaning),
-    )
-    return f"| `{cells[0]}` | {cells[1]}{f' See {more}.' if more else ''} |\n"
+    in_code = _CODE.sub(lambda one: f"`{one[0].strip('`')}`", said)
+    return f"{in_code}{f' See {more}.' if more else ''}"
 
 
 if __name__ == "__main__":

@@ -89,6 +89,9 @@ def injected_faults(faults: Iterable[Fault]) -> Iterator[list[Fault]]:
 
     Inside another such context only the inner one's faults strike.
 
+    Args:
+        faults: The faults, each of which strikes once in a launch.
+
     Yields:
         The faults that have struck so far, in order, over all launches.
     """

@@ -38,8 +38,10 @@ class FlatBuffer:
 
     Attributes:
         layout: Layout of the tensors; it has one shard, or one per rank.
+        ranks: Collectives over the ranks that average the buffer.
         keeps_all: Whether each rank needs the full average, or its own segment only.
         number: Number that tells this buffer from the others of a model, for random streams.
+        device: Device on which the values lie.
         dense_itemsize: Bytes of a value that travels uncompressed.
         loss_scale: Returns at each `begin` the loss scale that is in the values, a tensor of
             shape () on the buffer's device, or None. State is kept without it from step to step.
@@ -121,7 +123,12 @@ class Turn(NamedTuple):
 
 @dataclass
 class Tally:
-    """Bytes that this rank has sent, and would have sent uncompressed (ring model)."""
+    """What compression has saved on this rank (ring model).
+
+    Attributes:
+        raw_bytes: Bytes that it would have sent uncompressed.
+        sent_bytes: Bytes that it has sent.
+    """
 
     raw_bytes: int = 0
     sent_bytes: int = 0
@@ -156,6 +163,9 @@ def scale_up(values: Tensor, scale: Tensor | None) -> None:
 
 class Exchange(ABC):
     """Averages one buffer again and again, with loss.
+
+    Args:
+        buffer: The buffer; its ranks make an exchange each.
 
     Attributes:
         step: Number of times that the buffer has been averaged.

@@ -101,7 +101,8 @@ class ContextOptions(DimensionOptions):
     Attributes:
         context_parallel_size: Ranks that share each sequence; by default all. What they leave of
             the world is data parallel.
-        zero_stage: How the ranks keep their state, 0 to 3; those that share a sequence as well.
+        zero_stage: ZeRO stage, 0 to 3: how the ranks keep their state; those that share a sequence
+            as well.
     """
 
     context_parallel_size: AtLeastOne | None = None

@@ -34,8 +34,8 @@ class ScheduleOptions(Options):
     Attributes:
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble",
             "zbv" or "dual_pipe_v".
-        num_microbatches: Parts of each batch; by default twice the ranks of the pipeline; they need
-            not be equal. A batch of fewer samples has one part for each.
+        num_microbatches: Microbatches of each batch; by default twice the ranks of the pipeline;
+            they need not be equal. A batch of fewer samples has one for each.
         blocks: Path of the list of repeated blocks; found where there is one.
         split: What the stages have alike: "parameters", "flops" or "memory" (measured in the
             first batch); or the first block of each stage but the first.

@@ -220,7 +220,7 @@ class TensorOptions(PlanOptions):
     Attributes:
         tensor_parallel_size: Ranks that share each layer; by default all. What they leave of the
             world is data parallel.
-        zero_stage: How the data-parallel ranks keep their state, 0 to 3.
+        zero_stage: ZeRO stage, 0 to 3: how the data-parallel ranks keep their state.
         sequence_parallel: Whether the activations between the split layers' regions (norms,
             dropout, residual sums) are in slices of the sequence.
     """

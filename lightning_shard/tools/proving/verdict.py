@@ -79,7 +79,7 @@ class Verdict:
         is_rounding: Whether deviations were seen that float64 has shown to be rounding.
         remarks: What is worth knowing and does not change the outcome.
         error: What was raised, where the outcome is "refused" or "failed".
-        seconds: Time that the proof has taken.
+        seconds: Seconds that the proof has taken.
     """
 
     outcome: Outcome
