@@ -1,4 +1,4 @@
-"""The tables of options and of migrating have every option, with its default, and no other."""
+"""The tables of options have every option, with its default, and no other."""
 
 import ast
 import inspect
@@ -6,16 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
-import lightning_shard
 from lightning_shard.core.schemes import SCHEMES
 from lightning_shard.data_parallel import compression
 from lightning_shard.data_parallel.compression import COMPRESSORS
@@ -91,43 +82,3 @@ def test_every_scheme_is_in_the_readme_and_has_its_traffic() -> None:
 def test_every_style_is_listed() -> None:
     page = text_of("docs/tensor_parallel.md")
     assert all(re.search(rf"^\| `{re.escape(style)}` \|", page, re.MULTILINE) for style in STYLES)
-
-
-TABLES = {
-    table.head[0].split("`")[1]: table
-    for table in tables("docs/migrating.md")
-    if "`" in table.head[0]
-}
-OURS = {
-    option
-    for name in lightning_shard.__all__
-    if name.endswith("Strategy")
-    for option in inspect.signature(getattr(lightning_shard, name).__init__).parameters
-}
-
-
-def listed(kind: type) -> set[str]:
-    return {name for row in TABLES[kind.__name__].rows for name in quotes(row[0])}
-
-
-def arguments(kind: type) -> set[str]:
-    return set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
-
-
-@pytest.mark.parametrize(
-    "kind", [DDPStrategy, FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy]
-)
-def test_every_argument_has_a_row(kind: type) -> None:
-    assert listed(kind) == arguments(kind)
-
-
-@pytest.mark.parametrize("kind", [DistributedDataParallel, FullyShardedDataParallel])
-def test_keywords_of_torchs_modules_are_theirs(kind: type) -> None:
-    assert listed(kind) <= arguments(kind)
-
-
-def test_what_takes_their_place_is_there() -> None:
-    told = {row[1].strip("`") for table in TABLES.values() for row in table.rows}
-    plain = {name for name in told if name.isidentifier()} - set(SCHEMES)
-    assert plain <= OURS
-    assert {"backend", "timeout", "bucket_mb"} <= plain
