@@ -1,7 +1,7 @@
 """What a model's parts take: what comes before its blocks, one block, and what comes after.
 
-    unpipelined   around + blocks x one block          from steps with two and with three blocks
-    pipelined     | first | middle | middle | last |   from a step of four stages of one block
+    unpipelined   around + blocks x one block          from steps with one and with two blocks
+    pipelined     | first | middle | last |            from a step of three stages of one block
 
 Each figure is linear in the samples of a microbatch and in the number of blocks, so few short steps
 say what any number of either takes. The steps are dry runs: the code that trains counts them.
@@ -10,7 +10,7 @@ say what any number of either takes. The steps are dry runs: the code that train
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -31,8 +31,8 @@ from lightning_shard.planning.simulated_model import copied_with
 from lightning_shard.planning.simulated_step import StepTrace
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 
-_SHORT = (2, 3)  # blocks of the two unpipelined steps
-_STAGES = [1, 2, 3]  # first blocks of the later stages of the pipelined step
+_SHORT = (1, 2)  # blocks of the two unpipelined steps
+_STAGES = [1, 2]  # first blocks of the later stages of the pipelined step
 _SIZES = (1, 2), (2, 4)  # samples; a batch norm takes no single one
 
 
@@ -124,6 +124,7 @@ class Anatomy:
         self._plans: dict[int, dict[str, Any]] = {}
         self.blocks = repeated_blocks(module)
         self.num_blocks = 0 if self.blocks is None else len(self.blocks)
+        self.short = cache(self._shortened)
         self.sizes, self.refusal = _SIZES[0], ""
         try:
             self.flops = self._flops()
@@ -146,7 +147,7 @@ class Anatomy:
 
         return apply_to_collection(self._batch, Tensor, resized)
 
-    def short(self, num_blocks: int) -> "pl.LightningModule":
+    def _shortened(self, num_blocks: int) -> "pl.LightningModule":
         """Return the module with so many blocks, or with its own if they are fewer."""
         if self.blocks is None:
             return self.module
@@ -261,34 +262,42 @@ class Anatomy:
 
         def line(name: str) -> Bilinear:
             return Bilinear.through(
-                lambda size, blocks: vars(traces.get((size, blocks), traces[size, 2]))[name],
+                lambda size, blocks: vars(traces.get((size, blocks), traces[size, 1]))[name],
                 self.sizes,
                 _SHORT,
             )
 
-        return Unpipelined(**{name: line(name) for name in vars(traces[self.sizes[0], 2])})
+        return Unpipelined(**{name: line(name) for name in vars(traces[self.sizes[0], 1])})
 
     def _staged(self, tp: int, choice: Checkpointing, stage: int) -> Stages:
         """Return the figures of a pipeline's stages; `stage` is one that `keeps_as` has."""
+        whole = self.unpipelined(tp, choice)
+        if stage:  # which changes what blocks keep
+            found, kept = self.stages(tp, choice, 0), self.unpipelined(tp, choice, stage)
+            block = kept.saved.block - whole.saved.block
+            sample = kept.saved.sample_block - whole.saved.sample_block
+            saved = {
+                place: replace(one, block=one.block + block, sample_block=one.sample_block + sample)
+                for place, one in found.saved.items()
+            }
+            return replace(found, saved=saved)
         strategy = strategy_class("HybridParallelStrategy")(
-            pipeline_parallel_size=4,
+            pipeline_parallel_size=3,
             tensor_parallel_size=tp,
-            plan=self._plan_of_short(tp, 4),
+            plan=self._plan_of_short(tp, 3),
             schedule="gpipe",
             num_microbatches=1,
             split=_STAGES,
             activation_checkpointing=choice,
-            zero_stage=stage,
         )
-        module = self.short(4)
+        module = self.short(3)
         ranks = {
             size: strategy.dry_run(
-                module, self.batch(size), world_size=4 * tp, precision=self.precision
+                module, self.batch(size), world_size=3 * tp, precision=self.precision
             ).ranks
             for size in self.sizes
         }
         ties = tied_bytes(self.weights(tp))
-        whole = self.unpipelined(tp, choice, stage)
 
         def line(read: Callable[[tuple[RankFigures, ...]], float]) -> Bilinear:
             return Bilinear.through(lambda size, _: read(ranks[size]), self.sizes, (1, 2))
@@ -298,7 +307,7 @@ class Anatomy:
             recomputed=line(lambda of: of[1].memory.recomputed),
             sent_tp=_by_place(ranks, whole.sent, lambda one: one.sent["tp"]),
             forward_message=line(lambda of: of[0].sent["pp"] - ties),
-            backward_message=line(lambda of: of[3].sent["pp"] - ties),
+            backward_message=line(lambda of: of[2].sent["pp"] - ties),
         )
 
 
@@ -311,7 +320,7 @@ def _by_place(
         more = whole.at(size, blocks) - whole.at(size, 1)
         return read(ranks[size][rank]) + more
 
-    places = (("first", 0), ("middle", 1), ("last", 3))
+    places = (("first", 0), ("middle", 1), ("last", 2))
     few, more = ranks
     return {
         place: Bilinear.through(partial(figure, rank), (few, more), (1, 2))

@@ -209,7 +209,7 @@ class SimulatedWorld:
         """Yield a model of the module, which is not changed, and the batch, without elements."""
         stand_ins, left_out = NoElements(), runners_of(self._module)
         batch = stand_ins.batch(self.batch)
-        with apart():
+        with apart(stand_ins):
             copied = stand_ins.module(self._module, dtype=self.dtype, left_out=left_out)
             yield SimulatedModel(copied.train(), self.options), batch
 
@@ -241,7 +241,7 @@ def flops_of_batch(module: "pl.LightningModule", batch: Any, precision: str) -> 
     step, stand_ins = _TrainingStep(module, precision), NoElements()
     dtype, left_out = TRUE_DTYPES.get(precision), runners_of(module)
     batch = stand_ins.batch(step.converted(batch))
-    with apart(), torch.enable_grad(), FlopCounter() as counter:
+    with apart(stand_ins), torch.enable_grad(), FlopCounter() as counter:
         copied = stand_ins.module(module, dtype=dtype, left_out=left_out).train()
         loss = loss_of(step(copied, batch))
         forward: int = counter.total

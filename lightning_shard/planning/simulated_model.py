@@ -22,7 +22,11 @@ from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.core.mesh import Axis
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import checkpointed_blocks
-from lightning_shard.data_parallel.torch_private import FakeTensorMode, TorchDispatchMode
+from lightning_shard.data_parallel.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+)
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
@@ -58,12 +62,12 @@ class NoElements:
     """Makes stand-ins that take part in one computation."""
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def tensor(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a stand-in of the same shape and strides, of format `dtype` if it is real."""
         kind = dtype if dtype is not None and like.is_floating_point() else like.dtype
-        with self._mode:
+        with self.mode:
             return torch.empty_strided(like.shape, like.stride(), dtype=kind, device="cpu")
 
     def batch(self, batch: Any) -> Any:
@@ -254,12 +258,21 @@ class _RememberingRun:
         return result
 
 
-class ProductsOfGroups(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Multiplies groups of matrices without elements in any format, as torch does in bfloat16."""
+class WithoutElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes with stand-ins at once, where torch would first ask each of them for its mode.
+
+    Groups of matrices without elements are multiplied in any format, as torch does in bfloat16.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            if types and all(kind is FakeTensor for kind in types):
+                return self._mode.dispatch(func, types, args, kwargs)
             return func(*args, **kwargs)
         left, right, *rest = args
         result = func(left.bfloat16(), right.bfloat16(), *rest, **kwargs)

@@ -54,9 +54,10 @@ from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError,
 from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
 from lightning_shard.planning.report import ActivationBytes, Kept, RankMemory, at_once, peak
 from lightning_shard.planning.simulated_model import (
-    ProductsOfGroups,
+    NoElements,
     SimulatedCollectives,
     SimulatedModel,
+    WithoutElements,
     loss_of,
 )
 
@@ -184,15 +185,25 @@ class SimulatedRank:
         self._used.update(p for p, grad in zip(params, found, strict=True) if grad is not None)
         self._note_unsharded()
 
-    def train_full(self, microbatch: Microbatch) -> None:
-        """Run a step of a model that is in no pipeline, and hand its gradients to the engine."""
+    def forward_full(self, microbatch: Microbatch) -> tuple[Tensor, SavedBytes]:
+        """Run the forward of a model that is in no pipeline; return the loss and what is saved."""
         with self._saved_bytes(microbatch) as saved:
             loss = loss_of(self.model.step(microbatch))
         self.saved[0, microbatch.size] = self._kept(saved)
+        return loss, saved
+
+    def train_full(self, microbatch: Microbatch) -> None:
+        """Run a step of a model that is in no pipeline, and hand its gradients to the engine."""
+        loss, saved = self.forward_full(microbatch)
         with self.engine.backward(), saved.backward():
             loss.backward()  # type: ignore[no-untyped-call]
         self.recomputed = saved.recomputed
         self._note_unsharded()
+
+    def hold_gradients(self) -> None:
+        """Let the engine have a gradient of each parameter, as after a step."""
+        self._used.update(self._trained)
+        self.hand_over()
 
     def _saved_bytes(self, microbatch: Microbatch) -> SavedBytes:
         flats = self.engine.flats
@@ -501,10 +512,10 @@ def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> ActivationBytes:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def apart(stand_ins: NoElements) -> Iterator[None]:
     """Restore the random streams and suppress warnings; compiled code runs as written inside."""
-    products: Any = ProductsOfGroups  # which torch does not annotate
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), products(), uncompiled():
+    computing: Any = WithoutElements(stand_ins.mode)  # which torch does not annotate
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), computing, uncompiled():
         warnings.simplefilter("ignore")  # of addresses that tensors without elements do not have
         yield
 
@@ -596,21 +607,13 @@ def trace_step(model: SimulatedModel, batch: Any) -> StepTrace:
     if model.options.cut is not None:
         raise ConfigError("A step is traced on one rank, but the options have a pipeline.")
     (content,) = split_batch(batch, 1, BatchReader("fields"))
-    rank = SimulatedRank(0, model)
-    run_unpipelined(rank, content)  # apart: to count what is saved keeps it alive
-    sent = rank.sent["tp"]
-    live = _traced(model, rank, content)
-    return StepTrace(
-        saved=rank.saved[0, content.size].total, most=live.most, moved=live.moved, sent=sent
-    )
-
-
-def _traced(model: SimulatedModel, rank: SimulatedRank, batch: Microbatch) -> LiveBytes:
-    """Run a step and count what is alive in it; the engine has its gradients from a step before."""
+    rank, live = SimulatedRank(0, model), LiveBytes()
+    rank.hold_gradients()
     rank.begin_step()
-    live = LiveBytes()
     with rank.in_step(), live:
-        loss = loss_of(model.step(batch))
+        loss, _ = rank.forward_full(content)  # what is saved lives on in the graph alone
         with rank.engine.backward():
             loss.backward()  # type: ignore[no-untyped-call]
-    return live
+    rank.count()
+    saved = rank.saved[0, content.size].total
+    return StepTrace(saved=saved, most=live.most, moved=live.moved, sent=rank.sent["tp"])
