@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_shard.checkpoint.conversion.source import open_source
 from lightning_shard.cli.arguments import check_configurations
 from lightning_shard.core.extras import missing_in
-from lightning_shard.errors import CheckpointError, ShardError
+from lightning_shard.errors import CheckpointError, ConfigError, ShardError
 
 
 class ShardCLI(LightningCLI):
@@ -65,6 +65,17 @@ class ShardCLI(LightningCLI):
             if self._refusal is None:
                 raise
             raise self._refusal from error
+
+    def after_fit(self) -> None:
+        """Refuse to end well, on one rank, where a fit was to train and its data had no batch."""
+        trainer = self.trainer
+        trains = trainer.limit_train_batches and trainer.max_epochs and trainer.max_steps
+        num_batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if trains and trainer.is_global_zero and not num_batches:
+            raise ConfigError(
+                "The training loader had no batch, expected one at least: look at the path of the "
+                "data, at what filters it, and at drop_last where it is shorter than a batch."
+            )
 
     def _instantiate_strategy(
         self, strategy_class: type[Strategy], *args: Any, **kwargs: Any

@@ -118,6 +118,10 @@ ROWS = [
     ((*FIT[:1], "--config=key.yaml"), 2, "'trainer.max_epoks' is unknown; the nearest options"),
     ((*FIT[:1], "--model=bad_models.NoLoader", *FIT[2:]), 1, "`train_dataloader` must be impl"),
     (("test", "--model=bad_models.NoLoader", *FIT[2:]), 1, "No `test_step()` method defined"),
+    *(
+        (("fit", f"--model=bad_models.{name}", *FIT[2:]), 1, "The training loader had no batch")
+        for name in ("Empty", "EmptyStream")
+    ),
     (("plan", "--config=empty_data.yaml", "--devices=2"), 1, "has no batch, expected one at least"),
 ]
 MODELS = """
@@ -135,6 +139,10 @@ class Raises(NoLoader):
     def train_dataloader(self): return DataLoader(torch.zeros(4, 2))
 class Empty(NoLoader):
     def train_dataloader(self): return DataLoader(torch.zeros(0, 2))
+class Nothing(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(())
+class EmptyStream(NoLoader):
+    def train_dataloader(self): return DataLoader(Nothing())
 """
 
 
