@@ -82,6 +82,11 @@ class Lending:
         for pending in sending:
             pending.wait()
 
+    @property
+    def loans(self) -> list[tuple[int, nn.Parameter]]:
+        """The parameters that are lent, each with the stage that borrows it."""
+        return [(stage, param) for (stage, _), param in self._loans.items()]
+
     def leaves(self, stage: int) -> list[Tensor]:
         """Return the borrowed values of a stage that have gradients."""
         return [

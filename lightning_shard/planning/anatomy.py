@@ -1,6 +1,6 @@
 """What a model's parts take: what comes before its blocks, one block, and what comes after.
 
-    unpipelined   around + blocks x one block          from steps with one and with two blocks
+    unpipelined   around + blocks x one block          from steps with two and with three blocks
     pipelined     | first | middle | last |            from a step of three stages of one block
 
 Each figure is linear in the samples of a microbatch and in the number of blocks, so few short steps
@@ -31,7 +31,7 @@ from lightning_shard.planning.simulated_model import copied_with
 from lightning_shard.planning.simulated_step import StepTrace
 from lightning_shard.tensor_parallel.automatic import automatic_plan
 
-_SHORT = (1, 2)  # blocks of the two unpipelined steps
+_SHORT = (2, 3)  # blocks of the two unpipelined steps
 _STAGES = [1, 2]  # first blocks of the later stages of the pipelined step
 _SIZES = (1, 2), (2, 4)  # samples; a batch norm takes no single one
 
@@ -262,12 +262,12 @@ class Anatomy:
 
         def line(name: str) -> Bilinear:
             return Bilinear.through(
-                lambda size, blocks: vars(traces.get((size, blocks), traces[size, 1]))[name],
+                lambda size, blocks: vars(traces.get((size, blocks), traces[size, 2]))[name],
                 self.sizes,
                 _SHORT,
             )
 
-        return Unpipelined(**{name: line(name) for name in vars(traces[self.sizes[0], 1])})
+        return Unpipelined(**{name: line(name) for name in vars(traces[self.sizes[0], 2])})
 
     def _staged(self, tp: int, choice: Checkpointing, stage: int) -> Stages:
         """Return the figures of a pipeline's stages; `stage` is one that `keeps_as` has."""

@@ -35,7 +35,6 @@ from lightning_shard.pipeline_parallel.blocks import BlockList
 from lightning_shard.pipeline_parallel.costs import FlopCounter, measure_blocks
 from lightning_shard.pipeline_parallel.microbatches import BatchReader, batch_size_of, split_batch
 from lightning_shard.pipeline_parallel.partition import BlockCosts
-from lightning_shard.pipeline_parallel.simulation import replay
 from lightning_shard.planning.description import Description, Measure, WorldOptions
 from lightning_shard.planning.report import ActivationBytes, DryRun, RankFigures
 from lightning_shard.planning.simulated_model import NoElements, SimulatedModel, loss_of
@@ -111,8 +110,8 @@ def dry_run(
             table = options.schedule(len(parts))
             pipeline = SimulatedPipeline(model, table, parts)
             pipeline.run()
-            ranks, idle = pipeline.ranks, replay(table).idle_shares
-            kept = [pipeline.peak_activations(rank) for rank in ranks]
+            ranks, idle = pipeline.ranks, pipeline.timeline.idle_shares
+            kept = [pipeline.activations_of(rank) for rank in ranks]
         figures = tuple(map(_figures, ranks, kept, idle))
     return DryRun(
         mesh=options.mesh,

@@ -7,9 +7,7 @@ module ──stand-ins──> split layers ──> stages         shared by the 
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Self, TypeVar, cast
 
 import lightning_utilities.core.apply_func as apply_func
@@ -28,12 +26,9 @@ from lightning_shard.data_parallel.torch_private import (
     TorchDispatchMode,
 )
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel.containers import signature, tensors_in
 from lightning_shard.pipeline_parallel.microbatches import Microbatch
 from lightning_shard.pipeline_parallel.partition import Stages, parameter_stages
-from lightning_shard.pipeline_parallel.skipped_blocks import BlockCall, Skipped, Template
-from lightning_shard.pipeline_parallel.stage_run import Probe
-from lightning_shard.pipeline_parallel.staged_model import StagedModel, StepRun
+from lightning_shard.pipeline_parallel.staged_model import StagedModel
 from lightning_shard.planning.description import Simulated, WorldOptions
 from lightning_shard.tensor_parallel.trial import explained
 
@@ -168,11 +163,10 @@ class SimulatedModel:
         shapes = {param: part.shape for param, part in self.parts.items()}
         self.stages: Mapping[nn.Parameter, Stages] = dict.fromkeys(self.parts, (0,))
         self._staged: StagedModel | None = None
-        self._templates: dict[Any, Template] = {}  # of the results of skipped blocks
         if options.cut is not None:
             partition = options.cut(module)
             self.stages = parameter_stages(module, partition)
-            self._staged = StagedModel(module, partition, self.stages, shapes)
+            self._staged = StagedModel(module, partition, self.stages, shapes, forget=self._forget)
 
     @property
     def staged(self) -> StagedModel:
@@ -183,11 +177,6 @@ class SimulatedModel:
     def _forget(self) -> None:
         for one in self._shares:
             one.forget()
-
-    def running(self, run: StepRun, stage: int) -> AbstractContextManager[None]:
-        """Pass the blocks' calls to `run` inside, with stand-ins for other stages' parameters."""
-        blocks = self.staged.partition.blocks.modules
-        return self.staged.running(_RememberingRun(run, blocks, self._templates), stage)
 
     def step(self, microbatch: Microbatch) -> Any:
         """Run the user's step on a microbatch."""
@@ -201,13 +190,6 @@ class SimulatedModel:
             f"of tensors only, and needs no trainer."
         )
 
-    def probe(self, stage: int, microbatch: Microbatch) -> Probe:
-        """Run a step up to a stage's first block."""
-        probe = Probe(self.staged.partition.bounds[stage], self._forget)
-        with self.staged.buffers_kept(), self.running(probe, stage):
-            probe.forward(partial(self.step, microbatch))
-        return probe
-
 
 def loss_of(result: Any) -> Tensor:
     """Return the loss in a step's result."""
@@ -218,44 +200,6 @@ def loss_of(result: Any) -> Tensor:
             f"gradient, expected one: a dry run goes through its backward."
         )
     return found
-
-
-class _RememberingRun:
-    """A run of a stage, or a probe, that runs skipped blocks where their results are not known.
-
-    A real rank runs the Python code of each block of other stages in its first batch; a simulation
-    has all ranks of a pipeline. So `templates` keeps the structure of results by class of block and
-    shapes of its arguments. Other effects of a skipped block, an auxiliary loss say, happen once.
-    """
-
-    def __init__(
-        self, run: StepRun, blocks: Sequence[nn.Module], templates: dict[Any, Template]
-    ) -> None:
-        self._run, self._blocks, self._templates = run, blocks, templates
-
-    def known(self) -> AbstractContextManager[None]:
-        """Return the context of the wrapped run."""
-        return self._run.known()
-
-    def asks(self, tensor: Tensor) -> bool:
-        """Answer as the wrapped run does."""
-        return self._run.asks(tensor)
-
-    def call(self, index: int, skipped: Skipped, call: BlockCall) -> Any:
-        """Answer as the wrapped run does, with the known result where it skips the block."""
-        known = partial(self._result, type(self._blocks[index]), skipped)
-        return self._run.call(index, known, call)
-
-    def _result(self, kind: type[nn.Module], skipped: Skipped, call: BlockCall) -> Any:
-        leaves = tensors_in(call.arguments)
-        key = kind, signature(leaves)
-        if key in self._templates:
-            return self._templates[key].build(leaves)
-        result = skipped(call)
-        template = Template.of(result, leaves)
-        if template.is_plain:
-            self._templates[key] = template
-        return result
 
 
 class WithoutElements(TorchDispatchMode):  # type: ignore[no-untyped-call]

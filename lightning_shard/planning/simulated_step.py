@@ -16,19 +16,21 @@ gradient of the logits is often the largest.
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.core.mesh import ALL_AXES, Axis
+from lightning_shard.core.modules import random_streams_kept
 from lightning_shard.core.placeholders import tensors_given
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.differentiation import asking
@@ -39,19 +41,15 @@ from lightning_shard.data_parallel.torch_private import TorchDispatchMode, stora
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import tensors_in
 from lightning_shard.pipeline_parallel.costs import SavedBytes
-from lightning_shard.pipeline_parallel.gradients import (
-    OfLastStage,
-    Rest,
-    full_backward,
-    input_backward,
-    sum_dtype,
-    weight_backward,
-)
-from lightning_shard.pipeline_parallel.messages import followed
+from lightning_shard.pipeline_parallel.gradients import OfLastStage, sum_dtype
+from lightning_shard.pipeline_parallel.messages import RunningBatch
 from lightning_shard.pipeline_parallel.microbatches import BatchReader, Microbatch, split_batch
+from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, StageInput
-from lightning_shard.pipeline_parallel.skipped_blocks import UnknownResultError, uncompiled
-from lightning_shard.pipeline_parallel.stage_run import Needed, StageRun
+from lightning_shard.pipeline_parallel.simulation import replay
+from lightning_shard.pipeline_parallel.skipped_blocks import uncompiled
+from lightning_shard.pipeline_parallel.stage_run import StageRun
+from lightning_shard.pipeline_parallel.step_edits import StepBuffers
 from lightning_shard.planning.report import ActivationBytes, Kept, RankMemory, at_once, peak
 from lightning_shard.planning.simulated_model import (
     NoElements,
@@ -105,89 +103,37 @@ class SimulatedRank:
         self.sent: dict[Axis, int] = dict.fromkeys(self._groups, 0)
         self.sent_elements = dict(self.sent)
         self.recomputed = 0
-        self._runs: dict[tuple[int, int], tuple[StageRun, SavedBytes]] = {}
-        self._halves: dict[tuple[int, int], Rest] = {}
-        self._used: set[nn.Parameter] = set()
+        self._runs: dict[tuple[int, int], SavedBytes] = {}
         self._gathered = 0
 
-    def forward(
-        self,
-        stage: int,
-        microbatch: Microbatch,
-        received: Sequence[Tensor] | None,
-        needed: Needed | None,
-    ) -> list[Tensor]:
-        """Run one microbatch through a stage; return the tensors that the next stage needs."""
-        bounds, names = self.model.staged.partition.bounds, self.model.staged.block_names
-        run = StageRun(
-            stage, bounds[stage], bounds[stage + 1], names, needed=needed, received=received
-        )
-        with (
-            self._saved_bytes(microbatch) as saved,
-            self.model.running(run, stage),
-            tensors_given() as given,
-            asking(OfLastStage(given)),
-        ):
-            run.forward(partial(self.model.step, microbatch))
-        saved.keep([*run.inputs, *run.outputs])
-        saved.stay([*run.inputs, *run.outputs])
-        self.saved[stage, microbatch.size] = self._kept(saved)
-        self._runs[stage, microbatch.index] = run, saved
-        self._note_unsharded()
-        return run.outputs
-
-    def backward(
-        self, stage: int, microbatch: Microbatch, grads: Sequence[Tensor] | None
-    ) -> list[Tensor]:
-        """Run a microbatch's backward; return the gradients of the received tensors."""
-        (run, saved), params = self._runs.pop((stage, microbatch.index)), self._params(stage)
-        with self.model.running(run, stage), saved.backward():
-            inputs, found = full_backward(
-                _roots(run, grads),
-                grads,
-                followed(run.inputs),
-                params,
-                reformatted=self.engine.reformats,
-            )
-        self._note_used(params, found)
-        self.recomputed = max(self.recomputed, saved.recomputed)
-        return inputs
-
-    def backward_inputs(
-        self, stage: int, microbatch: Microbatch, grads: Sequence[Tensor] | None
-    ) -> list[Tensor]:
-        """Run the first half of a backward; return the gradients of the received tensors."""
-        (run, _), params = self._runs[stage, microbatch.index], self._params(stage)
-        with self.model.running(run, stage):
-            inputs, self._halves[stage, microbatch.index] = input_backward(
-                _roots(run, grads), grads, followed(run.inputs), params, self._at_hand
-            )
-        self._note_unsharded()
-        return inputs
-
-    def backward_weights(self, stage: int, microbatch: Microbatch) -> None:
-        """Run the second half of a backward: the gradients of the weights."""
-        (run, _), params = self._runs.pop((stage, microbatch.index)), self._params(stage)
-        rest = self._halves.pop((stage, microbatch.index))
-        with self.model.running(run, stage):
-            self._note_used(params, weight_backward(rest, params))
-
-    def _params(self, stage: int) -> list[nn.Parameter]:
+    def params(self, stage: int) -> list[nn.Parameter]:
+        """Return the trained parameters of a stage."""
         return [param for param in self._trained if stage in self.model.stages[param]]
 
-    @contextmanager
-    def _at_hand(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        with self.engine.at_hand(params):
-            self._note_unsharded()
-            yield
+    def has(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether this rank has all of some parameters."""
+        return all(self.rank in self._owners[param] for param in params)
 
-    def _note_used(self, params: Sequence[nn.Parameter], found: Sequence[Tensor | None]) -> None:
-        self._used.update(p for p, grad in zip(params, found, strict=True) if grad is not None)
-        self._note_unsharded()
+    def keep(
+        self, stage: int, microbatch: Microbatch, saved: SavedBytes, ends: Sequence[Tensor]
+    ) -> None:
+        """Note what a stage keeps of a microbatch, and what it has received and sends."""
+        saved.keep(ends)
+        saved.stay(ends)
+        self.saved[stage, microbatch.size] = self._kept(saved)
+        self._runs[stage, microbatch.index] = saved
+
+    @contextmanager
+    def backward(self, stage: int, index: int) -> Iterator[None]:
+        """Count what the backward of a microbatch inside computes again."""
+        saved = self._runs.pop((stage, index))
+        with saved.backward():
+            yield
+        self.recomputed = max(self.recomputed, saved.recomputed)
 
     def forward_full(self, microbatch: Microbatch) -> tuple[Tensor, SavedBytes]:
         """Run the forward of a model that is in no pipeline; return the loss and what is saved."""
-        with self._saved_bytes(microbatch) as saved:
+        with self.counted(microbatch) as saved:
             loss = loss_of(self.model.step(microbatch))
         self.saved[0, microbatch.size] = self._kept(saved)
         return loss, saved
@@ -198,14 +144,14 @@ class SimulatedRank:
         with self.engine.backward(), saved.backward():
             loss.backward()  # type: ignore[no-untyped-call]
         self.recomputed = saved.recomputed
-        self._note_unsharded()
+        self.note_unsharded()
 
     def hold_gradients(self) -> None:
         """Let the engine have a gradient of each parameter, as after a step."""
-        self._used.update(self._trained)
-        self.hand_over()
+        self.hand_over(lambda param: True)
 
-    def _saved_bytes(self, microbatch: Microbatch) -> SavedBytes:
+    def counted(self, microbatch: Microbatch) -> SavedBytes:
+        """Make the context that counts what a forward saves, but for parameters and the batch."""
         flats = self.engine.flats
         return SavedBytes([flat.full for flat in flats] + tensors_in(microbatch.content))
 
@@ -213,28 +159,27 @@ class SimulatedRank:
         saved.stay(self.model.module.buffers())
         return Kept(saved.total, saved.moving if self.options.engine.activation_offload else ())
 
-    def hand_over(self) -> None:
-        """Sum the gradients of tied parameters, and give all to the engine."""
+    def hand_over(self, is_used: Callable[[nn.Parameter], bool]) -> None:
+        """Sum the gradients of tied parameters, and give those of used ones to the engine."""
         for param in self._trained:
             ranks = self._owners[param]
             param.grad = None  # of another rank that has it, too
             if len(ranks) > 1:
                 ties = SimulatedCollectives(ranks.index(self.rank), len(ranks))
-                ties.all_reduce(self._gradient(param)).wait()
+                ties.all_reduce(self.gradient(param)).wait()
                 self._add("pp", ties.traffic)
-                self._used.add(param)
         with self.engine.backward():
             for param in self._trained:
-                if param in self._used:
-                    self.engine.take_gradient(param, self._gradient(param))
+                if len(self._owners[param]) > 1 or is_used(param):
+                    self.engine.take_gradient(param, self.gradient(param))
 
-    def _gradient(self, param: nn.Parameter) -> Tensor:
+    def gradient(self, param: nn.Parameter) -> Tensor:
+        """Return what stands for the sum of a parameter's gradients."""
         return param.data.new_empty(self.model.parts[param].shape, dtype=sum_dtype(param))
 
-    def send(self, tensors: Sequence[Tensor], weight: int) -> None:
-        """Count messages to the next or previous rank, `weight` times."""
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Count a message of tensors to another rank of the pipeline."""
         self._pipeline.send_all(tensors)
-        self.count(weight)
 
     def count(self, weight: int = 1) -> None:
         """Add the bytes that the groups have counted since the last time, `weight` times."""
@@ -247,7 +192,8 @@ class SimulatedRank:
         self.sent[axis] += weight * traffic.total_bytes
         self.sent_elements[axis] += weight * traffic.total_elements
 
-    def _note_unsharded(self) -> None:
+    def note_unsharded(self) -> None:
+        """Note the units that stage 3 has full now."""
         if self.options.engine.stage == 3:
             self._gathered = max(self._gathered, storage_bytes(f.full for f in self.engine.flats))
 
@@ -272,7 +218,7 @@ class SimulatedRank:
         engine.publish(self._trained)
         is_sharded, in_pipeline = self.options.engine.stage == 3, self.options.cut is not None
         gathered = max(self._gathered, largest_units(engine)) if is_sharded else 0
-        in_flight = sum(self._gradient(one).nbytes for one in self._trained) if in_pipeline else 0
+        in_flight = sum(self.gradient(one).nbytes for one in self._trained) if in_pipeline else 0
         found = RankMemory(
             parameters=counted.parameters,
             gathered=gathered,
@@ -351,11 +297,6 @@ def _data_groups(size: int, shard_size: int) -> DataGroups:
     return DataGroups(dp=dp, shard=shard, replicate=replicate)
 
 
-def _roots(run: StageRun, grads: Sequence[Tensor] | None) -> list[Tensor]:
-    """Return the tensors at which a backward begins: the loss where no gradients are given."""
-    return followed(run.outputs if grads is not None else [loss_of(run.result)])
-
-
 def largest_units(engine: DataParallelEngine) -> int:
     """Return the bytes of the units that stage 3 would have full at a time."""
     sizes: dict[bool, list[int]] = {True: [], False: []}
@@ -364,18 +305,43 @@ def largest_units(engine: DataParallelEngine) -> int:
     return sum(sizes[True]) + sum(sorted(sizes[False])[-_FULL_AT_ONCE:])
 
 
-_STEPS_OF_STAGE_3 = 2  # what is gathered ahead follows the step before
+class _Engines:
+    """The engines of a pipeline's ranks; that of the rank at work answers if it has what is asked.
+
+    Attributes:
+        at_work: The rank whose action runs.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, ranks: Sequence[SimulatedRank]) -> None:
+        self._ranks, self.at_work = ranks, ranks[0]
+        self.reformats = self.at_work.engine.reformats
+
+    @contextmanager
+    def at_hand(self, params: Sequence[nn.Parameter], *, unrounded: bool = False) -> Iterator[None]:
+        """Keep parameters unsharded inside: see `DataParallelEngine.at_hand`."""
+        rank = next(one for one in (self.at_work, *self._ranks) if one.has(params))
+        with rank.engine.at_hand(params, unrounded=unrounded):
+            rank.note_unsharded()
+            yield
 
 
-class SimulatedPipeline:
-    """The ranks of one pipeline, which share a model without elements."""
+class SimulatedPipeline(Pipeline):
+    """The runner that trains, with all stages, whose ranks share a model without elements.
+
+    It takes the actions of all ranks in the order in which they would come, and counts each with
+    its rank.
+    """
 
     def __init__(
-        self, model: SimulatedModel, schedule: Schedule, microbatches: Sequence[Microbatch]
+        self, model: SimulatedModel, table: Schedule, microbatches: Sequence[Microbatch]
     ) -> None:
-        self._model = model
-        self.ranks = [SimulatedRank(rank, model) for rank in range(schedule.num_ranks)]
-        self.schedule, self.microbatches = schedule, microbatches
+        self.ranks = [SimulatedRank(rank, model) for rank in range(table.num_ranks)]
+        self.timeline, self._table = replay(table), table
+        self._whole, self._microbatches = model, microbatches
+        self._engines = _Engines(self.ranks)
+        self._owners = [self.ranks[rank] for rank in table.stage_ranks]
         sizes = [one.size for one in microbatches]
         every = model.options.engine.stage == 3
         self._weights = {  # how many microbatches each one that is run counts for
@@ -383,123 +349,97 @@ class SimulatedPipeline:
             for index, size in enumerate(sizes)
             if every or sizes.index(size) == index
         }
-        self._made: dict[StageInput, list[Tensor]] = {}
-        self._arrived: dict[StageInput, list[Tensor]] = {}
-        self._needed: list[Needed | None] = []
+        group, staged, here = SimulatedCollectives(0, 1), model.staged, (0,) * table.num_stages
+        merged = replace(table, num_ranks=1, stage_ranks=here, actions=(self._merged(),))
+        params = {stage: rank.params(stage) for stage, rank in enumerate(self._owners)}
+        engines: Any = self._engines
+        super().__init__(staged, group, params, lambda _: merged, here, engines, None, early=False)
+        self._buffers = StepBuffers(staged, group, 0, has_last=False)  # without values to compare
+
+    def _merged(self) -> tuple[Action, ...]:
+        """Return the computations of all ranks, each after those whose results it needs."""
+        events = sorted(chain(*self.timeline.rows), key=lambda event: event.start)
+        return tuple(one.action for one in events if one.action.microbatch in self._weights)
 
     def run(self) -> None:
         """Run a step on every rank, up to the optimizer's."""
-        with self._model.staged.batch():
-            self._needed = self._needs()
-        in_parts = len(self.microbatches) > 1
-        for _ in range(_STEPS_OF_STAGE_3 if self._model.options.engine.stage == 3 else 1):
-            self._run_step(in_parts=in_parts)
+        self._run_whole_step()
+        if self._lending.loans and "tp" in self._whole.groups:
+            raise ConfigError(
+                "A dry run does not count what layers that share their values send where stages of "
+                "the pipeline lend each other parameters; expected a step that uses each parameter "
+                "on its own stage. Let the optimizer's weight_decay do what concerns the weights "
+                "alone, or use strategy='zero3'."
+            )
+        if self._whole.options.engine.stage == 3 or self._lending.loans:
+            self._run_whole_step()  # the first has gathered nothing ahead, and learnt of loans
 
-    def _run_step(self, *, in_parts: bool) -> None:
+    def _run_whole_step(self) -> None:
+        in_parts = len(self._microbatches) > 1
         for rank in self.ranks:
             rank.begin_step()
             for group in rank.engine.groups_of_forwards() if in_parts else ():
                 group.all_reduce(torch.zeros(1, dtype=torch.int64), "min").wait()  # of parts
-        with self._model.staged.batch():
-            steps = [rank.in_step() for rank in self.ranks]
-            self._run_actions()
+        steps = [rank.in_step() for rank in self.ranks]
+        results, stash = self.train("training", self._microbatches, self._user_step, _loss_if_any)
+        if results.get(0) is None:
+            loss_of(None)  # which refuses it
+        self._count_loans()
         for rank, step in zip(self.ranks, steps, strict=True):
             step.close()
-            rank.hand_over()
+            rank.hand_over(stash.holds)
             rank.count()
 
-    def _run_actions(self) -> None:
-        waiting = [self._chosen(rank.rank) for rank in self.ranks]
-        while any(waiting):
-            for rank, actions in zip(self.ranks, waiting, strict=True):
-                while actions and self._act(rank, actions[0]):
-                    del actions[0]
+    def _user_step(self, microbatch: Microbatch, _: Any) -> Any:
+        with tensors_given() as given, asking(OfLastStage(given)):
+            return self._whole.step(microbatch)
 
-    def _chosen(self, rank: int) -> list[Action]:
-        return [one for one in self.schedule.actions[rank] if one.microbatch in self._weights]
+    def _count_loans(self) -> None:
+        """Count what stages are lent of others' parameters, and the gradients that come back."""
+        for stage, param in self._lending.loans:
+            borrower, owner = self._owners[stage], self._owners[self._whole.stages[param][0]]
+            if owner is not borrower:
+                owner.send([self._whole.parts[param]])
+                borrower.send([owner.gradient(param)])
 
-    def _needs(self) -> list[Needed | None]:
-        try:
-            return self._probed()
-        except UnknownResultError:
-            self._model.staged.set_hint(self._model.probe(0, self.microbatches[0]).template)
-            return self._probed()
+    @override
+    def _act(self, batch: RunningBatch, action: Action) -> None:
+        stage, kind, index = action
+        rank = self._engines.at_work = self._owners[stage]
+        with rank.backward(stage, index) if kind == "B" else nullcontext():
+            super()._act(batch, action)
+        rank.note_unsharded()
+        to, _, _ = action.output
+        if kind != "W" and 0 <= to < self.num_stages and self._owners[to] is not rank:
+            is_forward, key = kind == "F", (stage, index)
+            rank.send(batch.runs[key].outputs if is_forward else batch.grads[key])
+        rank.count(self._weights[index])
 
-    def _probed(self) -> list[Needed | None]:
-        """Probe each stage with the smallest and then the largest microbatch."""
-        for microbatch in (self.microbatches[-1], self.microbatches[0]):
-            stages = range(1, self.schedule.num_stages)
-            needs = [self._model.probe(stage, microbatch).needed for stage in stages]
-        if None in needs:
-            raise ConfigError(
-                f"The training step ended without calling the first block of stage "
-                f"{needs.index(None) + 1}, expected it to call the network once, all blocks in "
-                f"order."
-            )
-        return [None, *needs, None]  # of the first stage, and after the last
+    @override
+    def _run_step(self, run: StageRun, batch: RunningBatch, microbatch: Microbatch) -> None:
+        rank = self._owners[run.stage]
+        with rank.counted(microbatch) as saved:
+            super()._run_step(run, batch, microbatch)
+        rank.keep(run.stage, microbatch, saved, [*run.inputs, *run.outputs])
 
-    def _act(self, rank: SimulatedRank, action: Action) -> bool:
-        """Do one action; return False when its message has not come."""
-        weight = self._weights[action.microbatch]
-        kind = action.kind
-        if kind == "F":
-            done = self._forward(rank, action)
-        elif kind in ("B", "I"):
-            done = self._backward(rank, action)
-        elif kind == "W":
-            rank.backward_weights(action.stage, self.microbatches[action.microbatch])
-            done = True
-        elif kind.startswith("SEND"):
-            message = action.output
-            self._arrived[message] = self._made.pop(message)
-            rank.send(self._arrived[message], weight)
-            return True
-        else:
-            return True
-        rank.count(weight)
-        return done
-
-    def _forward(self, rank: SimulatedRank, action: Action) -> bool:
-        stage, _, index = action
-        if stage > 0 and (stage, "F", index) not in self._arrived:
-            return False
-        received = self._arrived.pop((stage, "F", index)) if stage > 0 else None
-        outputs = rank.forward(stage, self.microbatches[index], received, self._needed[stage + 1])
-        self._hand_on(rank, action, outputs)
-        return True
-
-    def _backward(self, rank: SimulatedRank, action: Action) -> bool:
-        stage, _, index = action
-        is_last = stage == self.schedule.num_stages - 1
-        if not is_last and (stage, "B", index) not in self._arrived:
-            return False
-        grads = None if is_last else self._arrived.pop((stage, "B", index))
-        run = rank.backward if action.kind == "B" else rank.backward_inputs
-        self._hand_on(rank, action, run(stage, self.microbatches[index], grads))
-        return True
-
-    def _hand_on(self, rank: SimulatedRank, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Keep tensors for their message, or give them to this rank's own stage."""
-        message = action.output
-        is_here = message[0] in rank.stages
-        (self._arrived if is_here else self._made)[message] = [
-            one.detach().requires_grad_(one.requires_grad) for one in tensors
-        ]
-
-    def peak_activations(self, rank: SimulatedRank) -> ActivationBytes:
+    def activations_of(self, rank: SimulatedRank) -> ActivationBytes:
         """Return the most bytes that a rank keeps for the backwards to come."""
         return peak(state.values() for state in self._in_flight(rank))
 
     def _in_flight(self, rank: SimulatedRank) -> Iterator[dict[StageInput, Kept]]:
         """Yield what is kept after each of a rank's actions, by stage and microbatch."""
         state: dict[StageInput, Kept] = {}
-        for stage, kind, index in self.schedule.actions[rank.rank]:
+        for stage, kind, index in self._table.actions[rank.rank]:
             if kind == "F":
-                size = self.microbatches[index].size
+                size = self._microbatches[index].size
                 state[stage, kind, index] = rank.saved.get((stage, size), Kept(0))
                 yield state
             elif kind in ("B", "W"):
                 state.pop((stage, "F", index), None)
+
+
+def _loss_if_any(result: Any) -> Tensor | None:
+    return None if result is None else loss_of(result)
 
 
 def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> ActivationBytes:
@@ -515,7 +455,7 @@ def run_unpipelined(rank: SimulatedRank, batch: Microbatch) -> ActivationBytes:
 def apart(stand_ins: NoElements) -> Iterator[None]:
     """Restore the random streams and suppress warnings; compiled code runs as written inside."""
     computing: Any = WithoutElements(stand_ins.mode)  # which torch does not annotate
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), computing, uncompiled():
+    with warnings.catch_warnings(), random_streams_kept(), computing, uncompiled():
         warnings.simplefilter("ignore")  # of addresses that tensors without elements do not have
         yield
 
@@ -611,9 +551,10 @@ def trace_step(model: SimulatedModel, batch: Any) -> StepTrace:
     rank.hold_gradients()
     rank.begin_step()
     with rank.in_step(), live:
-        loss, _ = rank.forward_full(content)  # what is saved lives on in the graph alone
+        loss, saved = rank.forward_full(content)
+        saved.forget()  # it lives on in the graph alone
         with rank.engine.backward():
             loss.backward()  # type: ignore[no-untyped-call]
     rank.count()
-    saved = rank.saved[0, content.size].total
-    return StepTrace(saved=saved, most=live.most, moved=live.moved, sent=rank.sent["tp"])
+    kept = rank.saved[0, content.size].total
+    return StepTrace(saved=kept, most=live.most, moved=live.moved, sent=rank.sent["tp"])

@@ -1,11 +1,13 @@
 """What a dry run says is what a real run holds and sends."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import lightning as L  # noqa: N812
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,9 @@ from tests.strategies.models import CONTEXT, ExampleGPT, Trained, gpt2
 from tests.strategies.parity import GLOBAL_BATCH, GlobalBatches, ignoring, quiet_trainer
 from tests.strategies.tensor_parallel.test_tensor_parallel import PLANS
 
-pytestmark = ignoring(r".* microbatches are fewer than the .* stages")
+pytestmark = ignoring(
+    r".* microbatches are fewer than the .* stages", "A step uses .* parameters outside of their"
+)
 
 WORLD = 8
 NUM_STEPS = 4  # in the fourth, unlike in the first three, ranks do not compare their results
@@ -147,6 +151,31 @@ def test_so_does_one_of_mixed_precision_with_tied_embeddings(zero_stage: int) ->
     assert_same(*both(model, hybrid(zero_stage=zero_stage), precision="bf16-mixed"))
 
 
+class DecaysByLoss(ExampleGPT):
+    """Its loss, which the last stage computes, has a term of the first stage's parameter."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weights = self.byte_embedding.weight
+        return super().training_step(batch, batch_idx) + 0.01 * weights.square().mean()
+
+
+@SLOW
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_so_does_one_whose_stages_lend_each_other(zero_stage: int) -> None:
+    """Such a step, which trains, was refused."""
+    assert_same(
+        *both(
+            DecaysByLoss(num_layers=2),
+            hybrid(tensor_parallel_size=1, plan="auto", zero_stage=zero_stage),
+        )
+    )
+
+
+def test_stages_that_lend_each_other_shares_of_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not count what layers that share their values"):
+        hybrid()().dry_run(DecaysByLoss(num_layers=2), text(6), world_size=8)
+
+
 def text(batch_size: int) -> list[Tensor]:
     return [torch.zeros(batch_size, CONTEXT, dtype=torch.long, device="meta") for _ in range(2)]
 
@@ -264,6 +293,33 @@ def test_what_another_stage_has_holds_nothing_here() -> None:
     first, last = strategy.dry_run(Scaled(), [torch.zeros(4, 4)], world_size=2).ranks
     assert (first.num_parameters, last.num_parameters) == (4 * 8 + 8 + 8 + 9 * 8, 8 + 9 * 8)
     assert last.memory.activations > 0
+
+
+class DecaysByItself(Scaled):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.embed.weight.square().mean()
+
+
+def test_what_a_stage_is_lent_is_sent_there_and_its_gradient_back() -> None:
+    """The dry run refused the model, which trains."""
+    strategy, batch = PipelineParallelStrategy(num_microbatches=2), [torch.zeros(4, 4)]
+    without, found = (
+        strategy.dry_run(model, batch, world_size=2).ranks for model in (Scaled(), DecaysByItself())
+    )
+    lent = 4 * 4 * 8
+    for before, rank in zip(without, found, strict=True):
+        assert rank.sent["pp"] == before.sent["pp"] + lent
+
+
+def test_all_random_streams_stay_as_they_were() -> None:
+    """A stage's run of a microbatch sets the seeds of numpy's and Python's numbers, too."""
+    random.seed(0)
+    np.random.seed(0)
+    PipelineParallelStrategy().dry_run(Scaled(), [torch.zeros(4, 4)], world_size=2)
+    found = random.random(), np.random.rand()
+    random.seed(0)
+    np.random.seed(0)
+    assert found == (random.random(), np.random.rand())
 
 
 class OwnLabels(L.LightningModule):
