@@ -1,35 +1,22 @@
 """The page in a browser: no message, no request, nothing wider than the window, light and dark."""
 
-import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_shard.core.reporting.page import SECTIONS, write_report
+from tests.chromium import headless_chromium
 from tests.core.reporting.runs import whole_run, write, write_timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome")
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium; without it these tests fail and say what to install."""
-    path = next(filter(None, map(shutil.which, _NAMES)), None)
-    if path is None:
-        pytest.fail("The report is looked at in Chromium: apt-get install chromium.")
-    if find_spec("playwright") is None:
-        pytest.fail("The report is looked at with playwright: pip install playwright.")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with headless_chromium("The report") as chromium:
         yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
