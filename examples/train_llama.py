@@ -4,10 +4,9 @@ The network is `transformers.LlamaForCausalLM`, over bytes and small enough for 
 it knows that each of its layers is shared by two ranks, and its blocks by two pipeline stages:
 
     lightning-shard fit --config configs/llama_tensor_pipeline.yaml
-    lightning-shard fit --config configs/llama_lora_zero3.yaml
 
-The second trains adapters of peft over a frozen network, sharded by ZeRO stage 3. It takes
-`pip install transformers`, and peft for the second.
+It takes `pip install transformers`. `recipes/` trains it in three dimensions, trains adapters over
+it, and trains it as a job of SLURM.
 """
 
 from pathlib import Path
@@ -16,9 +15,13 @@ import lightning as L  # noqa: N812
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.train_gpt import NUM_BYTES
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs {error.name}: pip install transformers") from None
 
 
 class Llama(L.LightningModule):
@@ -54,37 +57,16 @@ class Llama(L.LightningModule):
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Log the validation loss, averaged over batches and ranks."""
+        text, following = batch
+        loss = F.cross_entropy(self(text).flatten(0, 1), following.flatten())
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Optimise what is not frozen with AdamW."""
         trained = [p for p in self.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=self.hparams["learning_rate"])
-
-
-class LoRALlama(Llama):
-    """The same network, frozen, with low-rank adapters of its attention's layers.
-
-    Args:
-        rank: Of the adapters.
-        path: As of `Llama`, and so are the others.
-
-    Source:
-        LoRA, arXiv:2106.09685; peft's implementation.
-    """
-
-    def __init__(
-        self,
-        rank: int = 4,
-        path: Path | None = None,
-        width: int = 64,
-        num_layers: int = 4,
-        learning_rate: float = 3e-3,
-    ) -> None:
-        from peft import LoraConfig, get_peft_model
-
-        super().__init__(path, width, num_layers, learning_rate)
-        self.save_hyperparameters()
-        adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"])
-        self.network = get_peft_model(self.network, adapters)
 
 
 def small_llama(width: int, num_layers: int) -> LlamaForCausalLM:

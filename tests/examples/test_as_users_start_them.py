@@ -1,11 +1,6 @@
-"""The notebook, the dry run and the elastic example, as their users start them."""
+"""The notebook and the dry run, as their users start them."""
 
-import os
-import re
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -50,27 +45,3 @@ def test_it_prints_a_row_for_each_stage(
     assert "1f1b, 4 microbatches, 1,024 samples a step; idle 20.0%" in output
     rows = [line.split()[0] for line in output.splitlines() if "GiB" in line]
     assert rows == ["0", "1", "least", "most"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_rank_is_killed_and_another_one_added() -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    run = subprocess.run(
-        [str(REPOSITORY / "examples" / "elastic.sh")],
-        env=os.environ | {"PATH": path},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=patient(280),
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout
-    sizes = re.findall(r"(\d) ranks:", run.stdout)
-    assert sizes == ["4", "3", "4"], run.stdout
-    assert re.search(r"^\$ kill -9 \d+$", run.stdout, re.MULTILINE), run.stdout
-    assert re.search(r"^\$ LIGHTNING_SHARD_JOB=", run.stdout, re.MULTILINE), run.stdout
-    loss, bigram = re.findall(r"validation loss (\S+) .* model: (\S+)\)", run.stdout)[-1]
-    assert float(loss) < float(bigram), run.stdout
-    assert len(run.stdout.splitlines()) < 25

@@ -1,6 +1,4 @@
-"""The digits, contrastive, three-dimensional and GAN examples come to what they should."""
-
-import runpy
+"""The digits, contrastive and GAN examples come to what they should."""
 
 import pytest
 import torch
@@ -8,13 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard  # noqa: F401  the import registers the names of the strategies
 from examples.train_gan import GAN
-from tests.examples.commands import (
-    ignoring_advice,
-    largest_shares,
-    last_losses,
-    run_example,
-    set_arguments,
-)
+from tests.examples.commands import ignoring_advice, run_example
 from tests.trainers import cpu_trainer
 
 pytestmark = ignoring_advice()
@@ -56,27 +48,6 @@ def test_the_encoder_learns_which_views_are_of_one_image(
     strategy = f"--trainer.strategy={stage}_in_process"
     loss = loss_after_an_epoch(monkeypatch, capsys, strategy, "--trainer.devices=2")
     assert loss < 2.5  # by chance log(64) = 4.2: both ranks' 32 images are told apart
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--stages=2", "--tensor=2", "--data=1", "--zero-stage=1"],
-        pytest.param(["--stages=2", "--tensor=2", "--data=2"], marks=pytest.mark.slow),
-    ],
-)
-def test_a_gpt_in_three_dimensions(
-    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    set_arguments(monkeypatch, "train_gpt_3d.py", "--steps=2", *options)
-    runpy.run_module("examples.train_gpt_3d", run_name="__main__")
-    output = capsys.readouterr().out
-    assert "stage 0" in output
-    assert "stage 1" in output
-    loss, bigram = last_losses(output)
-    assert bigram < loss < 8.0
-    assert float(largest_shares(output)[0].rstrip("%")) < 28
 
 
 NUM_RANKS, OWN, NUM_STEPS = 2, 4, 6

@@ -118,6 +118,6 @@ def _say_how_to_join(commands: Sequence[Any], token_is_given: bool) -> None:
     job = settings.job()
     assert job is not None
     variables = " ".join(f"{name}={value}" for name, value in settings.job_variables(job).items())
-    command = commands[0] if commands else [sys.executable, *sys.argv]
+    command = commands[0] if commands else [sys.executable, *sys.orig_argv[1:]]
     hint = " (LIGHTNING_SHARD_JOB_TOKEN must be this job's)" if token_is_given else ""
     print(f"To add a rank{hint}: {variables} {shlex.join(command)}", file=sys.stderr, flush=True)

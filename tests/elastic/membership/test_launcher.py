@@ -78,6 +78,16 @@ def test_the_main_process_starts_a_server_and_says_how_to_join(
     assert "TOKEN" not in said
 
 
+@pytest.mark.usefixtures("started")
+def test_a_module_that_begins_alone_is_joined_as_a_module(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command named the module's file, which does not find the package that it is in."""
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "package.module", "--ranks", "1"])
+    launch(1)
+    assert f" {sys.executable} -m package.module --ranks 1\n" in capfd.readouterr().err
+
+
 def test_children_and_newcomers_start_nothing(
     started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Lose a rank, add one, and train on: the GPT of train_gpt.py on four Gloo ranks of this host.
 #
-#   examples/elastic.sh [options of train_elastic.py]
+#   examples/recipes/elastic.sh [options of elastic.py]
 #
 # What a user does by hand, `kill` and the command that adds a rank, is shown behind a `$`.
 set -euo pipefail
 set -m # each job below is a process group of its own, which can be ended as a whole
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
 output=$(mktemp)
 
@@ -23,7 +23,7 @@ wait_for() { # a line of the output, while training runs
     done
 }
 
-python -m examples.train_elastic --ranks 4 "$@" 2>&1 | tee "$output" &
+python -m examples.recipes.elastic --ranks 4 "$@" 2>&1 | tee "$output" &
 
 wait_for "4 ranks:"
 wait_for "step  50"

@@ -1,7 +1,7 @@
 """Train the GPT of `train_gpt.py` on ranks that come and go.
 
-    python -m examples.train_elastic
-    python -m examples.train_elastic --ranks 2 --scheme zero3 --snapshot-every 5
+    python -m examples.recipes.elastic
+    python -m examples.recipes.elastic --ranks 2 --scheme zero3 --snapshot-every 5
 
 Kill any of the printed processes: the others go on. The first process prints the command that adds
 one, while training runs. `elastic.sh` does both and shows what comes of it.
