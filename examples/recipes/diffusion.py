@@ -3,8 +3,8 @@
     python -m examples.recipes.diffusion
     python -m examples.recipes.diffusion --strategy zero2 --accelerator gpu --devices 8
 
-Pictures, noise and steps are drawn from a seed, so that every number of ranks sees the same.
-The average is diffusers' own `EMAModel`, saved and loaded by diffusers.
+Pictures, noise and steps are drawn from a seed, so that steps take the same on every number of
+ranks. The average is diffusers' own `EMAModel`, saved and loaded by diffusers.
 """
 
 import argparse
@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"This recipe needs {error.name}: pip install diffusers") from None
 
 SIZE, NUM_STEPS = 8, 50  # of pictures; of the diffusion
+FOLDER = Path("build/recipes/diffusion")
 
 
 class Denoiser(L.LightningModule):
@@ -95,7 +96,7 @@ def train(batch_size: int = 32, steps: int = 100, **options: Any) -> tuple[L.Tra
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(max_steps=steps, enable_checkpointing=False, **quiet, **options)
     model = Denoiser()
-    trainer.fit(model, DataLoader(discs(64 * 100, seed=0), batch_size))
+    trainer.fit(model, DataLoader(discs(64 * 100, seed=0), batch_size, shuffle=True))
     return trainer, model
 
 
@@ -105,15 +106,13 @@ def main() -> None:
     parser.add_argument("--strategy", default="zero2_in_process")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("build/recipes/diffusion"))
     options = vars(parser.parse_args())
-    folder = options.pop("folder")
     trainer, model = train(64 // options["devices"], **options)
     if trainer.is_global_zero:
-        model.average.save_pretrained(folder)
+        model.average.save_pretrained(FOLDER)
         network, new = model.network.eval().requires_grad_(False), discs(1024, seed=1).tensors
         left = noise_left(network, new)
-        EMAModel.from_pretrained(folder, UNet2DModel).copy_to(network.parameters())
+        EMAModel.from_pretrained(FOLDER, UNet2DModel).copy_to(network.parameters())
         print(f"noise left {left:.3f}, by the average {noise_left(network, new):.3f}")
 
 

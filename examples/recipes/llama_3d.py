@@ -20,8 +20,8 @@ from lightning_shard import HybridParallelStrategy, ParallelMesh
 from lightning_shard.profiling import HeldBytesTable
 
 
-def train(strategy: Any, data: L.LightningDataModule, steps: int = 60, **options: Any) -> Llama:
-    """Train for so many steps, validate, print the loss, and return the model."""
+def train(strategy: Any, data: L.LightningDataModule, steps: int, **options: Any) -> L.Trainer:
+    """Train for so many steps, and validate."""
     warnings.filterwarnings("ignore", ".*(many workers|`DistributedSampler`|LeafSpec)")
     L.seed_everything(0, verbose=False)
     model = Llama(width=64, num_layers=2, learning_rate=1e-2)
@@ -39,7 +39,7 @@ def train(strategy: Any, data: L.LightningDataModule, steps: int = 60, **options
         **options,
     )
     trainer.fit(model, datamodule=data)
-    return model
+    return trainer
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ class Finder(GPT):
         self.log("found", found.float().mean(), sync_dist=True)
 
 
-def train(strategy: Any, context: int = 512, steps: int = 60, **options: Any) -> L.Trainer:
+def train(strategy: Any, context: int = 512, steps: int = 80, **options: Any) -> L.Trainer:
     """Train for so many steps, and validate."""
     warnings.filterwarnings("ignore", ".*(many workers|`DistributedSampler`|LeafSpec)")
     L.seed_everything(0, verbose=False)
@@ -93,7 +93,7 @@ def main() -> None:
     """Train, and say what was found."""
     parser = argparse.ArgumentParser(description="Train a GPT on long texts.")
     parser.add_argument("--context", type=int, default=512, help="bytes of a text")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--backend", default="in_process", help="auto: each rank is a process")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--devices", type=int, default=2)
