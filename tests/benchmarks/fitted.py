@@ -45,9 +45,13 @@ class Fitted(Contender):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self._trainer().fit(_Module(self.module), _Asked(self._asked, self._batches))
+                self._trainer().fit(self._trained(), _Asked(self._asked, self._batches))
         except BaseException as error:
             self._asked.put(error)
+
+    def _trained(self) -> pl.LightningModule:
+        is_whole = isinstance(self.module, pl.LightningModule)
+        return self.module if is_whole else _Module(self.module)
 
     def _trainer(self) -> pl.Trainer:
         return pl.Trainer(
