@@ -294,6 +294,7 @@ def with_seeds_of_their_own() -> tuple[list[int], list[str]]:
             strategy=lightning_shard.ZeRO1Strategy(backend="gloo"),
             devices=2,
             max_epochs=1,
+            max_steps=-1,
             callbacks=[callback],
         )
         trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True))
