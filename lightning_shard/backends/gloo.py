@@ -41,10 +41,8 @@ class GlooBackend(Backend):
 
 
 def _prefer_interface_towards(host: str) -> None:
-    """Let Gloo bind to the interface that leads to a host, unless the user has chosen one.
-
-    It looks up this host's own name, which may stand for an address that others do not reach.
-    """
+    """Let Gloo bind to the interface that leads to a host, unless the user has chosen one."""
+    # It looks up this host's own name, which may stand for an address that others do not reach.
     with contextlib.suppress(OSError):  # a name that is not known yet: Gloo decides
         own = address_towards(host, 0)
         interface = interface_of(own)

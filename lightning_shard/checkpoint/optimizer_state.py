@@ -242,10 +242,8 @@ def _ranks(engine: DataParallelEngine) -> tuple[int, ...]:
 def _brought(
     one: _Owned, arrived: ArrivingTensor | None, engine: DataParallelEngine
 ) -> ArrivingTensor | None:
-    """Bring a tensor to the first of the ranks that share the model, group by group.
-
-    `arrived` is None on ranks that do not have it.
-    """
+    """Bring a tensor to the first of the ranks that share the model, group by group."""
+    # `arrived` is None on ranks that do not have it.
     mine = _ranks(engine)
     for at, (group, source) in enumerate(zip(engine.split.groups, one.model_ranks, strict=True)):
         is_on_way = not any(mine[:at]) and mine[at + 1 :] == one.model_ranks[at + 1 :]

@@ -356,10 +356,8 @@ def _copy(
 
 
 def _runs(shards: dict[int, Tensor], flat: FlatParameters) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield runs of slices that lie one behind the other in the shard, or nearly: gaps are filled.
-
-    One copy for each of hundreds of small slices would take longer than a training step.
-    """
+    """Yield runs of slices that lie one behind the other in the shard; gaps are filled."""
+    # One copy for each of hundreds of small slices would take longer than a training step.
     base = int(flat.shard.storage_offset())
     start = end = 0
     run: list[Tensor] = []

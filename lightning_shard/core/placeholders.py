@@ -238,10 +238,8 @@ def _known(value: Any) -> Any:
 
 
 def _draw(func: Any, given: Any) -> None:
-    """Draw the random numbers that the stage with the elements draws, so that later ones agree.
-
-    The elements do not matter for how many are drawn, but they have to be probabilities.
-    """
+    """Draw the random numbers that the stage with the elements draws, so that later ones agree."""
+    # The elements do not matter for how many are drawn, but they have to be probabilities.
     if torch.Tag.nondeterministic_seeded not in func.tags or _drops_nothing(func, *given):
         return
 

@@ -151,10 +151,8 @@ def _serve_fabric(lightning: str, package: str) -> None:
 
 
 def _ask_mpi_under_mpi_alone(fabric: str) -> None:
-    """Have this root of Fabric look at the variables of MPI's launchers before it asks MPI.
-
-    To ask starts MPI, and Open MPI then listens on all addresses of the host.
-    """
+    """Have this root of Fabric look at the variables of MPI's launchers before it asks MPI."""
+    # To ask starts MPI, and Open MPI then listens on all addresses of the host.
     environment: Any = sys.modules[f"{fabric}.plugins.environments.mpi"].MPIEnvironment
     asks = environment.detect
 

@@ -104,10 +104,8 @@ class StepShares:
         return self.num_samples - self.last_batch if self._is_cut else self.num_samples
 
     def _run_of(self, share: int) -> _RunOfShares:
-        """Return the run of a share: the whole step, or what lies before, or in, its last batch.
-
-        The last batch begins with a microbatch where that leaves it shares enough.
-        """
+        """Return the run of a share: the whole step, or what lies before, or in, its last batch."""
+        # The last batch begins with a microbatch where that leaves it shares enough.
         before, total = self._first_samples, self.num_microbatches * self.num_ranks
         if not self._is_cut:
             return _RunOfShares(0, before, 0, total, self.num_batches)

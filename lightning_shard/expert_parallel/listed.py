@@ -272,10 +272,8 @@ class ListedExperts(SharedByCopies):
         return torch.cat([routes.as_received(results), blank])
 
     def _counts(self, noted: list[_ExpertCall], device: torch.device) -> Tensor:
-        """Return of each expert its rows, if it was called, and what all tokens are like, (E, 5).
-
-        A rank that calls no expert learns from the others what tokens are like.
-        """
+        """Return each expert's rows, if it was called, and what all tokens are like, (E, 5)."""
+        # A rank that calls no expert learns from the others what tokens are like.
         counts = torch.zeros(self.mixture.num_experts, 5, dtype=torch.int64)
         for call in noted:
             counts[call.expert, 0] += call.tokens.shape[:-1].numel()

@@ -58,10 +58,8 @@ def _refuse_misspelt(strategy: Any, lightning: str) -> None:
 
 
 def _unused(strategy: Any, packages: Mapping[str, str]) -> Any:
-    """Return a strategy that no Trainer has given its accelerator and plugins yet.
-
-    A library that makes a Trainer for each call, to fit and to predict, gives them one object.
-    """
+    """Return a strategy that no Trainer has given its accelerator and plugins yet."""
+    # A library that makes a Trainer for each call, to fit and to predict, gives them one object.
     is_own = any(_package_of(kind, packages) for kind in type(strategy).__mro__)
     if is_own and strategy.accelerator and "accelerator" not in strategy.given_options[1]:
         return strategy.with_options()

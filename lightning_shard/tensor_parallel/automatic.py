@@ -438,10 +438,8 @@ def _experts(pattern: str, module: nn.Module, plan: Mapping[str, str]) -> Style:
 
 
 def _that_divide(layers: list[PlannedLayer], num_ranks: int) -> Iterator[PlannedLayer]:
-    """Yield the layers of which ranks have equal parts; others are full, with all beside them.
-
-    A region begins and ends in one module. A head whose weight is an embedding's stays with it.
-    """
+    """Yield the layers of which ranks have equal parts; others are full, with all beside them."""
+    # A region begins and ends in one module. A head whose weight is an embedding's stays with it.
     full = [layer for layer in layers if not cuts_evenly(layer, num_ranks)]
     owners = {layer.name.rpartition(".")[0] for layer in full}
     weights = {param for layer in full for param in layer.module.parameters()}

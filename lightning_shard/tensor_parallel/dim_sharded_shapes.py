@@ -60,11 +60,9 @@ def _reshaped(reshape: Reshape, sharded: DimShardedTensor, sizes: list[int]) -> 
 
 
 def _place_in(sharded: DimShardedTensor, sizes: Sequence[int]) -> tuple[int, int, int] | None:
-    """Return the sharded dimension of another shape, its blocks, and what a rank has of each.
-
-    In row-major order there are `num_runs` runs of values, of each of which the ranks have
-    consecutive parts. A dimension has the same runs if its blocks begin where the runs do.
-    """
+    """Return the sharded dimension of another shape, its blocks, and what a rank has of each."""
+    # In row-major order there are `num_runs` runs of values, of each of which the ranks have
+    # consecutive parts. A dimension has the same runs if its blocks begin where the runs do.
     part = sharded.part
     num_runs = math.prod(sharded.shape[: part.dim]) * part.num_blocks
     for dim in reversed(range(len(sizes))):

@@ -146,10 +146,8 @@ def _narrow(
 
 
 def _has_heads(parent: nn.Module, layers: Sequence[PlannedLayer], layer: PlannedLayer) -> bool:
-    """Whether the heads that a layer's parent counts are split with the layer.
-
-    If the plan does not say it, they are, unless a projection for query, key and value is full.
-    """
+    """Whether the heads that a layer's parent counts are split with the layer."""
+    # If the plan does not say it, they are, unless a projection for query, key and value is full.
     if layer.has_heads is not None:
         return layer.has_heads
     split = {one.module for one in layers}

@@ -272,10 +272,8 @@ class _Trial:
             yield trained
 
     def _run_full(self, shape: tuple[int, ...]) -> "_Run":
-        """Run the owner on activations, if need be without other arguments.
-
-        An attention gets all arguments that it asks for, which might be something of each head.
-        """
+        """Run the owner on activations, if need be without other arguments."""
+        # An attention gets all arguments that it asks for, which might be something of each head.
         raised: list[Exception] = []
         others = _num_required(self._owner) - 1
         ways = (False, True) if others and not self.candidate.is_attention else (False,)

@@ -223,10 +223,8 @@ class SplitModel(ModelSplit):
 
     @untraced
     def _wide(self, sharding: Sharding, part: Tensor) -> Tensor:
-        """Return what shows a weight for as long as a step runs, in a graph or in none.
-
-        A tied one is the same twice; what a step keeps by parameter it finds again.
-        """
+        """Return what shows a weight for as long as a step runs, in a graph or in none."""
+        # A tied one is the same twice; what a step keeps by parameter it finds again.
         refuse_transforms(OF_RANKS)
         key = (id(part), part.requires_grad, part.dtype, torch.is_inference_mode_enabled())
         known, wide = self._shown.get(key, (None, part))

@@ -128,10 +128,8 @@ def copies_in(module: nn.Module) -> list[str]:
 
 
 def _pairs(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the paths of the thin layers beside a wrapped one, that to few features first.
-
-    Empty where the wrapper has other parameters, too, or none.
-    """
+    """Return the paths of the thin layers beside a wrapped one, that to few features first."""
+    # Empty where the wrapper has other parameters, too, or none.
     base = wrapped_linear(module)
     if base is None or not is_plain_linear(base):
         return []

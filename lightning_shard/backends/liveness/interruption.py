@@ -63,10 +63,8 @@ def interrupt_backend(backend: Any) -> None:
 
 
 def _interrupt_gloo(backend: Any) -> None:
-    """Close Gloo's connections: it does so whenever anybody's wait runs out.
-
-    Neither `abort` nor `shutdown` wakes a waiting thread; a wait for a dead neighbour is refused.
-    """
+    """Close Gloo's connections: it does so whenever anybody's wait runs out."""
+    # Neither `abort` nor `shutdown` wakes a waiting thread; a wait for a dead neighbour is refused.
     if backend.size() > 1:
         backend.recv_anysource([torch.zeros(1)], _TAG).wait(timedelta(milliseconds=1))
 

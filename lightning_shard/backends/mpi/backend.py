@@ -483,10 +483,9 @@ class MPIGroup(PythonGroup):
         self.inner: Intracomm = runtime.communicator(ranks, tag)
 
     def _await_members(self, store: Store) -> None:
-        """Wait until every rank of the group has come to make it.
-
-        Making a communicator waits inside MPI, where this rank's operations in flight stand still.
-        """
+        """Wait until every rank of the group has come to make it."""
+        # Making a communicator waits inside MPI, where this rank's operations in flight stand
+        # still.
         self._tally[MADE] += 1
         need = Need(
             group=self._name, ranks=self.global_ranks, parts=[MADE], number=self._tally[MADE]
@@ -664,10 +663,8 @@ def _make_group(options: Any, backend_options: Any) -> Any:
 def _meet(
     url: str, *, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """Make the store of a world that mpirun has started: rank 0 keeps it, MPI tells where.
-
-    c10d calls this for `init_method="mpi://"` and puts what the user gave into the URL's query.
-    """
+    """Make the store of a world that mpirun has started: rank 0 keeps it, MPI tells where."""
+    # c10d calls this for `init_method="mpi://"` and puts what the user gave into the URL's query.
     given = dict(parse_qsl(urlparse(url).query))
     _check_place(int(given.get("rank", -1)), int(given.get("world_size", -1)))
     world = mpi().COMM_WORLD

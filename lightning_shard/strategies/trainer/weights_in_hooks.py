@@ -169,10 +169,8 @@ class WeightsInHooks:
         return tree_map_only(Tensor, lambda one: instead.get(one, one), (tuple(args), kwargs))  # type: ignore[no-any-return]
 
     def _is_spread(self, value: Any) -> bool:
-        """Whether a value is a parameter whose elements are on several ranks, or on another one.
-
-        Before an update the data-parallel ranks have shards of all others, too.
-        """
+        """Whether a value is a parameter whose elements are on several ranks, or on another one."""
+        # Before an update the data-parallel ranks have shards of all others, too.
         if not isinstance(value, nn.Parameter):
             return False
         is_cut = self._engine.view.is_lent and value in self._cut_for_updates

@@ -214,10 +214,8 @@ def _scalar(value: Any, device: torch.device) -> Tensor:
 
 
 def _merged(microbatches: Sequence[Sequence[LoggedCall]]) -> list[LoggedCall]:
-    """Merge the records that belong together into one, as of one step.
-
-    Such records are the n-th calls of each microbatch with one name and the same options.
-    """
+    """Merge the records that belong together into one, as of one step."""
+    # Such records are the n-th calls of each microbatch with one name and the same options.
     groups: defaultdict[Any, list[LoggedCall]] = defaultdict(list)
     for records in microbatches:
         calls: defaultdict[Any, int] = defaultdict(int)
