@@ -146,10 +146,6 @@ class SimulatedRank:
         self.recomputed = saved.recomputed
         self.note_unsharded()
 
-    def hold_gradients(self) -> None:
-        """Let the engine have a gradient of each parameter, as after a step."""
-        self.hand_over(lambda param: True)
-
     def counted(self, microbatch: Microbatch) -> SavedBytes:
         """Make the context that counts what a forward saves, but for parameters and the batch."""
         flats = self.engine.flats
@@ -548,7 +544,7 @@ def trace_step(model: SimulatedModel, batch: Any) -> StepTrace:
         raise ConfigError("A step is traced on one rank, but the options have a pipeline.")
     (content,) = split_batch(batch, 1, BatchReader("fields"))
     rank, live = SimulatedRank(0, model), LiveBytes()
-    rank.hold_gradients()
+    run_unpipelined(rank, content)  # the engine has its gradients from a step before
     rank.begin_step()
     with rank.in_step(), live:
         loss, saved = rank.forward_full(content)

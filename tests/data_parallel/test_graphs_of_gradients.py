@@ -157,6 +157,7 @@ def test_weights_clamped_after_the_backwards_stay_clamped() -> None:
     check(Case(model=Net, loss=gradient_penalty, update=clamped), stage=3, num_ranks=2)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("model", [Net, Recomputing])
 def test_a_graph_of_updated_parameters_is_refused_by_torch(model: type[Net]) -> None:
     """As on one device; a rank that has nothing of some parameter must tell, too."""

@@ -78,6 +78,7 @@ def test_another_figure_is_noticed() -> None:
         check_figures("loss 2.51, 4 ranks", "loss 2.20, 4 ranks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_quick_recipe_comes_to_the_figures_of_the_page(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
