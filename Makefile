@@ -42,7 +42,7 @@ test-all: $(STAMP) $(ZOO)/.installed
 	$(PYTEST) -m "not gpu and not hosts and not ray and not zoo and not wheel"
 	$(ZOO)/bin/python -m pytest --numprocesses 3 --dist loadfile -m "zoo and not gpu"
 
-# The pages, from the built wheel alone, on each Python of this machine; says which it lacks. For some
+# The pages, from the built wheel alone, on each Python that is allowed; fails where one lacks. For some
 # the index may have torch with CUDA alone, 5 GB on the disk while the test runs.
 test-wheel: $(STAMP)
 	$(BIN)/python -m pytest tests/docs/test_from_the_wheel.py

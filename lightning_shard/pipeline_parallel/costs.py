@@ -193,10 +193,6 @@ class SavedBytes(saved_tensors_hooks):
             if not is_placeholder(tensor) and storage_key(tensor) not in self._known:
                 self._kept.setdefault(storage_key(tensor), tensor)
 
-    def forget(self) -> None:
-        """Let go of what is kept, of which nothing is asked any more."""
-        self._kept.clear()
-
     def stay(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors that the device has until backward, also where activations are offloaded."""
         self._staying |= {storage_key(own_part(one)) for one in tensors}

@@ -131,16 +131,11 @@ class SimulatedRank:
             yield
         self.recomputed = max(self.recomputed, saved.recomputed)
 
-    def forward_full(self, microbatch: Microbatch) -> tuple[Tensor, SavedBytes]:
-        """Run the forward of a model that is in no pipeline; return the loss and what is saved."""
+    def train_full(self, microbatch: Microbatch) -> None:
+        """Run a step of a model that is in no pipeline, and hand its gradients to the engine."""
         with self.counted(microbatch) as saved:
             loss = loss_of(self.model.step(microbatch))
         self.saved[0, microbatch.size] = self._kept(saved)
-        return loss, saved
-
-    def train_full(self, microbatch: Microbatch) -> None:
-        """Run a step of a model that is in no pipeline, and hand its gradients to the engine."""
-        loss, saved = self.forward_full(microbatch)
         with self.engine.backward(), saved.backward():
             loss.backward()  # type: ignore[no-untyped-call]
         self.recomputed = saved.recomputed
@@ -544,13 +539,11 @@ def trace_step(model: SimulatedModel, batch: Any) -> StepTrace:
         raise ConfigError("A step is traced on one rank, but the options have a pipeline.")
     (content,) = split_batch(batch, 1, BatchReader("fields"))
     rank, live = SimulatedRank(0, model), LiveBytes()
-    run_unpipelined(rank, content)  # the engine has its gradients from a step before
-    rank.begin_step()
+    run_unpipelined(rank, content)  # apart: to count what is saved keeps it alive
+    saved, sent = rank.saved[0, content.size].total, rank.sent["tp"]
+    rank.begin_step()  # with the gradients of a step before
     with rank.in_step(), live:
-        loss, saved = rank.forward_full(content)
-        saved.forget()  # it lives on in the graph alone
+        loss = loss_of(model.step(content))
         with rank.engine.backward():
             loss.backward()  # type: ignore[no-untyped-call]
-    rank.count()
-    kept = rank.saved[0, content.size].total
-    return StepTrace(saved=kept, most=live.most, moved=live.moved, sent=rank.sent["tp"])
+    return StepTrace(saved=saved, most=live.most, moved=live.moved, sent=sent)

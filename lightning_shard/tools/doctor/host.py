@@ -223,7 +223,9 @@ def _judged(name: str, found: str, wanted: SpecifierSet, told: str) -> Finding:
     return failure(
         name,
         f"{told}, expected {wanted}",
-        "Take such a Python." if name == "python" else f"pip install '{name}{wanted}'",
+        "Install a Python of these versions."
+        if name == "python"
+        else f"pip install '{name}{wanted}'",
     )
 
 
