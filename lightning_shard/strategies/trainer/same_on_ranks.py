@@ -234,8 +234,12 @@ class SettingsOfSteps:
         check_alike(mine | _of_trainer(trainer) | hooks, self._collectives, what, advice)
 
 
-def _hooks_on_parts(trainer: "pl.Trainer") -> dict[str, int]:
-    """Return how many hooks user code has where ranks must take part in a gradient, or a call."""
+def _hooks_on_parts(trainer: "pl.Trainer") -> dict[str, list[str]]:
+    """Return which hooks user code has where ranks must take part in a gradient, or a call.
+
+    A hook counts once for each part: transformers makes those that keep hidden states anew for each
+    copy of a layer, of which stages make as many as they need.
+    """
     strategy: Any = trainer.strategy
     model, split = strategy.engine.model, strategy.engine.split
     if not split.groups:
@@ -245,14 +249,17 @@ def _hooks_on_parts(trainer: "pl.Trainer") -> dict[str, int]:
         for name, param in model.named_parameters()
     }
     hooks |= {repr(name): forward_hooks(one) for name, one in model.named_modules()}
-    counts = {name: sum(map(_is_users, one)) for name, one in hooks.items()}
-    return {f"the number of hooks on {name}": number for name, number in counts.items() if number}
+    found = {name: sorted(set(filter(None, map(_users, one)))) for name, one in hooks.items()}
+    return {f"the hooks on {name}": of_users for name, of_users in found.items() if of_users}
 
 
-def _is_users(hook: Any) -> bool:
+def _users(hook: Any) -> str:
+    """Return what a hook of the user's is called; nothing for torch's, and for our own."""
     written = getattr(hook, "hook", hook)  # which a split layer's is around
+    module = getattr(written, "__module__", "")
     own = {__name__.partition(".")[0], "torch", "functools"}
-    return getattr(written, "__module__", "").partition(".")[0] not in own
+    name = getattr(written, "__qualname__", type(written).__qualname__)
+    return "" if module.partition(".")[0] in own else f"{module}.{name}"
 
 
 def versions() -> dict[str, str]:

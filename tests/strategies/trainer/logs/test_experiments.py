@@ -163,5 +163,25 @@ def test_hooks_of_a_logger_on_rank_0_alone_are_refused_where_ranks_have_parts(
     scheme: str, log: str
 ) -> None:
     """A pipeline showed those of its first stage, unsaid; with split layers, rank 0 waited."""
-    with pytest.raises(ConfigError, match=r"number of hooks on .*'net.* watch\(\) makes are"):
+    with pytest.raises(ConfigError, match=r"the hooks on .*'net.* watch\(\) makes are"):
         told(f"{scheme}_in_process", 2, Watched(log))
+
+
+class KeepsStates(Told):
+    """Its layer has the same hook more than once, as transformers' have after each copy."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for _ in range(1 + self.global_rank):
+            self.net[0].register_forward_hook(seen)
+
+
+def seen(*_: object) -> None:
+    """Do nothing with an output."""
+
+
+@pytest.mark.parametrize("scheme", ["tensor_parallel", "pipeline_parallel"])
+def test_a_hook_that_stages_have_more_or_less_often_is_one_hook(scheme: str) -> None:
+    """Wav2Vec2 was refused in a pipeline: two hooks on one rank, three on another."""
+    expected = told("auto", 1, KeepsStates())
+    torch.testing.assert_close(told(f"{scheme}_in_process", 2, KeepsStates()), expected)
