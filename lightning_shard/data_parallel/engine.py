@@ -344,7 +344,7 @@ class DataParallelEngine:
         if self.model.training and torch.is_grad_enabled():
             self.buffers.note_training(exchanges=self.reducer.synchronises)
         full = self._unsharder.step() if self._unsharder else self.phases.within(Phase.STEP)
-        with self.options.seeing_shards(), full, explaining_graphs(), self.explaining_shards():
+        with self.options.seeing_shards(), full, explaining_graphs(), self.running_user_code():
             yield
 
     @contextmanager
@@ -356,7 +356,7 @@ class DataParallelEngine:
             yield
 
     @contextmanager
-    def explaining_shards(self) -> Iterator[None]:
+    def running_user_code(self) -> Iterator[None]:
         """Run user code inside: sharded parameters look full, errors about sizes are explained."""
         if self._unsharder is None:
             yield
@@ -370,10 +370,10 @@ class DataParallelEngine:
 
     @contextmanager
     def hook(self) -> Iterator[None]:
-        """Run a hook of the user's inside, under stage 3; see `explaining_shards`."""
+        """Run a hook of the user's inside, under stage 3; see `running_user_code`."""
         unsharder = self._unsharder if self.split.groups else None
         shards = nullcontext() if unsharder is None else unsharder.in_shards()
-        with shards, self.explaining_shards(), self._unseen_calls.watching():
+        with shards, self.running_user_code(), self._unseen_calls.watching():
             yield
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Runs the user's hooks in a context, which explains errors about shards or absent parameters."""
+"""Wraps the user's hooks: while one runs, parameters look full, and errors on shards are explained."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
