@@ -1,4 +1,4 @@
-"""Wraps the user's hooks: while one runs, parameters look full, and errors on shards are explained."""
+"""Wraps the user's hooks: in one, parameters look full, and errors on shards are explained."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
