@@ -372,10 +372,10 @@ GLOBAL_HOOKS = [
 """As `hooks_of` a module, those of all modules of the process."""
 
 
-def is_called_plainly(module: nn.Module, but: type) -> bool:
-    """Whether no hooks run around a module's forward and backward but those of a class."""
+def is_called_plainly(module: nn.Module, looks: Callable[[Any], bool]) -> bool:
+    """Whether no hooks run around a module's forward and backward that look at values."""
     own = (*hooks_of(module), *GLOBAL_HOOKS)
-    return not any(own) or all(isinstance(one, but) for hooks in own for one in hooks.values())
+    return not any(own) or not any(looks(one) for hooks in own for one in hooks.values())
 
 
 @contextmanager

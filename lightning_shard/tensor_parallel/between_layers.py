@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.torch_private import GLOBAL_HOOKS, hooks_of, untraced
-from lightning_shard.data_parallel.units.unsharding import TracedHook
+from lightning_shard.data_parallel.units.unsharding import looks_at_values
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
 
@@ -83,7 +83,7 @@ class Between:
 
     def _show(self, hooks: dict[int, Any], kind: str) -> None:
         for key, hook in hooks.items():
-            if not isinstance(hook, TracedHook | _ShownHook):
+            if looks_at_values(hook) and not isinstance(hook, _ShownHook):
                 hooks[key] = _ShownHook(hook, kind)
             if isinstance(hooks[key], _ShownHook):
                 hooks[key].regions.add(self)

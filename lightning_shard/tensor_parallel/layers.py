@@ -30,7 +30,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.extensions import SharedByCopies, extend_class, give_class_back
 from lightning_shard.core.states import having
 from lightning_shard.data_parallel.torch_private import is_called_plainly
-from lightning_shard.data_parallel.units.unsharding import TracedHook
+from lightning_shard.data_parallel.units.unsharding import looks_at_values
 from lightning_shard.tensor_parallel.full_view import FullView, seeing, sees_parts, set_view
 from lightning_shard.tensor_parallel.regions import (
     copy_to_region,
@@ -184,7 +184,7 @@ class _Watched:
         watched, call = place.watched, super()._call_impl  # type: ignore[misc]
         if place.takes is not None:
             place.takes()
-        if watched is None or is_called_plainly(self, TracedHook):
+        if watched is None or is_called_plainly(self, looks_at_values):
             result = call(*args, **kwargs)
         else:
             args, kwargs = tree_map_only(Tensor, watched.widen, (args, kwargs))

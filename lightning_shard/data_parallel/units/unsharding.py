@@ -700,3 +700,12 @@ class _Hook(TracedHook):
     @untraced
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
+
+
+def looks_at_values(hook: Any) -> bool:
+    """Whether a hook around a module is neither ours nor the Trainer's profiler's.
+
+    A profiler's takes times, and in process on rank 0 alone.
+    """
+    owner = getattr(getattr(hook, "func", None), "__self__", None)
+    return not isinstance(hook, TracedHook) and type(owner).__name__ != "RegisterRecordFunction"

@@ -17,6 +17,7 @@ split, which show a weight that is used without its layer, or a plan that cuts m
 import platform
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from inspect import signature
 from typing import Any
@@ -31,6 +32,7 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core import settings
 from lightning_shard.data_parallel.agreement import check_alike, group_numbers
 from lightning_shard.data_parallel.torch_private import forward_hooks, gradient_hooks
+from lightning_shard.data_parallel.units.unsharding import looks_at_values
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.containers import digest
 
@@ -256,8 +258,12 @@ def _hooks_on_parts(trainer: "pl.Trainer") -> dict[str, list[str]]:
 def _users(hook: Any) -> str:
     """Return what a hook of the user's is called; nothing for torch's, and for our own."""
     written = getattr(hook, "hook", hook)  # which a split layer's is around
+    if not looks_at_values(written):
+        return ""
+    while isinstance(written, partial):
+        written = written.func
     module = getattr(written, "__module__", "")
-    own = {__name__.partition(".")[0], "torch", "functools"}
+    own = {__name__.partition(".")[0], "torch"}
     name = getattr(written, "__qualname__", type(written).__qualname__)
     return "" if module.partition(".")[0] in own else f"{module}.{name}"
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
 import pytest
 import torch
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -100,7 +102,7 @@ class Watching(L.LightningModule):
             handle.remove()
         distilled = [(one - 0.1).pow(2).mean() for one in self.kept.values()]
         self.log("loss", loss)
-        return loss + 0.1 * torch.stack(distilled).sum()
+        return loss + 0.1 * sum(distilled)
 
     def on_train_batch_end(self, *_: Any) -> None:
         for name, value in self.kept.items():  # what was kept is full outside of the step, too
@@ -145,3 +147,13 @@ def test_what_hooks_log_and_keep_is_of_all_ranks(since: str, scheme: str) -> Non
     num_ranks, make = SCHEMES[scheme]
     got = fit(since, make(), num_ranks)
     torch.testing.assert_close(got, on_one_device(since), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
+@pytest.mark.parametrize("since", ["never", "on_fit_start"])
+def test_a_profilers_hooks_look_at_no_values(since: str, tmp_path: Path) -> None:
+    """In process rank 0 alone has them: it made features full, and waited for the others."""
+    profiler = PyTorchProfiler(tmp_path, "times", emit_nvtx=False, export_to_chrome=False)
+    got = fit(since, SCHEMES["tensor"][1](), 2, profiler=profiler)
+    expected = on_one_device(since)  # a key's bias has a gradient of rounding alone
+    torch.testing.assert_close(got[:2], expected[:2], rtol=1e-4, atol=1e-5)

@@ -1,5 +1,6 @@
 """What hooks give a logger's experiment: Lightning has one on rank 0, and dummies elsewhere."""
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,12 +34,12 @@ class Experiment:
     def watch(self, model: nn.Module, *, log: str) -> None:
         """Show gradients and weights by hooks, as wandb's does, on the rank that has this."""
         if log == "parameters":
-            model.register_forward_hook(lambda *_: self._note(model, "data"))
+            model.register_forward_hook(partial(self._note, model, "data"))
             return
         for name, param in model.named_parameters():
             param.register_hook(lambda grad, name=name: self.add_histogram(name, grad, 0))  # type: ignore[no-untyped-call]
 
-    def _note(self, model: nn.Module, what: str) -> None:
+    def _note(self, model: nn.Module, what: str, *_: object) -> None:
         for name, param in model.named_parameters():
             self.add_histogram(f"{what} {name}", param.data, 0)
 
