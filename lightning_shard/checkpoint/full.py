@@ -35,6 +35,7 @@ from lightning_shard.checkpoint.misfits import dtype_misfits, shape_misfits, wei
 from lightning_shard.checkpoint.optimizer_state import is_shard, params_of
 from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.memory.inner_tensors import join_entries
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.torch_private import storage_uses, without_function_modes
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
@@ -61,6 +62,7 @@ def full_module_state(module: nn.Module, engine: DataParallelEngine) -> dict[str
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():  # in place: torch's own mapping knows module versions
         state[name] = full[id(value)] if id(value) in full else detached(value, engine)
+    join_entries(module, state)
     return state
 
 
@@ -73,6 +75,7 @@ def module_shapes(module: nn.Module, engine: DataParallelEngine) -> dict[str, An
     for name, value in state.items():
         is_param = isinstance(value, nn.Parameter)
         state[name] = _shape_of(value, engine) if is_param else detached(value, engine)
+    join_entries(module, state)
     return state
 
 

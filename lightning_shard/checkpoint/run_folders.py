@@ -46,6 +46,7 @@ from lightning_shard.checkpoint.sharded.writing import verify_share
 from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.memory.inner_tensors import take_apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,7 @@ class RunFolders:
         Names in `left_out` may be missing under `strict` all the same. Return the module before.
         """
         module = run.module
+        take_apart(module)  # a folder has inner tensors, as the run that reads them
         found = weight_misfits(module, state, strict=strict, left_out=left_out)
         agree_on_misfit(run.ranks, weights_error(module, found))
         before = ModuleSnapshot(module, with_parameters=False)

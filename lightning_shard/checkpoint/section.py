@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_shard.data_parallel.memory.inner_tensors import composed_names
 from lightning_shard.errors import CheckpointError
 
 CHECKPOINT_KEY = "lightning_shard"
@@ -68,7 +69,7 @@ def frozen_entries(module: nn.Module, state: Mapping[str, Any]) -> set[nn.Parame
 
 def _frozen_names(module: nn.Module) -> set[str]:
     named = module.named_parameters(remove_duplicate=False)
-    return {name for name, param in named if not param.requires_grad}
+    return {name for name, param in named if not param.requires_grad} | {*composed_names(module)}
 
 
 def left_out_of(checkpoint: Mapping[str, Any]) -> frozenset[str]:

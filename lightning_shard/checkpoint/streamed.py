@@ -29,6 +29,7 @@ from lightning_shard.checkpoint.full import detached
 from lightning_shard.checkpoint.optimizer_state import FullOptimizerState
 from lightning_shard.checkpoint.section import frozen_entries
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.memory.inner_tensors import join_entries
 from lightning_shard.errors import CheckpointError
 
 Place = tuple[object, ...]  # of a tensor, the same on all ranks
@@ -150,6 +151,7 @@ class StreamedState:
                 state[name] = detached(value, self._engine)
         if not self._with_frozen:
             self._stay = frozen_entries(module, values)
+        join_entries(module, state)
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

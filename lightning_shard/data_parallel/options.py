@@ -13,6 +13,7 @@ from lightning_shard.data_parallel.bucket_sizes import BucketMB, default_mb
 from lightning_shard.data_parallel.compression import Compression, Compressor
 from lightning_shard.data_parallel.compression.compressor import unscaled
 from lightning_shard.data_parallel.memory.flat_parameters import ValuesAtStart
+from lightning_shard.data_parallel.memory.inner_tensors import is_inner
 from lightning_shard.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
@@ -120,7 +121,7 @@ class EngineOptions(ShardOptions, UnitOptions):
 
     def full_dtype(self, param: torch.Tensor, *, in_block: bool) -> torch.dtype:
         """Return the format of a full parameter: of blocks, stage 3 gathers what is rounded."""
-        is_rounded = self.stage == 3 and in_block
+        is_rounded = self.stage == 3 and in_block and not is_inner(param)
         return self.dtypes.compute_dtype(param) if is_rounded else param.dtype
 
     def reduce_dtype(self, param: torch.Tensor, *, in_block: bool) -> torch.dtype:

@@ -55,6 +55,7 @@ from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.core.extensions import instead
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.memory.inner_tensors import inner_entries
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.errors import CheckpointError
 from lightning_shard.strategies.checkpoint_files import CheckpointFiles, check_folder_writer
@@ -380,7 +381,8 @@ class Checkpoints(RunPart):
         engine, is_fitting = run.engine, run.is_fitting()
         if is_fitting:
             section_of(checkpoint)  # raises for a newer format, before anything is loaded
-        left_out, state = left_out_of(checkpoint), checkpoint["state_dict"]
+        left_out = left_out_of(checkpoint)
+        state = inner_entries(module, checkpoint["state_dict"])
         averages = is_fitting and engine is None
         if is_stored(state):
             before = self.folders.take_weights(

@@ -2,13 +2,14 @@
 
     bitsandbytes, 4 bits    elements are the parameter's own uint8, scales stay beside it   sharded
     bitsandbytes, 8 bits    the layer keeps the elements once more, full      stages 0 to 2
-    torchao                 one tensor made of several                        refused
+    torchao                 one tensor made of several, see `inner_tensors`   sharded; not trained
 
 None of these packages is imported: a parameter is known by its attributes.
 """
 
 from torch import Tensor, nn
 
+from lightning_shard.data_parallel.memory.inner_tensors import is_composed
 from lightning_shard.errors import ConfigError
 
 _SCALES = "SCB"  # of a parameter of bitsandbytes' 8-bit layers
@@ -19,13 +20,12 @@ def refuse_quantised(model: nn.Module, rank: int, *, stage: int) -> None:
     """Raise for weights that flat buffers cannot hold."""
     for name, param in model.named_parameters():
         kind = type(param)
-        if hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch."):
+        if is_composed(param):
             raise ConfigError(
                 f"Rank {rank}: the parameter {name!r} of {type(model).__name__} is a "
                 f"{kind.__name__} ({kind.__module__}), one tensor made of several, as torchao "
-                f"quantises; expected plain elements, which lie in flat buffers. Quantise the "
-                f"frozen layers with bitsandbytes in 4 bits, which is sharded, or use Lightning's "
-                f"strategy='ddp'."
+                f"quantises, and is trained; expected plain elements, which lie in flat buffers. "
+                f"Freeze it before the fit, or use Lightning's strategy='ddp'."
             )
         if stage == 3 and hasattr(param, _SCALES):
             raise ConfigError(

@@ -19,7 +19,6 @@ from lightning_shard.data_parallel.agreement import check_same_model, refuse_emb
 from lightning_shard.data_parallel.differentiation import asking
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.leftovers import refuse_leftover_shards
-from lightning_shard.data_parallel.memory.quantised import refuse_quantised_parts
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import UnitOptions
 from lightning_shard.errors import ConfigError, ShardError
@@ -74,7 +73,6 @@ class PipelineDimension(ParallelDimension):
         if num_ranks > 1:
             _check_steps(run.module)
             refuse_scripted_parts(run.model, "a pipeline")
-            refuse_quantised_parts(run.model, run.rank, "a pipeline")
             check_calls(run.model, find_blocks(run.model, self.options.blocks))
         num_parts = self.options.num_parts(num_ranks)
         is_in_parts = run.is_fitting and num_ranks > 1 and num_parts > 1

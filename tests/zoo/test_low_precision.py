@@ -1,0 +1,90 @@
+"""Losses of quantised models on several ranks beside one device, and what a rank holds."""
+
+from functools import cache, partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import lightning_shard as ls
+from tests.checkpoint.sharded.runs import quiet_trainer
+from tests.zoo import low_precision as models
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.zoo,
+    pytest.mark.timeout(600),  # the first import of these packages takes long
+    pytest.mark.filterwarnings("ignore"),  # those of the packages
+]
+
+NUM_STEPS, GLOBAL_BATCH = 5, 8
+FOLDER = Path(mkdtemp()) / "llama"
+MODELS: dict[str, Any] = {
+    "four bits": models.four_bits,
+    "inner tensors": models.inner_tensors,
+}
+RANKS: dict[str, Any] = {"backend": "in_process", "announce": False}
+SCHEMES: dict[str, Any] = {
+    "shard_ddp": partial(ls.DDPStrategy, num_ranks=2, **RANKS),
+    "zero1": partial(ls.ZeRO1Strategy, num_ranks=2, **RANKS),
+    "zero2": partial(ls.ZeRO2Strategy, num_ranks=2, **RANKS),
+    "zero3": partial(ls.ZeRO3Strategy, num_ranks=4, **RANKS),
+    "pipeline": partial(ls.PipelineParallelStrategy, num_ranks=2, num_microbatches=2, **RANKS),
+}
+
+
+class Texts(L.LightningModule):
+    """A language model, and the loss of each step averaged over the ranks."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network, self.losses = network, list[float]()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.network(input_ids=batch[0], labels=batch[0]).loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        loss = outputs["loss"].detach().clone()
+        self.losses.append(float(self.trainer.strategy.reduce(loss, reduce_op="mean")))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
+
+    def train_dataloader(self) -> Any:
+        stream = torch.Generator().manual_seed(3)
+        shape = GLOBAL_BATCH * NUM_STEPS, models.CONTEXT
+        data = TensorDataset(torch.randint(models.VOCABULARY, shape, generator=stream))
+        place = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler = DistributedSampler(data, **place, shuffle=False)
+        return DataLoader(data, batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
+
+
+def train(make: Any, strategy: Any) -> Texts:
+    torch.manual_seed(11)
+    module = Texts(make())
+    quiet_trainer(strategy, max_steps=NUM_STEPS).fit(module)
+    assert len(module.losses) == NUM_STEPS
+    return module
+
+
+@cache
+def on_one_device(name: str) -> Texts:
+    return train(MODELS[name], "auto")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_quantised_base_trains_as_on_one_device(name: str, scheme: str) -> None:
+    """Torchao's base was refused under each scheme, and one in four bits in a pipeline."""
+    alone, module = on_one_device(name), train(MODELS[name], SCHEMES[scheme]())
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(alone.losses))
+    after = dict(module.named_parameters())
+    assert after.keys() == dict(alone.named_parameters()).keys()
+    for key, expected in alone.named_parameters():
+        if expected.requires_grad:
+            torch.testing.assert_close(after[key], expected, rtol=1e-4, atol=1e-5)
