@@ -26,7 +26,13 @@ from lightning_shard.checkpoint.arriving import (
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ranks_of
-from lightning_shard.data_parallel.optimizer_entries import host_copy, of_itself
+from lightning_shard.data_parallel.optimizer_entries import (
+    EntryForm,
+    flattened,
+    host_copy,
+    joined,
+    of_itself,
+)
 from lightning_shard.errors import CheckpointError
 
 
@@ -43,11 +49,23 @@ def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
 
 def own_state(key: str, value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
     """Return what this rank keeps of an entry of a parameter's full state."""
+    form = EntryForm.of(value)
+    if form is not None:
+        parts = {n: own_state(f"{key}.{n}", form.part(value, n), param, engine) for n in form.names}
+        flat, index = engine.owner(param)
+        is_cut = form.shape == flat.layout.slots[index].shape and not _is_whole(param, engine)
+        return (form.of_shape(flat.local_views[index].shape) if is_cut else form).joined(parts)
     if not isinstance(value, Tensor):
         return value
     is_gathered = engine.owners.gathers(param)
     own = value.clone() if is_gathered else engine.split.local(param, value)
     return _cut(key, own, *engine.owner(param))
+
+
+def _is_whole(param: nn.Parameter, engine: DataParallelEngine) -> bool:
+    """Whether the rank that keeps state of a parameter has the state of all its elements."""
+    flat, _ = engine.owner(param)
+    return engine.owners.gathers(param) or flat.stage == 0 or flat.is_owned
 
 
 def local_state_dict(
@@ -115,6 +133,10 @@ class FullOptimizerState:
             return
         engine.adopt_assigned()  # a parameter that was replaced is in its place again
         self._packed = _packed(optimizer)
+        if "state" in self._packed:
+            state = self._packed["state"].items()
+            flat = {key: flattened(one) if isinstance(one, dict) else one for key, one in state}
+            self._packed = {**self._packed, "state": flat}
         if not optimizer.param_groups or "state" not in self._packed:
             return  # it stands for none at all, or has a form of its own and is not cut
         numbers = range(len(self._params))
@@ -209,11 +231,13 @@ class FullOptimizerState:
             return self._packed if self._engine.is_first else {}
         state = {key: host_copy(value) for key, value in self._own.items()}
         state |= {
-            index: {
-                **self._common.get(index, {}),
-                **{key: tensors[index, key] for key in self._slices.get(index, ())},
-                **{key: tensors[index, key] for key in self._owned.get(index, ())},
-            }
+            index: joined(
+                {
+                    **self._common.get(index, {}),
+                    **{key: tensors[index, key] for key in self._slices.get(index, ())},
+                    **{key: tensors[index, key] for key in self._owned.get(index, ())},
+                }
+            )
             for index in sorted({*self._common, *self._slices, *self._owned})
         }
         return {**self._packed, "state": state}

@@ -12,6 +12,7 @@ written.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -85,14 +86,19 @@ class StreamedFile:
 
     def _pickled(self, checkpoint: Mapping[str, Any]) -> list[tuple[ArchiveRecord, Place | None]]:
         """Return a checkpoint's records, and of those without elements their places."""
+        with self.in_memory():
+            return list(records_awaiting(checkpoint, self._awaited))
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Let awaited tensors lie in memory of the CPU that nobody touches."""
         memory = [untouched(one.shape, one.dtype) for one in self._awaited.values()]
         pairs = list(zip(self._awaited.values(), memory, strict=True))
         _swap(pairs)
         try:
-            records = list(records_awaiting(checkpoint, self._awaited))
+            yield
         finally:
             _swap(pairs)
-        return records
 
 
 def _swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -158,14 +164,12 @@ class StreamedState:
         """Return the full `state_dict` on rank 0, entries without elements; each rank must call."""
         full, number = FullOptimizerState(optimizer, self._engine), len(self._optimizers)
         self._optimizers.append(full)
-        return full.with_tensors(
-            {
-                place: self._file.await_tensor(
-                    ("state", self._number, number, *place), shape, dtype
-                )
-                for place, (shape, dtype) in full.shapes.items()
-            }
-        )
+        awaited = {
+            place: self._file.await_tensor(("state", self._number, number, *place), shape, dtype)
+            for place, (shape, dtype) in full.shapes.items()
+        }
+        with self._file.in_memory():  # what is made of several is on their device
+            return full.with_tensors(awaited)
 
     def _bring_together(self) -> Arriving:
         """Bring every tensor together in turn; each rank must run through it."""

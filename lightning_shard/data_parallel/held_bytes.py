@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.optimizer_entries import of_parameters
+from lightning_shard.data_parallel.optimizer_entries import of_parameters, tensors_of
 from lightning_shard.data_parallel.torch_private import storage_key
 
 
@@ -61,8 +61,7 @@ def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldByt
     on_host = {param for flat in engine.flats if flat.host is not None for param in flat.params}
     state: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether it is offloaded
     for param, entries in chain.from_iterable(map(of_parameters, optimizers)):
-        tensors = [value for value in entries.values() if isinstance(value, Tensor)]
-        state[param in on_host] += tensors
+        state[param in on_host] += tensors_of(entries)
     offloaded = [flat.host.tensor for flat in engine.flats if flat.host is not None]
     offloaded += [t for one in engine.gradients for t in one.buffer.host_buffers()]
     return HeldBytes(
@@ -98,8 +97,7 @@ def replicated(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> H
         gradients += numel * flat.full.element_size() if flat.is_trained else 0
     states: dict[bool, int] = {True: 0, False: 0}  # by whether parts are gathered
     for stepped, entries in chain.from_iterable(map(of_parameters, optimizers)):
-        tensors = [value for value in entries.values() if isinstance(value, Tensor)]
-        for value in tensors if stepped in growth else ():
+        for value in tensors_of(entries) if stepped in growth else ():
             full = round(value.nbytes * (growth[stepped] if value.ndim else 1))
             states[stepped in engine.owners.of_parts] += full
     gathered, state = states[True], states[False]

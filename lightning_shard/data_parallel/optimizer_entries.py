@@ -2,11 +2,21 @@
 
 optimizer.state[param] = {"exp_avg": ...}      cut, joined and saved as the parameter is
 optimizer.state["k"] = 7                       the same on all ranks, whatever it is
+
+An entry may be one tensor made of several, as torchao's, or a mapping, as those that bitsandbytes
+saves. Whoever cuts, sends or counts elements has the plain tensors instead, under longer keys:
+
+    exp_avg   OptimState8bit     flattened     exp_avg         what else it has, and its class
+                                 <──────────>  exp_avg.codes   uint8, an element for each
+                                 joined        exp_avg.scale   an element for each block
+                                               exp_avg.qmap    256 elements
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,6 +31,83 @@ def of_itself(optimizer: Optimizer) -> dict[Any, Any]:
     return {key: one for key, one in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
+def tensors_of(entries: Mapping[str, Any]) -> list[Tensor]:
+    """Return the plain tensors of a parameter's entries."""
+    return [value for value in flattened(entries).values() if isinstance(value, Tensor)]
+
+
 def host_copy(value: Any) -> Any:
     """Return a tensor's values in new memory of the CPU, without a graph; all else as it is."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class EntryForm:
+    """What an entry is besides its parts: a mapping (`kind` is dict), or a tensor of a class."""
+
+    kind: type[Any]
+    names: tuple[str, ...]
+    context: Any = None
+    shape: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, value: Any) -> "EntryForm | None":
+        """Return the form of an entry; None where it is plain."""
+        if type(value) is dict:
+            return cls(dict, tuple(value))
+        own = type(value)
+        if not hasattr(own, "__tensor_flatten__") or own.__module__.startswith("torch."):
+            return None
+        names, context = value.__tensor_flatten__()
+        return cls(own, tuple(names), context, tuple(value.shape))
+
+    def part(self, value: Any, name: str) -> Any:
+        """Return one of the parts of an entry of this form."""
+        return value[name] if self.kind is dict else getattr(value, name)
+
+    def of_shape(self, shape: Sequence[int]) -> "EntryForm":
+        """Return the form for another shape, which some classes keep in what else they have."""
+        context = self.context
+        if isinstance(context, (list, tuple)):
+            context = [tuple(shape) if _is_shape(one, self.shape) else one for one in context]
+        return replace(self, context=context, shape=tuple(shape))
+
+    def joined(self, parts: Mapping[str, Any]) -> Any:
+        """Return the entry of this form that has these parts."""
+        if self.kind is dict:
+            return dict(parts)
+        strides = torch.empty(self.shape, device="meta").stride()
+        return self.kind.__tensor_unflatten__(parts, self.context, self.shape, strides)
+
+
+def _is_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, (tuple, list)) and tuple(value) == shape
+
+
+def flattened(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return entries with plain tensors only, and the forms of those that were not."""
+    found: dict[str, Any] = {}
+    for key, value in entries.items():
+        form = EntryForm.of(value)
+        found[key] = value if form is None else form
+        if form is not None:
+            parts = {f"{key}.{name}": form.part(value, name) for name in form.names}
+            found |= flattened(parts)
+    return found
+
+
+def joined(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of which `flattened` has made these."""
+    inner = {f"{key}.{name}" for key, one in flat.items() for name in _names(one)}
+    return {key: _joined(key, flat) for key in flat if key not in inner}
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return value.names if isinstance(value, EntryForm) else ()
+
+
+def _joined(key: str, flat: Mapping[str, Any]) -> Any:
+    form = flat[key]
+    if not isinstance(form, EntryForm):
+        return form
+    return form.joined({name: _joined(f"{key}.{name}", flat) for name in form.names})

@@ -31,7 +31,7 @@ from lightning_shard.checkpoint.misfits import trial_optimizer
 from lightning_shard.core.comparing import is_close
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import has_parts
-from lightning_shard.data_parallel.optimizer_entries import of_parameters
+from lightning_shard.data_parallel.optimizer_entries import flattened, of_parameters
 from lightning_shard.errors import ConfigError
 
 Parts = Callable[[Tensor], list[list[Tensor]]]
@@ -64,7 +64,7 @@ def snapshot(runs: Sequence[Optimizer]) -> OptimizerSnapshot:
     for run in runs:
         for param in run.param_groups[0]["params"]:
             values.append(_flat(param))
-            for name, value in run.state.get(param, {}).items():
+            for name, value in flattened(run.state.get(param, {})).items():
                 if isinstance(value, Tensor) and value.shape == param.shape and value.ndim:
                     _add(elements, name, value)
                 else:
