@@ -51,6 +51,8 @@ class BufferSync:
         self._seen: dict[_Key, tuple[Tensor, int]] = {}  # others, with their version then
         self._moving: set[_Key] = set()  # of others those that some rank has changed
         self._num_follows = 0
+        self._at_step: dict[_Key, Tensor] = {}  # where bits do not depend on ranks
+        self._of_first: dict[_Key, Tensor] = {}
 
     def broadcast_all(self) -> None:
         """Take over every buffer of rank 0; each rank must call."""
@@ -112,6 +114,21 @@ class BufferSync:
         """Take over those of rank 0's buffers that training changes; each rank must call."""
         self._notice_moving(always=True)
         self._broadcast(self._following())
+
+    def begin_micro_batch(self, *, is_first: bool) -> None:
+        """Where bits do not depend on ranks, note with what buffers a step begins."""
+        if is_first:
+            self._at_step = {key: one.clone() for key, one, _ in self._each()}
+
+    @torch.no_grad()
+    def end_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
+        """Let the next micro-batch begin as this one has; the first one's buffers stay at last."""
+        if is_first:
+            self._of_first = {key: one.clone() for key, one, _ in self._each()}
+        kept = self._of_first if is_last else self._at_step
+        for key, one, _ in self._each():
+            if key in kept and not torch.equal(one, kept[key]):
+                one.copy_(kept[key])
 
     def changing(self) -> list[Tensor]:
         """Return the statistics that training may change, in the same order on every rank."""

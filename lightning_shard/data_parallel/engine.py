@@ -265,11 +265,13 @@ class DataParallelEngine:
     @property
     def exchanges(self) -> list[Exchange]:
         """Exchanges that average compressed gradients, in the order of the buffers."""
-        return [one.exchange for one in self.gradients if one.exchange is not None]
+        compresses = self.options.compression is not None
+        found = [one.exchange for one in self.gradients if compresses]
+        return [one for one in found if one is not None]
 
     def exchange_of(self, param: nn.Parameter) -> Exchange | None:
         """Return the exchange that averages the gradient of `param`; None without compression."""
-        place = self._positions.get(param)
+        place = self._positions.get(param) if self.options.compression is not None else None
         return None if place is None else self.gradients[place[0]].exchange
 
     def slot_of(self, param: nn.Parameter) -> int:

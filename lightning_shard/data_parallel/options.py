@@ -87,7 +87,20 @@ class ShardOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(ShardOptions, UnitOptions):
+class SumOptions(Options):
+    """In which order gradients are added up.
+
+    Attributes:
+        same_bits: Whether a training has the same bits on any number of ranks: the global batch is
+            so many micro-batches of one size, whose gradients are added in the order of their
+            numbers, and samples, random numbers and means follow the micro-batch.
+    """
+
+    same_bits: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(SumOptions, ShardOptions, UnitOptions):
     """Settings of the data-parallel engine.
 
     Attributes:
@@ -146,6 +159,8 @@ class EngineOptions(ShardOptions, UnitOptions):
             self._check_compression()
         if self.offload is not None:
             self._check_offload()
+        if self.same_bits:
+            self._check_same_bits()
         if self.prefetch is not None and self.stage < 3:
             raise ConfigError(
                 f"prefetch={self.prefetch} says how many units are unsharded ahead, got ZeRO stage "
@@ -175,6 +190,19 @@ class EngineOptions(ShardOptions, UnitOptions):
                 f"offload={self.offload!r} copies uncompressed gradients to the host, got the "
                 f"compressor {type(self.compression).__name__}, whose memory of what it has not "
                 f"sent stays on the device. Leave one of them out."
+            )
+
+    def _check_same_bits(self) -> None:
+        if self.compression is not None:
+            raise ConfigError(
+                f"same_bits=True adds the gradients of micro-batches as they are, got the "
+                f"compressor {type(self.compression).__name__}, which loses some of each rank's. "
+                f"Leave one of them out."
+            )
+        if self.dtypes.reduce is not None:
+            raise ConfigError(
+                f"same_bits=True sends gradients as backward made them and adds them in float32, "
+                f"got a reduce_dtype of {self.dtypes.reduce}. Leave one of them out."
             )
 
     def _check_compression(self) -> None:

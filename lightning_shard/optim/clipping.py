@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import shards_over
+from lightning_shard.data_parallel.same_bits.exact_norm import exact_norm
+from lightning_shard.errors import ConfigError
 
 
 @torch.no_grad()
@@ -55,10 +57,18 @@ def _norm_over(
 ) -> Tensor:
     """The norm over parameters that are split alike, from the shards in the optimizer's view."""
     grads = [_wide(param.grad) for param in params if param.grad is not None]
+    over = [*shards_over(groups, engine.groups_of_gradients(), engine.split), *groups]
+    if engine.options.same_bits and norm_type != float("inf"):
+        if norm_type != 2.0:
+            raise ConfigError(
+                f"Rank {engine.collectives.rank}: same_bits=True, but a norm of p={norm_type} was "
+                f"asked for, expected p=2 or infinity, whose bits do not depend on shards."
+            )
+        return exact_norm(grads, over, engine.device).to(dtype)
     local = torch.zeros((), dtype=dtype, device=engine.device)  # torch's, of none, is the host's
     if grads:
         local = nn.utils.get_total_norm(grads, norm_type).to(engine.device, dtype)
-    for collectives in [*shards_over(groups, engine.groups_of_gradients(), engine.split), *groups]:
+    for collectives in over:
         if norm_type == float("inf"):
             collectives.all_reduce(local, "max").wait()
         else:

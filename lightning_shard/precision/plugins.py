@@ -54,6 +54,8 @@ class ShardedPrecision(Precision):
     def backward(
         self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
+        if self.engine is not None and self.engine.options.same_bits:
+            tensor = tensor * model.trainer.accumulate_grad_batches  # by which it was divided
         with nullcontext() if self.engine is None else self.engine.backward():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 

@@ -257,6 +257,11 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
             ConfigError: The ranks' shapes differ; or inside a step, where a dimension cannot gather
                 with `sync_grads`.
         """
+        if sync_grads and self.run.same_bits.is_on:
+            raise self.run.same_bits.error(
+                "all_gather(sync_grads=True) makes a loss of the samples of all ranks, expected "
+                "that of a micro-batch. Leave same_bits out."
+            )
         for one in self.dimensions:
             one.check_gather(tensor, sync_grads=sync_grads)
         if self.run.groups.present is None:
@@ -390,7 +395,10 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         steps = self.run.steps
         with self.run.setup.ranks_in_step(), steps.bytes.counting(), steps.memory.told("backward"):
-            return super().backward(*args, **kwargs)
+            loss = super().backward(*args, **kwargs)
+        if self.run.same_bits.is_on:
+            self.run.same_bits.end_backward()
+        return loss
 
     @override
     def optimizer_step(
@@ -426,6 +434,8 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
     def on_train_start(self) -> None:
         self.run.checkpoints.begin_training()
         self.run.hooks.begin_training()
+        if self.run.same_bits.is_on:
+            self.run.same_bits.check_batches()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

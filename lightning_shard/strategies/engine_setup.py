@@ -173,6 +173,8 @@ class EngineSetup(RunPart):
             one.check(view)
         if not view.is_fitting:
             return
+        if self.run.same_bits.is_on:
+            self.run.same_bits.check(view)
         if (num_parts := self.strategy.data_collectives.size) > 1:
             why = f"{num_parts} ranks have parts of it"
             refuse_embeddings_of_batches(view.module, why)

@@ -30,6 +30,7 @@ from lightning_shard.data_parallel.local_sgd.schedule import SyncSchedule
 from lightning_shard.data_parallel.options import (
     EngineOptions,
     ShardOptions,
+    SumOptions,
     UnitOptions,
     ZeroStage,
 )
@@ -169,7 +170,7 @@ class RunOptions(RanksOptions, LightningOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientOptions(UnitOptions):
+class GradientOptions(SumOptions, UnitOptions):
     """How the gradients of data-parallel ranks travel.
 
     Attributes:
@@ -246,6 +247,15 @@ class FabricLightningOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class FabricOptions(SentOptions, RanksOptions, FabricLightningOptions):
     """What replicated data parallel and ZeRO take under Fabric."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        if self.same_bits:
+            raise ConfigError(
+                "same_bits=True deals samples and counts micro-batches in a Trainer's loops, but "
+                "under Fabric these are the script's own. Use a Trainer."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +337,15 @@ class LocalSGDOptions(SyncSchedule, SharedOptions):
     outer_optimizer: OuterOptimizer = None
     compression: Compression = None
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        super().__post_init__()
+        if self.same_bits:
+            raise ConfigError(
+                "same_bits=True adds up the gradients of each step, but local SGD and DiLoCo let "
+                "ranks train apart. Use strategy='shard_ddp' or ZeRO."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncSGDOptions(UnitOptions, RunOptions):
@@ -390,6 +409,11 @@ class ElasticOptions(SharedOptions):
             raise ConfigError(
                 f"learning_rate_scaling={scaling!r} lets the global batch change with the ranks, "
                 f"but global_batch_size={batch} holds it. Leave one of them out."
+            )
+        if self.same_bits:
+            raise ConfigError(
+                "same_bits=True deals out micro-batches of one size, but elastic training gives "
+                "each rank its share of a step's samples. Leave same_bits out."
             )
 
     @property

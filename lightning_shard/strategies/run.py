@@ -5,6 +5,7 @@
     loops          what the Trainer's loops do besides                run_steps.py
     setup          the engine, and what works on it                   engine_setup.py
     steps          the module's steps, their memory and bytes         run_steps.py
+    same_bits      micro-batches whose sums have one order            same_bits.py
     checkpoints    saving and loading                                 checkpoints.py
     end            what a fit leaves on its ranks                     fit_ends.py
     hooks          what the scheme does besides                       parts.py
@@ -37,6 +38,7 @@ from lightning_shard.strategies.options import DataParallelOptions
 from lightning_shard.strategies.parts import RunPart, SchemeHooks
 from lightning_shard.strategies.run_steps import RunLoops, RunSteps
 from lightning_shard.strategies.salvage import salvaging
+from lightning_shard.strategies.same_bits import SameBits
 from lightning_shard.strategies.trainer.termination import RunTermination
 
 
@@ -60,6 +62,7 @@ class Run:
         self.loops = RunLoops(self)
         self.setup = EngineSetup(self, options.reduce_dtype)
         self.steps = RunSteps(self)
+        self.same_bits = SameBits(self)
         self.checkpoints = Checkpoints(self)
         self.end = FitEnd(self, options.full_parameters_after_fit)
         self._last_meeting: Collectives | None = None  # where all ranks end in common

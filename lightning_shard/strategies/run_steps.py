@@ -80,6 +80,7 @@ class RunLoops(RunPart):
             self.in_run.enter_context(without_sigterm_broadcast(trainer))
         self.in_run.enter_context(before_batches(trainer, partial(self._begin_batch, trainer)))
         self.in_run.enter_context(common_values(trainer, strategy))
+        self.in_run.enter_context(run.same_bits.in_run(trainer))
         self.in_run.enter_context(before_training_ends(trainer, self._end_steps))
         explained = partial(explaining_weights_elsewhere, strategy.mesh_rank)
         self.in_run.enter_context(run.checkpoints.saving_in_run(trainer, explained))
@@ -195,8 +196,16 @@ class RunSteps(RunPart):
         if not self._has_begun and self.run.module.automatic_optimization:
             check_trainable(self.run.module)
         self._has_begun = True
+        if self.run.same_bits.is_on:
+            self.run.same_bits.begin_training_step()
         with self.bytes.counting():
-            return self.run_step("training", step, args, kwargs)
+            result = self.run_step("training", step, args, kwargs)
+        if result is None and self.run.same_bits.is_on:
+            raise self.run.same_bits.error(
+                "training_step has returned no loss, expected that of each micro-batch, since "
+                "every step adds up as many. Return a loss of 0 for what does not count."
+            )
+        return result
 
     def evaluate(
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -205,6 +214,8 @@ class RunSteps(RunPart):
         self.run.loops.begin_step()
         if kind == "predict":
             self.strategy.predicted.note(*args)
+        if self.run.same_bits.is_on:
+            self.run.same_bits.begin_evaluation_step(args[1])
         return self.run_step(kind, step, args, kwargs)
 
     def update(self, optimizer: Optimizer, closure: Callable[[], Any], step: ModuleStep) -> Any:
@@ -237,6 +248,8 @@ class RunSteps(RunPart):
         if groups.seed is not None and isinstance(sampler, DistributedSampler):
             sampler.seed = groups.seed  # with another, ranks would draw from different orders
         ranks = strategy.collectives
+        if self.run.same_bits.is_on and module is not None and not is_predicting:
+            loader = self.run.same_bits.dealt(loader, is_training=bool(module.trainer.training))
         lengths = lengths_on_ranks(loader, ranks)
         if is_predicting:  # Lightning gives each rank its own samples, none twice
             self._may_differ_in_batches |= len(set(lengths)) > 1 or None in lengths

@@ -15,7 +15,7 @@ a `GradientBuffer`; here is when they arrive and travel.
 """
 
 from collections.abc import Collection, Sequence
-from operator import and_, is_
+from operator import and_, is_, or_
 from typing import NamedTuple, cast
 
 import torch
@@ -30,6 +30,7 @@ from lightning_shard.data_parallel.gradients.gradient_buffer import GradientBuff
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import EngineOptions
+from lightning_shard.data_parallel.same_bits.tree_sum import TreeExchange
 from lightning_shard.data_parallel.torch_private import after_gradient
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
@@ -295,6 +296,7 @@ class FlatGradients:
         self._expected = 0  # of _seen; a lower bound while backward runs
         self._averages: dict[int, Tensor] = {}  # of full gradients, while others travel
         self._travel: _Travel | None = None
+        self._added = b""  # which gradients earlier micro-batches have, where sums have one order
         self.state = InBackward.ARRIVING
         self.is_owed = self.came_twice = False
 
@@ -488,6 +490,9 @@ class FlatGradients:
         if not self._seen:  # else the first has done so
             self.buffer.renew()
         full = self.buffer.allocate()
+        if isinstance(self.exchange, TreeExchange):
+            self.exchange.ends_step = synchronised
+            self._show_added()
         self.own.send_along(self.buffer.observe_all())
         if self.buffer.is_plain:
             self.own.take_in()
@@ -506,6 +511,28 @@ class FlatGradients:
         if sent is not full:
             self.buffer.free_sent()
         return sent
+
+    @unrecorded
+    def add_in_order(self) -> None:
+        """Where sums have one order, add what a backward has only accumulated to those before."""
+        if not (isinstance(self.exchange, TreeExchange) and self.accumulates and self.is_trained):
+            return
+        full = self.buffer.allocate()
+        used = self._contributions()
+        self._clear_unused(used)
+        self.exchange.add(full)
+        self._added = bytes(map(or_, self._added or bytes(len(used)), used))
+        self.states.all_leave()
+        if self.buffer.is_plain:
+            for param in self.flat.params:
+                param.grad = None
+
+    def _show_added(self) -> None:
+        """Let parameters that only earlier micro-batches have used have a gradient, of zeros."""
+        for index, was_used in enumerate(self._added):
+            if was_used and not self.states.is_local[index]:
+                self.buffer.store(index, torch.zeros_like(self.buffer.views[index]))
+        self._added = b""
 
     def _clear_unused(self, used: Sequence[bool]) -> None:
         for index in (index for index, is_used in enumerate(used) if not is_used):
@@ -585,6 +612,9 @@ class FlatGradients:
         travel.work.wait()
         self._travel = None
         self.buffer.free_sent()
+        if isinstance(travel.work, TreeExchange) and not travel.is_synchronised:
+            self.buffer.release()
+            return
         if self.flat.stage == 0:
             full = self.buffer.allocate()
             if travel.out is not full:
@@ -672,9 +702,11 @@ def _exchange(
     split: ModelSplit,
 ) -> Exchange | None:
     """Make the exchange that averages a buffer's gradients compressed; None without compression."""
-    if options.compression is None:
+    if options.compression is None and not options.same_bits:
         return None
-    if flat.full.is_complex() or reducing.replicate is not None or split.groups:
+    if options.compression is not None and (
+        flat.full.is_complex() or reducing.replicate is not None or split.groups
+    ):
         raise ConfigError(
             "Compression works on real gradients of full parameters that every data-parallel "
             "rank shares, not on complex ones, nor with hybrid sharding, tensor or pipeline "
@@ -689,6 +721,8 @@ def _exchange(
         dense_itemsize=_dense_itemsize(flat, reducing.dp),
         loss_scale=options.loss_scale,
     )
+    if options.compression is None:
+        return TreeExchange(buffer, reducing)
     return options.compression.exchange(buffer)
 
 

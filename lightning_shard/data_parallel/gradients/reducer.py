@@ -335,6 +335,8 @@ class Reducer:
         self.usage.finish()
         for gradients in self._gradients if agrees else ():
             gradients.buffer.settle()
+        for gradients in self._gradients if not self.synchronises else ():
+            gradients.add_in_order()
         self.owed = self.owed.to(Owed.NOTHING if self.synchronises else Owed.SUMS)
         self.has_exchanged |= self.synchronises
         self._learn_order()

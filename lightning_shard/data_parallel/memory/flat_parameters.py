@@ -74,7 +74,7 @@ from lightning_shard.errors import ConfigError
 
 _Form = tuple[torch.Size, torch.dtype, torch.device]
 _OWN_REFERENCES = 2  # to a stand-in that nobody else holds: that of the dict, and getrefcount's own
-_ALIGN_BYTES = 16  # vectorised kernels want it
+ALIGN_BYTES = 16  # vectorised kernels want it
 
 
 class StandIns:
@@ -234,6 +234,7 @@ class FlatParameters:
             parameters that are cut evenly.
         keeps_shard: Whether the device keeps a shard beside that on the host.
         start: Knows the values of parameters on meta, which get memory here.
+        align_bytes: Parameters and shards begin at multiples of this.
 
     Attributes:
         stand_ins: What stands in `.grad` for averages that lie in shards.
@@ -262,6 +263,7 @@ class FlatParameters:
         copier: HostCopier | None = None,
         keeps_shard: bool = True,
         start: ValuesAtStart | None = None,
+        align_bytes: int = ALIGN_BYTES,
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage, self.reduce_dtype = stage, reduce_dtype or compute_dtype
@@ -274,7 +276,7 @@ class FlatParameters:
         self.shard_index = groups.shard.rank if stage > 0 else 0
         shapes = [(name, tuple(param.shape)) for name, param in named_params]
         num_shards = groups.shard.size if stage > 0 else 1
-        align = max(_ALIGN_BYTES // min(compute_dtype.itemsize, master_dtype.itemsize), 1)
+        align = max(align_bytes // min(compute_dtype.itemsize, master_dtype.itemsize), 1)
         self.layout = (
             build_owned_layout(shapes, owners, num_shards=num_shards, align=align)
             if owners

@@ -20,12 +20,14 @@ from lightning_shard.backends.pending import Pending
 from lightning_shard.core.states import State
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.graph_borders import inputs_with_gradient, on_entry, on_exit
-from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
+from lightning_shard.data_parallel.memory.flat_parameters import ALIGN_BYTES, FlatParameters
 from lightning_shard.data_parallel.memory.leftovers import is_given_back, mark_leftover
 from lightning_shard.data_parallel.model_split import ModelSplit, ranks_of
 from lightning_shard.data_parallel.offload.copier import HostCopier, Uploaded
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.units.units import UnitSpec, find_units
+
+_ALIGN_BYTES_OF_VECTORS = 256  # so that what is left over of one is the same wherever shards end
 
 
 class Passage:
@@ -375,6 +377,7 @@ def _build_unit(
             else copier,
             keeps_shard=keeps_shard,
             start=options.start,
+            align_bytes=_ALIGN_BYTES_OF_VECTORS if options.same_bits else ALIGN_BYTES,
         )
         for named in alike
     ]

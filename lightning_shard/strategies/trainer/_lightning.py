@@ -366,10 +366,16 @@ class EpochValue(NamedTuple):
     total: float
     weight: float
     in_steps: int
+    each: Sequence[tuple[float, float]] = ()  # values and weights, where the sum is to be exact
 
 
-def epoch_values(trainer: "pl.Trainer") -> dict[str, EpochValue]:
-    """Return what this rank has logged in the epoch that ends, but for what is one group's."""
+def epoch_values(
+    trainer: "pl.Trainer", each: Callable[[str, bool], Sequence[tuple[float, float]]]
+) -> dict[str, EpochValue]:
+    """Return what this rank has logged in the epoch that ends, but for what is one group's.
+
+    `each` returns by key, and whether all of the epoch count, the values that are to be added up.
+    """
     results: Any = trainer._results or {}
     found = {}
     for key, one in results.items():
@@ -383,6 +389,7 @@ def epoch_values(trainer: "pl.Trainer") -> dict[str, EpochValue]:
                 total=float(one.value),
                 weight=float(one.cumulated_batch_size) if is_mean else 1.0,
                 in_steps=one._update_count if meta.on_step and sync.should else 0,
+                each=each(key, bool(meta.on_epoch)),
             )
     return found
 
@@ -395,6 +402,47 @@ def take_epoch_value(trainer: "pl.Trainer", key: str, names: tuple[str, str], va
     if key in results:
         results[key]._computed = found
     trainer._logger_connector._callback_metrics.update(dict.fromkeys(names, found))
+
+
+@contextmanager
+def recording_values(
+    trainer: "pl.Trainer",
+    note: Callable[..., None],
+    at_step: Callable[[Sequence[str]], None],
+) -> Iterator[None]:
+    """Tell of each value that steps log, and before loggers get those of an optimizer's step.
+
+    `note` is told the key, the value, its number of samples, and whether it is the epoch's first;
+    `at_step` the keys of what is logged on steps.
+    """
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+
+    def noting(results: Any, update: Callable[..., None], key: str, value: Any, size: int) -> None:
+        note(key, value, size, is_first=results[key].has_reset)
+        update(key, value, size)
+
+    def before_logged() -> None:
+        if trainer.fit_loop._should_accumulate() or not connector.should_update_logs:
+            return
+        results: Any = trainer._results or {}
+        logged = [key for key, one in results.items() if one.is_tensor and one.meta.on_step]
+        at_step([key for key in logged if not results[key].has_reset])
+
+    with ExitStack() as stack:
+        stack.enter_context(
+            _with_calls(connector, "update_train_step_metrics", first=before_logged)
+        )
+        loops = loop, loop.val_loop, trainer.validate_loop, trainer.test_loop
+        for results in [one._results for one in loops]:
+            stack.enter_context(instead(results, "update_metrics", partial(noting, results)))
+        yield
+
+
+def take_step_value(trainer: "pl.Trainer", key: str, value: float) -> None:
+    """Take a value for what loggers get of a step."""
+    results: Any = trainer._results
+    one = results[key]
+    one._forward_cache = torch.tensor(value, dtype=torch.float64).to(one._forward_cache)
 
 
 def is_within_epoch(trainer: "pl.Trainer") -> bool:

@@ -42,6 +42,7 @@ from lightning_shard.strategies.trainer._lightning import (
     sharing_values,
     take_epoch_value,
 )
+from lightning_shard.strategies.trainer.exact_means import mean_of
 
 _MAX_FORMS = 64  # names that change with every batch must not fill the memory
 _MAX_NUMEL = 64  # of a tensor among the numbers
@@ -269,7 +270,8 @@ def common_values(trainer: "pl.Trainer", strategy: Any) -> Iterator[None]:
     """Give ranks one value of each name that they log inside, and compare their settings."""
 
     def at_epoch_end() -> None:
-        of_all = met(epoch_values(trainer), strategy.data_collectives, "an epoch's values")
+        exact = strategy.run.same_bits.values_of_epoch
+        of_all = met(epoch_values(trainer, exact), strategy.data_collectives, "an epoch's values")
         _check_steps(of_all, strategy.global_rank)
         for key, found in _by_name(of_all):
             take_epoch_value(trainer, key, found[0].names, _combined(found))
@@ -305,6 +307,9 @@ def _by_name(of_all: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[An
 
 
 def _combined(found: Sequence[EpochValue]) -> float:
+    if found[0].each and found[0].reduction in ("mean", "sum"):
+        each = [value for one in found for value in one.each]
+        return mean_of(each) if found[0].reduction == "mean" else math.fsum(one for one, _ in each)
     totals, count = [one.total for one in found], sum(one.weight for one in found)
     reduce = {"max": max, "min": min}.get(found[0].reduction, sum)
     total = reduce(totals)

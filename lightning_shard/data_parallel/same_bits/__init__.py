@@ -1,0 +1,1 @@
+"""Trainings whose bits do not depend on the number of ranks: sums in one order."""

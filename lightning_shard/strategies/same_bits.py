@@ -1,0 +1,238 @@
+"""The option `same_bits`: what a Trainer's loops do so that bits do not depend on the ranks.
+
+    step k of M micro-batches, numbers k M ... k M + M - 1, each always of the same samples
+
+    stages 0, 1   rank r of N    k M + r L ... k M + r L + L - 1        L = M / N neighbours
+    stages 2, 3                  k M + r, k M + r + N ...
+
+The engine adds their gradients in the order of the numbers (`tree_sum.py`). Random numbers begin
+anew with each micro-batch, from its number; buffers are those that the first one leaves, while each
+begins with those of the step's beginning; means of what is logged are exact.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from lightning_shard.core import settings
+from lightning_shard.elastic.data_loaders import replace_samplers
+from lightning_shard.errors import ConfigError
+from lightning_shard.strategies.dimensions.dimension import RunView
+from lightning_shard.strategies.parts import RunPart
+from lightning_shard.strategies.trainer.exact_means import ExactMeans, Logged
+
+_TRAINING, _EVALUATION = range(2)
+
+
+class DealtBatches:
+    """This rank's batches of an epoch, by their numbers among those of one device.
+
+    Before each it begins random numbers anew, for data sets that draw in this process.
+    """
+
+    def __init__(
+        self, sampler: "DistributedSampler[Any]", size: int, numbers: Sequence[int], kind: int
+    ) -> None:
+        self.sampler, self.batch_size, self.drop_last = sampler, size, False
+        self._numbers, self._kind = numbers, kind
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        given = self.sampler
+        whole: DistributedSampler[Any] = DistributedSampler(
+            given.dataset, num_replicas=1, rank=0, shuffle=given.shuffle, seed=given.seed
+        )
+        whole.set_epoch(given.epoch)
+        order, size = list(whole), self.batch_size
+        for number in self._numbers:
+            begin_random_numbers(self._kind, given.epoch, number)
+            yield order[number * size : (number + 1) * size]
+
+
+def begin_random_numbers(*of: int) -> None:
+    """Let torch's, numpy's and Python's random numbers follow from the job's seed and these."""
+    word = np.random.SeedSequence((settings.global_seed(), *of)).generate_state(1)
+    seed = int(word[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class SameBits(RunPart):
+    """Deals micro-batches, and lets random numbers and buffers follow them."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        self._means = ExactMeans()
+
+    def in_run(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+        """Inside, means of what is logged are exact, where the option is set."""
+        if not self.is_on:
+            return nullcontext()
+        return self._means.inside(
+            trainer, lambda: self.strategy.data_collectives, lambda: self._num_own
+        )
+
+    def values_of_epoch(self, key: str, of_epoch: bool) -> Sequence[Logged]:
+        """Return what this rank has logged, where its sum is to be exact."""
+        if not self.is_on:
+            return ()
+        return self._means.of(key, last=0 if of_epoch else self._num_own)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the option is set."""
+        return bool(self.run.options.same_bits)
+
+    @property
+    def _has_neighbours(self) -> bool:
+        return bool(self.run.options.stage < 2)
+
+    @property
+    def _num_own(self) -> int:
+        """Micro-batches of a step on each rank."""
+        accumulated: int = self.run.trainer.accumulate_grad_batches
+        return accumulated
+
+    # --- refusals ---------------------------------------------------------------------------------
+
+    def error(self, why: str) -> ConfigError:
+        """Return the error that says why bits would depend on the ranks, and what to do."""
+        return ConfigError(f"Rank {self.strategy.mesh_rank}: same_bits=True, but {why}")
+
+    def check(self, view: RunView) -> None:
+        """Refuse a fit that could not have the same bits on any number of ranks."""
+        for why in self._reasons(view):
+            raise self.error(why)
+
+    def _reasons(self, view: RunView) -> Iterator[str]:
+        options, num_ranks = self.run.options, self.strategy.data_collectives.size
+        precision = str(self.strategy.precision_plugin.precision)
+        callbacks: Any = view.module.trainer.callbacks  # type: ignore[attr-defined]
+        if not view.module.automatic_optimization:
+            yield (
+                "the module optimizes by hand, expected automatic optimization, whose steps have "
+                "micro-batches that can be counted. Leave same_bits out."
+            )
+        if precision.startswith("16"):
+            yield (
+                f"precision={precision!r} leaves out steps by what the ranks' own gradients are, "
+                f"expected a format with fp32's range. Use 'bf16-mixed'."
+            )
+        if view.layer_sync is not None or _has(view.model, nn.SyncBatchNorm):
+            yield (
+                "batch norms are synchronised over the ranks, expected each micro-batch's own "
+                "statistics. Leave sync_batchnorm out."
+            )
+        if _has(callbacks, GradientAccumulationScheduler):
+            yield (
+                "GradientAccumulationScheduler changes the number of micro-batches in the fit, "
+                "expected one number. Pass Trainer(accumulate_grad_batches=...)."
+            )
+        for one in self.strategy.dimensions:
+            yield (
+                f"the ranks of the axis {one.axis!r} add up parts of sums that one device adds in "
+                f"one go, expected ranks that have whole samples. Use data parallel or ZeRO."
+            )
+        own = self._num_own
+        if self._has_neighbours and num_ranks > 1 and own & (own - 1):
+            yield (
+                f"each of {num_ranks} ranks has {own} micro-batches of a step, whose sum under "
+                f"stage {options.stage} is no part of the sum in order, expected 1, 2, 4, 8 ... "
+                f"Use strategy='zero2' or 'zero3', or another number of ranks."
+            )
+
+    def check_batches(self) -> None:
+        """Refuse an epoch whose last step has fewer micro-batches than the others."""
+        num_batches, own = self.run.trainer.num_training_batches, self._num_own
+        if num_batches == float("inf") or num_batches % own:
+            raise self.error(
+                f"each rank has {num_batches} batches of an epoch, so that its last step has fewer "
+                f"micro-batches, expected a multiple of accumulate_grad_batches={own}. Change "
+                f"limit_train_batches."
+            )
+
+    # --- samples ----------------------------------------------------------------------------------
+
+    def dealt(self, loader: Any, *, is_training: bool) -> Any:
+        """Return a loader of this rank's micro-batches, or of its batches of an evaluation."""
+        sampler, batches = (getattr(loader, one, None) for one in ("sampler", "batch_sampler"))
+        if type(sampler) is not DistributedSampler or type(batches) is not BatchSampler:
+            given = sampler or getattr(loader, "dataset", loader)
+            raise self.error(
+                f"samples cannot be dealt by their numbers, got {type(given).__name__}, expected a "
+                f"torch DataLoader with a batch_size, of a dataset with a length, and no sampler "
+                f"of its own."
+            )
+        of_one: DistributedSampler[Any] = DistributedSampler(
+            sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed
+        )
+        num_batches = len(BatchSampler(of_one, batches.batch_size, batches.drop_last))
+        is_even = batches.drop_last or len(of_one) % batches.batch_size == 0
+        numbers = self._numbers(num_batches, is_even, batches.drop_last, is_training=is_training)
+        kind = _TRAINING if is_training else _EVALUATION
+        loader = copy.copy(loader)
+        replace_samplers(loader, sampler, DealtBatches(sampler, batches.batch_size, numbers, kind))
+        return loader
+
+    def _numbers(
+        self, num_batches: int, is_even: bool, drop_last: bool, *, is_training: bool
+    ) -> Sequence[int]:
+        """Return the numbers of this rank's batches among those of an epoch."""
+        ranks, rank = self.strategy.data_collectives.size, self.strategy.data_collectives.rank
+        own = self._num_own if is_training else 1
+        num_steps, rest = divmod(num_batches, own * ranks)
+        if is_training and (rest or not is_even) and not drop_last:
+            raise self.error(
+                f"the last step of an epoch of {num_batches} batches would have fewer samples, "
+                f"expected whole steps of {own * ranks} micro-batches. Pass "
+                f"DataLoader(..., drop_last=True)."
+            )
+        if not is_training and rest:
+            raise self.error(
+                f"an evaluation has {num_batches} batches, some of which {ranks} ranks would have "
+                f"twice, expected a multiple of the ranks. Pass DataLoader(..., batch_size=...)."
+            )
+        if not (is_training and self._has_neighbours):
+            return range(rank, num_steps * own * ranks, ranks)
+        return [(k * ranks + rank) * own + j for k in range(num_steps) for j in range(own)]
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def begin_training_step(self) -> None:
+        """Begin a micro-batch with its own random numbers, and with the step's buffers."""
+        trainer, ranks = self.run.trainer, self.strategy.data_collectives
+        own, index = self._num_own, trainer.fit_loop.epoch_loop.batch_idx % self._num_own
+        place = (
+            ranks.rank * own + index if self._has_neighbours else index * ranks.size + ranks.rank
+        )
+        begin_random_numbers(_TRAINING, trainer.global_step, place)
+        if own > 1:
+            self.run.engine.buffers.begin_micro_batch(is_first=index == 0)
+
+    def end_backward(self) -> None:
+        """Take a micro-batch's buffers back, but for those of the first one at the step's end."""
+        own, index = self._num_own, self.run.trainer.fit_loop.epoch_loop.batch_idx % self._num_own
+        if own > 1:
+            self.run.engine.buffers.end_micro_batch(is_first=index == 0, is_last=index == own - 1)
+
+    def begin_evaluation_step(self, batch_idx: int) -> None:
+        """Begin a batch of an evaluation with its own random numbers."""
+        ranks = self.strategy.data_collectives
+        begin_random_numbers(_EVALUATION, batch_idx * ranks.size + ranks.rank)
+
+
+def _has(objects: Any, kind: type | Callable[..., Any]) -> bool:
+    found = objects.modules() if isinstance(objects, nn.Module) else objects
+    return any(isinstance(one, kind) for one in found)  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""Means of what steps log that are the same on any number of ranks: exact sums, rounded once.
+
+    rank 0   micro-batches 0 1   logs  a b       on a step   fsum(a b c d) / 4
+    rank 1   micro-batches 2 3   logs  c d       an epoch    fsum of all of them / their samples
+
+Lightning keeps one sum for each rank, which depends on what that rank has had.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.data_parallel.agreement import met
+from lightning_shard.strategies.trainer._lightning import recording_values, take_step_value
+
+Logged = tuple[float, float]  # a value and its number of samples
+
+
+class ExactMeans:
+    """Keeps each value that this rank's steps have logged in an epoch."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[Tensor, int]]] = {}
+
+    @contextmanager
+    def inside(
+        self,
+        trainer: "pl.Trainer",
+        ranks: Callable[[], Collectives],
+        num_own: Callable[[], int],
+    ) -> Iterator[None]:
+        """Keep what is logged inside, and let what is logged on steps be means of all ranks."""
+
+        def at_step(keys: Sequence[str]) -> None:
+            own = {key: self.of(key, last=num_own()) for key in keys}
+            of_all = met(own, ranks(), "a step's values")
+            for key in keys:
+                take_step_value(
+                    trainer, key, mean_of([one for each in of_all for one in each[key]])
+                )
+
+        with recording_values(trainer, self._note, at_step):
+            yield
+
+    def _note(self, key: str, value: Any, batch_size: int, *, is_first: bool) -> None:
+        if is_first:
+            self._values[key] = []
+        if isinstance(value, Tensor):
+            self._values.setdefault(key, []).append((value.detach().clone(), batch_size))
+
+    def of(self, key: str, *, last: int = 0) -> list[Logged]:
+        """Return what was logged under a key, or the last of it, with the numbers of samples."""
+        return [(float(one), float(size)) for one, size in self._values.get(key, [])[-last:]]
+
+
+def mean_of(values: Sequence[Logged]) -> float:
+    """Return the mean by the numbers of samples; every rank has the same, in whatever order."""
+    samples = math.fsum(size for _, size in values)
+    return math.fsum(value * size for value, size in values) / samples if samples else math.nan

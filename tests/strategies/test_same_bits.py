@@ -1,0 +1,265 @@
+"""Trainings with `same_bits=True` have the same bits on one rank, two, four and eight."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
+
+from lightning_shard import (
+    ConfigError,
+    ElasticStrategy,
+    LocalSGDStrategy,
+    ZeRO2Strategy,
+)
+from tests.strategies.models import MODELS, warm_up
+from tests.strategies.parity import SMALL_BUCKET_MB, STRATEGIES, UPSTREAM_WARNINGS
+from tests.trainers import SILENT
+
+MICRO_BATCHES = 8
+BATCH = 2
+NUM_STEPS = 4
+RANKS = (1, 2, 4, 8)
+CLIP = 0.5
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{one}")
+    for one in (*UPSTREAM_WARNINGS, ".*sync_dist=True.*")
+]
+
+
+class Images(L.LightningModule):
+    """Convolutions with batch norms and dropout, on images that are drawn when they are asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2)),
+            *(nn.Flatten(), nn.Linear(6 * 16, 33), nn.ReLU(), nn.Dropout(0.5), nn.Linear(33, 5)),
+        )
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        noisy = images + 0.1 * torch.randn_like(images)
+        return nn.functional.cross_entropy(self.layers(noisy), labels)
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, warm_up), "interval": "step"},
+        }
+
+    def data(self, num_samples: int) -> Dataset[Any]:
+        drawn = torch.Generator().manual_seed(1)
+        images = torch.randn(num_samples, 3, 4, 4, generator=drawn)
+        return TensorDataset(images, torch.arange(num_samples) % 5)
+
+
+KINDS: dict[str, Callable[[], Any]] = {"images": Images, **MODELS}
+
+
+def checksum(*of: Any) -> str:
+    """Return a digest of tensors, numbers and names, to the bit."""
+    digest = hashlib.blake2b(digest_size=8)
+    for one in of:
+        if isinstance(one, Tensor):
+            digest.update(
+                one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+        elif isinstance(one, dict):
+            digest.update(checksum(*(part for pair in one.items() for part in pair)).encode())
+        elif isinstance(one, (list, tuple)):
+            digest.update(checksum(*one).encode())
+        else:
+            digest.update(repr(one).encode())
+    return digest.hexdigest()
+
+
+def fit(
+    folder: Path,
+    *,
+    model: str = "images",
+    strategy: str = "zero2",
+    num_ranks: int = 1,
+    precision: Any = "32-true",
+    backend: str = "in_process",
+    num_steps: int = NUM_STEPS,
+    resumed: Any = None,
+    accumulate: int | None = None,
+    **options: Any,
+) -> tuple[str, str, Path]:
+    """Train, and return the digest of what is saved, what is logged, and the last file."""
+    L.seed_everything(7)
+    module = KINDS[model]()
+    in_process = backend == "in_process"
+    kept: dict[str, Any] = {"num_ranks": num_ranks} if in_process else {}
+    checkpoints = ModelCheckpoint(
+        folder / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1
+    )
+    trainer = L.Trainer(
+        **SILENT
+        | {
+            "logger": CSVLogger(folder / "logs", name="", version=num_ranks),
+            "enable_checkpointing": True,
+        },
+        accelerator="cpu",
+        devices=1 if in_process else num_ranks,
+        strategy=STRATEGIES[strategy](
+            backend=backend,
+            same_bits=True,
+            bucket_mb=SMALL_BUCKET_MB,
+            announce=False,
+            **kept,
+            **options,
+        ),
+        precision=precision,
+        max_steps=num_steps,
+        accumulate_grad_batches=accumulate or MICRO_BATCHES // num_ranks,
+        gradient_clip_val=CLIP,
+        log_every_n_steps=1,
+        callbacks=[checkpoints],
+    )
+    dataset = module.data(MICRO_BATCHES * BATCH * 3)
+    loaders = [DataLoader(dataset, batch_size=BATCH, shuffle=shuffle) for shuffle in (True, False)]
+    validated = loaders[1] if model == "images" else None
+    trainer.fit(module, loaders[0], validated, ckpt_path=resumed)
+    last = folder / "saved" / f"step={num_steps}.ckpt"
+    saved = torch.load(last, weights_only=False)
+    logged = folder / "logs" / f"version_{num_ranks}" / "metrics.csv"
+    text = logged.read_text() if model == "images" else ""
+    return checksum(saved["state_dict"], saved["optimizer_states"]), text, last
+
+
+def digests(folder: Path, cases: Sequence[tuple[str, int]], **options: Any) -> set[str]:
+    """Return the different digests of a training on so many ranks each."""
+    found = set()
+    for strategy, num_ranks in cases:
+        place = folder / f"{strategy}_{num_ranks}"
+        saved, logged, _ = fit(place, strategy=strategy, num_ranks=num_ranks, **options)
+        found.add(saved + logged)
+    return found
+
+
+def test_bits_are_those_of_one_rank(tmp_path: Path) -> None:
+    """Sums in the order of ranks, and random numbers of each rank, made each size another run."""
+    assert len(digests(tmp_path, [("shard_ddp", 1), ("zero3", 2)], num_steps=2)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["images", "gpt", "llama"])
+def test_every_stage_and_size_has_the_same_bits(model: str, tmp_path: Path) -> None:
+    """One digest of weights, buffers, optimizer state and logged losses for all of them."""
+    assert len(digests(tmp_path, [*product(STRATEGIES, RANKS)], model=model)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["images", "gpt"])
+def test_resuming_on_other_ranks_keeps_the_bits(model: str, tmp_path: Path) -> None:
+    """A fit that goes on elsewhere in the middle of an epoch ends as one that was not stopped."""
+    whole, _, _ = fit(tmp_path / "whole", model=model, num_steps=6)
+    kinds: list[Any] = [("zero1", 2, 2), ("zero3", 8, 4), ("zero2", 4, 6)]
+    saved, last = "", None
+    for strategy, num_ranks, num_steps in kinds:
+        place = tmp_path / strategy
+        given = {"model": model, "num_ranks": num_ranks, "num_steps": num_steps, "resumed": last}
+        saved, _, last = fit(place, strategy=strategy, **given)
+    assert saved == whole
+
+
+class ByHand(Images):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Synchronised(Images):
+    """Has a batch norm over the ranks' batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.SyncBatchNorm(6)
+
+
+class OfAllRanks(Images):
+    """Computes a loss of the samples of all ranks."""
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        losses: Any = self.all_gather(self.loss(batch), sync_grads=True)
+        return torch.as_tensor(losses).mean()
+
+
+class NoLoss(Images):
+    """Leaves a micro-batch out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+def refused(
+    match: str,
+    module: L.LightningModule | None = None,
+    *,
+    size: int = 48,
+    loader: Any = None,
+    **options: Any,
+) -> None:
+    """Expect a fit to be refused."""
+    module = Images() if module is None else module
+    strategy = ZeRO2Strategy(backend="in_process", num_ranks=2, same_bits=True, announce=False)
+    given = {"accumulate_grad_batches": 4, "max_steps": 2, **SILENT, **options}
+    if loader is None:
+        loader = DataLoader(Images().data(size), batch_size=BATCH)
+    with pytest.raises(ConfigError, match=match):
+        L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **given).fit(module, loader)
+
+
+def test_what_cannot_have_the_same_bits_is_refused_before_training() -> None:
+    """Each is refused by name, on one rank as on several."""
+    refused("optimizes by hand", ByHand(), accumulate_grad_batches=1)
+    refused("batch norms are synchronised", Synchronised())
+    refused("leaves out steps", precision="16-true")
+    refused("GradientAccumulationScheduler", callbacks=[GradientAccumulationScheduler({0: 2})])
+    refused("a loss of the samples of all ranks", OfAllRanks())
+    refused("returned no loss", NoLoss())
+
+
+def test_samples_that_cannot_be_dealt_by_their_numbers_are_refused() -> None:
+    """Ranks would repeat samples, leave some out, or draw orders of their own."""
+    data = Images().data(48)
+    own = DataLoader(data, batch_sampler=BatchSampler(range(48), BATCH, drop_last=False))
+    refused("an epoch of 25 batches would have fewer samples", size=50)
+    refused("expected a torch DataLoader", loader=own)
+    refused("a multiple of accumulate_grad_batches", limit_train_batches=6)
+
+
+def test_options_that_cannot_have_the_same_bits_are_refused() -> None:
+    """Schemes whose ranks train apart, or have parts of layers, say why."""
+    with pytest.raises(ConfigError, match="the compressor"):
+        ZeRO2Strategy(same_bits=True, compression="int8")
+    with pytest.raises(ConfigError, match="reduce_dtype"):
+        ZeRO2Strategy(same_bits=True, reduce_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="let ranks train apart"):
+        LocalSGDStrategy(same_bits=True, sync_every=4)
+    with pytest.raises(ConfigError, match="its share of a step's samples"):
+        ElasticStrategy(same_bits=True)
