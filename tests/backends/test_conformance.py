@@ -12,7 +12,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few_cases(500)
+@pytest.mark.few_cases(250)
 @pytest.mark.timeout(240)  # the first check of real processes runs all of them
 @pytest.mark.parametrize(("world", "check"), CASES)
 def test_conformance(world: World, check: str) -> None:

@@ -30,7 +30,7 @@ def test_every_run_has_a_file(number: int) -> None:
     assert names == set(RUNS) == set(losses(number))
 
 
-@pytest.mark.few_cases(9)
+@pytest.mark.few_cases(4)
 @pytest.mark.parametrize("number", FORMATS)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_of_an_earlier_version_goes_on(name: str, number: int, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ SEEDS = range(6, 30)
 SCHEMES = ("shard_ddp x2", "zero1 x2", "zero2 x4", "zero3 x2", "tensor x2", "pipeline x2")
 
 
+@pytest.mark.few_cases(8)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_program_trains_as_on_one_device_or_is_refused_by_name(seed: int) -> None:
     outcome = judged(tuple(drawn(seed)), seed, SCHEMES[seed % len(SCHEMES)])
@@ -38,6 +39,7 @@ WERE_WRONG = [
 ]
 
 
+@pytest.mark.few_cases(3)
 @pytest.mark.parametrize(("features", "scheme"), WERE_WRONG)
 def test_a_program_that_was_wrong_trains_as_on_one_device(features: str, scheme: str) -> None:
     outcome = judged(tuple(features.split(", ")), 2, scheme)

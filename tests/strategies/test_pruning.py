@@ -64,7 +64,7 @@ class Pruned(Decoder):
         return [made]
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", WHOLE)
 @pytest.mark.parametrize("pruning", PRUNINGS)
 def test_a_fit_that_prunes_is_a_single_devices(pruning: str, scheme: str) -> None:
@@ -119,7 +119,7 @@ def pruned_fit(strategy: Any, folder: Path, max_epochs: int, path: Path | None =
     return Fitted(model=model, trainer=trainer, curve=curve)
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_pruned_fit_goes_on_from_its_checkpoint(

@@ -91,7 +91,7 @@ def fit(scheme: str, num_blocks: int) -> None:
     trainer.fit(Deep(num_blocks), DataLoader(torch.randn(16, WIDTH), batch_size=4))
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.filterwarnings(*(mark.args[0] for mark in ignoring()))
 def test_calls_grow_as_the_number_of_blocks_does(scheme: str) -> None:

@@ -127,6 +127,7 @@ def on_ranks(**options: Any) -> ZeRO3Strategy:
     return ZeRO3Strategy(backend="in_process", num_ranks=2, bucket_mb=ONE_BY_ONE, **options)
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_kept_is_read_as_on_one_device_until_the_update(way: str, place: str) -> None:

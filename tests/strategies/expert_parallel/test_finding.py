@@ -117,6 +117,7 @@ def test_experts_are_found_by_a_number_a_name_or_their_router(name: str) -> None
     assert [one.name for one in find_mixtures(make())] == expected
 
 
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_train_as_on_a_single_device(name: str) -> None:
     runs = []
