@@ -348,7 +348,8 @@ class EngineSetup(RunPart):
         shapes = {param: engine.full_shape(param) for param in run.model.parameters()}
         self.in_split_model.enter_context(counted_full(shapes))
         # Stage 3 gathers blocks together: which ones a step leaves out at random has to agree.
-        apart = view.drawn_for_own_data if run.options.stage < 3 else nullcontext
+        is_apart = run.options.stage < 3 and not run.options.same_bits
+        apart = view.drawn_for_own_data if is_apart else nullcontext
         runner: StepRunner = PlainRunner(engine.step, apart)
         for one in reversed(dimensions):
             runner = one.runner(runner)

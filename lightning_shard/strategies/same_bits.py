@@ -140,12 +140,17 @@ class SameBits(RunPart):
                 "GradientAccumulationScheduler changes the number of micro-batches in the fit, "
                 "expected one number. Pass Trainer(accumulate_grad_batches=...)."
             )
-        for one in self.strategy.dimensions:
+        for one in self.strategy.dimensions if self.run.groups.splits_model else ():
             yield (
                 f"the ranks of the axis {one.axis!r} add up parts of sums that one device adds in "
                 f"one go, expected ranks that have whole samples. Use data parallel or ZeRO."
             )
-        own = self._num_own
+        own, in_copy = self._num_own, self.strategy.shard_size
+        if in_copy not in (1, num_ranks) and in_copy & (in_copy - 1):
+            yield (
+                f"each copy of the state is in shards on {in_copy} ranks, whose sum is no part of "
+                f"the sum in order, expected 2, 4, 8 ... Change data_parallel_size."
+            )
         if self._has_neighbours and num_ranks > 1 and own & (own - 1):
             yield (
                 f"each of {num_ranks} ranks has {own} micro-batches of a step, whose sum under "

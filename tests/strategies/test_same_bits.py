@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 from lightning_shard import (
     ConfigError,
     ElasticStrategy,
+    HybridParallelStrategy,
     LocalSGDStrategy,
     ZeRO2Strategy,
 )
@@ -102,6 +103,7 @@ def fit(
     num_ranks: int = 1,
     precision: Any = "32-true",
     backend: str = "in_process",
+    kind: Any = None,
     num_steps: int = NUM_STEPS,
     resumed: Any = None,
     accumulate: int | None = None,
@@ -123,7 +125,7 @@ def fit(
         },
         accelerator="cpu",
         devices=1 if in_process else num_ranks,
-        strategy=STRATEGIES[strategy](
+        strategy=(kind or STRATEGIES[strategy])(
             backend=backend,
             same_bits=True,
             bucket_mb=SMALL_BUCKET_MB,
@@ -263,3 +265,27 @@ def test_options_that_cannot_have_the_same_bits_are_refused() -> None:
         LocalSGDStrategy(same_bits=True, sync_every=4)
     with pytest.raises(ConfigError, match="its share of a step's samples"):
         ElasticStrategy(same_bits=True)
+
+
+SOME = [("shard_ddp", 1), ("shard_ddp", 4), ("zero1", 2), ("zero2", 2), ("zero3", 8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "precision"), product(["images", "gpt"], ["bf16-mixed", "bf16-true"])
+)
+def test_narrow_formats_have_the_same_bits(model: str, precision: str, tmp_path: Path) -> None:
+    """Sums of narrow gradients are made in fp32, and rounded once, whichever ranks add them."""
+    assert len(digests(tmp_path, SOME, model=model, precision=precision)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hybrid_sharding_has_the_same_bits(stage: int, tmp_path: Path) -> None:
+    """Sums within a copy of the state, and over the copies, are parts of the same tree."""
+    one, logged, _ = fit(tmp_path / "one")
+    for num_ranks, size in ((4, (2, 2)), (8, (2, 4))):
+        given: dict[str, Any] = {"zero_stage": stage, "data_parallel_size": size}
+        given["kind"] = HybridParallelStrategy
+        found = fit(tmp_path / f"{num_ranks}", num_ranks=num_ranks, **given)
+        assert found[:2] == (one, logged)

@@ -7,7 +7,8 @@
 
     stages 0, 1   rank r has 2^k neighbours, adds them up, and sends one sum with the last of them
     stages 2, 3   rank r has micro-batches r, r + N ...: each travels when it is complete, to the
-                  rank that keeps the shard, which adds them up
+                  rank that keeps the shard, which adds them up; under hybrid sharding those of
+                  each copy's 2^k neighbours first
 
 Micro-batches come in the order of their numbers, so that a stack of partial sums, one for each
 level of the tree, is all that is held: log2 of their number.
@@ -75,6 +76,7 @@ class TreeExchange(Exchange):
         self._num_own = 1
         self._sizes = self._parts_of_ranks()
         self._came: list[Tensor] = []
+        self._of_copies: list[Tensor] = []  # under hybrid sharding
         self._out = torch.empty(0)
         self._first: Pending | None = None
         self._second: Pending | None = None
@@ -133,8 +135,21 @@ class TreeExchange(Exchange):
             self._first.wait()
             self._first = None
         came, self._came = self._came, []
+        if self._copies is None:
+            self._take(came, 1)
+            return
+        of_copy = TreeSum()
         for part in came:
-            self._all.push(part, is_lent=not self.ends_step)
+            of_copy.push(part)
+        own = of_copy.take()
+        gathered = own.new_empty(self._copies.size * own.numel())
+        self._second = self._copies.all_gather(gathered, own, async_op=True)
+        self._of_copies = list(gathered.chunk(self._copies.size))
+
+    def _take(self, came: Sequence[Tensor], count: int) -> None:
+        """Add sums of so many ranks each to those of earlier micro-batches of the step."""
+        for part in came:
+            self._all.push(part, count, is_lent=not self.ends_step)
         if self.ends_step:
             self._finish()
 
@@ -151,6 +166,9 @@ class TreeExchange(Exchange):
         if self._second is not None:
             self._second.wait()
             self._second = None
+        if self._of_copies:
+            of_copies, self._of_copies = self._of_copies, []
+            self._take(of_copies, self._ranks.size)
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Tensor]], step: int) -> None:
