@@ -122,6 +122,7 @@ CONFIGURED: dict[str, dict[str, dict[str, Any]]] = {
         "--shrink": {"type": int | None, "help": "Blocks to keep of each list."},
         "--narrow": {"type": int | None, "help": "Number that divides widths."},
         "--no-dropout": {"action": "store_true", "help": "Compare with dropout off."},
+        "--to-the-bit": {"action": "store_true", "help": "Allow no rounding (same_bits)."},
         "--json": _JSON,
     },
     "replay": {

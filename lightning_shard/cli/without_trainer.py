@@ -123,6 +123,7 @@ def _run_prove() -> int:
         shrink=config.shrink,
         narrow=config.narrow,
         trainer_options={**options, "callbacks": cli.training_callbacks},
+        to_the_bit=config.to_the_bit,
     )
     if config.json:
         print(verdict.as_json())

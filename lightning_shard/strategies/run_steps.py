@@ -74,6 +74,7 @@ class RunLoops(RunPart):
                 strategy.broadcast,
                 training=not strategy.assigns_samples,
                 predictions=strategy.is_in_process,
+                in_order=run.same_bits.is_on,
             )
         )
         if run.termination.lifeline is not None:

@@ -69,6 +69,11 @@ def begin_random_numbers(*of: int) -> None:
     torch.manual_seed(seed)
 
 
+def number_in_step(rank: int, num_ranks: int, index: int, *, num_own: int, stage: int) -> int:
+    """Return the number within its step of the micro-batch that is so many-th on a rank."""
+    return rank * num_own + index if stage < 2 else index * num_ranks + rank
+
+
 class SameBits(RunPart):
     """Deals micro-batches, and lets random numbers and buffers follow them."""
 
@@ -219,9 +224,8 @@ class SameBits(RunPart):
         """Begin a micro-batch with its own random numbers, and with the step's buffers."""
         trainer, ranks = self.run.trainer, self.strategy.data_collectives
         own, index = self._num_own, trainer.fit_loop.epoch_loop.batch_idx % self._num_own
-        place = (
-            ranks.rank * own + index if self._has_neighbours else index * ranks.size + ranks.rank
-        )
+        stage = self.run.options.stage
+        place = number_in_step(ranks.rank, ranks.size, index, num_own=own, stage=stage)
         begin_random_numbers(_TRAINING, trainer.global_step, place)
         if own > 1:
             self.run.engine.buffers.begin_micro_batch(is_first=index == 0)

@@ -106,7 +106,7 @@ def fit(
     kind: Any = None,
     num_steps: int = NUM_STEPS,
     resumed: Any = None,
-    accumulate: int | None = None,
+    shuffle: bool = True,
     **options: Any,
 ) -> tuple[str, str, Path]:
     """Train, and return the digest of what is saved, what is logged, and the last file."""
@@ -135,13 +135,13 @@ def fit(
         ),
         precision=precision,
         max_steps=num_steps,
-        accumulate_grad_batches=accumulate or MICRO_BATCHES // num_ranks,
+        accumulate_grad_batches=MICRO_BATCHES // num_ranks,
         gradient_clip_val=CLIP,
         log_every_n_steps=1,
         callbacks=[checkpoints],
     )
     dataset = module.data(MICRO_BATCHES * BATCH * 3)
-    loaders = [DataLoader(dataset, batch_size=BATCH, shuffle=shuffle) for shuffle in (True, False)]
+    loaders = [DataLoader(dataset, batch_size=BATCH, shuffle=mixes) for mixes in (shuffle, False)]
     validated = loaders[1] if model == "images" else None
     trainer.fit(module, loaders[0], validated, ckpt_path=resumed)
     last = folder / "saved" / f"step={num_steps}.ckpt"
@@ -164,6 +164,12 @@ def digests(folder: Path, cases: Sequence[tuple[str, int]], **options: Any) -> s
 def test_bits_are_those_of_one_rank(tmp_path: Path) -> None:
     """Sums in the order of ranks, and random numbers of each rank, made each size another run."""
     assert len(digests(tmp_path, [("shard_ddp", 1), ("zero3", 2)], num_steps=2)) == 1
+
+
+@pytest.mark.slow
+def test_a_loader_that_does_not_shuffle_keeps_its_order_on_any_ranks(tmp_path: Path) -> None:
+    """Lightning shuffled for several ranks, so that one rank had other micro-batches."""
+    assert len(digests(tmp_path, [("zero2", 1), ("zero2", 2)], shuffle=False)) == 1
 
 
 @pytest.mark.slow

@@ -101,6 +101,7 @@ def assigns_batch_samplers(
     *,
     training: bool,
     predictions: bool = False,
+    in_order: bool = False,
 ) -> AbstractContextManager[None]:
     """Assign a trainer's ranks the batches of the user's batch samplers inside.
 
@@ -110,6 +111,7 @@ def assigns_batch_samplers(
         broadcast: Returns rank 0's value on every rank; each rank must call.
         training: Whether training batches are assigned, too; else the loader is copied as it is.
         predictions: Whether the ranks take whole batches of any loader in predictions.
+        in_order: Whether several ranks, too, keep the order of a loader that does not shuffle.
     """
 
     def assign(batches: Any, *, repeats: bool) -> AssignedBatches:
@@ -133,7 +135,7 @@ def assigns_batch_samplers(
             has_batches = in_place or has_own_batches(dataloader)
         if not (has_batches and is_assigned_by_trainer(trainer, dataloader)):
             keeps_order = isinstance(sampler, SequentialSampler)
-            if keeps_order and place()["num_replicas"] == 1:  # as on one device
+            if keeps_order and (in_order or place()["num_replicas"] == 1):  # as on one device
                 shuffle = False
             return _prepared(trainer, dataloader, partial(prepare, dataloader), shuffle, mode)
         if mode == RunningStage.PREDICTING:

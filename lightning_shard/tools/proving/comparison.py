@@ -111,7 +111,7 @@ def compare(ranks: Records, alone: Records, tolerance: float) -> Comparison:
     found = Comparison()
     expected = alone.records[0].values
     scales = _scales(expected)
-    for place in sorted(expected, key=_when):  # stable: within a phase as it happened
+    for place in sorted(expected, key=in_order):  # stable: within a phase as it happened
         scale = scales.get(_alike(place), 0.0)
         for rank, got, want in pairs(ranks, place, expected[place]):
             apart = deviation(got, want, scale)
@@ -130,7 +130,8 @@ def deviation(got: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     return apart(got, expected) / max(largest([expected]), _FLOOR * scale, _NOTHING)
 
 
-def _when(place: Place) -> tuple[int, int, int, int]:
+def in_order(place: Place) -> tuple[int, int, int, int]:
+    """Return a key that sorts places as a run comes to them."""
     if place.phase == "log":  # once, at the end
         return (1 << 30, 0, 0, 0)
     is_option = option_of(place) is not None

@@ -52,6 +52,7 @@ from lightning_shard.tools.proving.runs import (
     samples_of,
 )
 from lightning_shard.tools.proving.strategies import StrategyLike, comparable, strategy_in_process
+from lightning_shard.tools.proving.to_the_bit import proved_to_the_bit
 from lightning_shard.tools.proving.verdict import Cause, Verdict, phase_of
 
 
@@ -69,6 +70,7 @@ def prove(
     shrink: int | None = None,
     narrow: int | None = None,
     trainer_options: Mapping[str, Any] | None = None,
+    to_the_bit: bool = False,
 ) -> Verdict:
     """Say whether a module trains under a strategy as it does on one device, and if not, why.
 
@@ -88,6 +90,8 @@ def prove(
         shrink: Number of blocks to which lists of repeated blocks are shortened; None for all.
         narrow: Number by which widths that a configuration says are divided; None for none.
         trainer_options: Those of the Trainer's that change what is trained: `callbacks` and others.
+        to_the_bit: Whether to compare with one rank under `same_bits=True`, where every difference
+            is a finding, in place of one device, from which ranks deviate by rounding.
 
     Returns:
         The verdict; errors of the strategy and of the module are in it.
@@ -113,7 +117,8 @@ def prove(
     if not dropout:
         subject = replace(subject, module=subject.fresh_module(changes.without_dropout))
     name = strategy_name(strategy_in_process(strategy, num_ranks))
-    found = _judge(subject, Verdict(outcome="equal", strategy=name, num_ranks=num_ranks))
+    verdict = Verdict(outcome="equal", strategy=name, num_ranks=num_ranks)
+    found = _judge(subject, verdict, to_the_bit=to_the_bit)
     return replace(found, seconds=time.perf_counter() - began, remarks=(*told, *found.remarks))
 
 
@@ -138,8 +143,10 @@ def _check_counts(**counts: int | None) -> None:
             raise ConfigError(f"prove got {name}={value}, expected 1 or more.")
 
 
-def _judge(subject: Subject, verdict: Verdict) -> Verdict:
+def _judge(subject: Subject, verdict: Verdict, *, to_the_bit: bool) -> Verdict:
     try:
+        if to_the_bit:
+            return proved_to_the_bit(subject, verdict)
         strategy, remark, is_local = comparable(subject.strategy, subject.num_ranks)
         subject = replace(subject, strategy=strategy)
         found = (compared_alone if is_local else _compared)(subject, verdict)

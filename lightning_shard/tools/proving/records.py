@@ -2,6 +2,7 @@
 
 step 0   forward   block 0, block 1 ...        outputs, in the order of the calls
          loss
+         micro-batch                          gradients of each, in a proof to the bit
          backward  head.weight, ...            gradients, those nearest to the loss first
          clipping  the same, as the optimizer gets them
          update    weights, buffers, optimizer state, options of the optimizer
@@ -20,6 +21,7 @@ Phase = Literal[
     "data",
     "forward",
     "loss",
+    "micro-batch",
     "backward",
     "clipping",
     "update",

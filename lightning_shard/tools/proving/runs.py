@@ -259,7 +259,7 @@ class Recorder(Callback):
 
     def _add(self, phase: Phase, kind: Kind, name: str, value: Tensor) -> None:
         step, micro = divmod(self._batch_idx, self._accumulate)
-        has_micro = phase in ("forward", "loss")
+        has_micro = phase in ("forward", "loss", "micro-batch")
         self._record.add(Place(step, micro if has_micro else 0, phase, kind, name), value)
 
     def _note_gradients(self, module: "pl.LightningModule", phase: Phase) -> None:
@@ -399,6 +399,7 @@ class Subject:
     seed: int = 0
     join: Join = join_batches
     options: Mapping[str, Any] = field(default_factory=dict)
+    recorder: type[Recorder] = Recorder
 
     @property
     def accumulate(self) -> int:
@@ -460,7 +461,7 @@ class Subject:
         sink = Sink()
         options = {**QUIET_OPTIONS, "max_epochs": 1, **self.options}
         callbacks = copy.deepcopy(list(self.options.get("callbacks") or ()))
-        recorder = Recorder(sink, self.accumulate)
+        recorder = self.recorder(sink, self.accumulate)
         with quiet():
             _draw_from(self.seed if seed is None else seed)
             trainer = pl.Trainer(
