@@ -125,7 +125,7 @@ class DataParallelEngine:
         refuse_leftover_shards(model)
         self.groups = DataGroups.of(groups)
         self.collectives = self.groups.dp
-        refuse_quantised(model, self.collectives.rank, stage=options.stage)
+        refuse_quantised(model, self.collectives.rank)
         self.split: ModelSplit = Unsplit() if split is None else split
         check_same_model(model, self.collectives, self.split.full_shapes)
         self.model = model

@@ -37,7 +37,7 @@ from lightning_shard.data_parallel.deferred_init.start import (
     values_at_start,
 )
 from lightning_shard.data_parallel.engine import DataParallelEngine
-from lightning_shard.data_parallel.memory.inner_tensors import take_apart
+from lightning_shard.data_parallel.memory.quantised import take_over
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit, has_parts
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import ConfigError
@@ -292,7 +292,7 @@ class EngineSetup(RunPart):
         asked = TRUE_DTYPES.get(str(plugin.precision))
         with self.run.loops.asked_formats.kept(self.run.model, asked):
             strategy.model = plugin.convert_module(self.run.model)
-        take_apart(self.run.model)  # before optimizers are made of the parameters
+        take_over(self.run.model)  # before optimizers are made of the parameters
         if not is_brought:
             strategy.model_to_device()
 

@@ -39,7 +39,7 @@ from lightning_shard.core.reporting.output import format_bytes
 from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.held_bytes import replicated
-from lightning_shard.data_parallel.memory.inner_tensors import put_together
+from lightning_shard.data_parallel.memory.quantised import give_back
 from lightning_shard.data_parallel.torch_private import storage_key
 from lightning_shard.data_parallel.units.presenting import of_all_ranks
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
@@ -374,7 +374,7 @@ class FitEnd(RunPart):
         engine.detach(restore=not self.failed, keep=keep)
         self.restore_dimensions(full=not self.failed)
         if not self.failed:
-            put_together(engine.model)
+            give_back(engine.model)
         setup.detach_optimizers()
         for sharded, state in zip(setup.sharded, states, strict=False):
             sharded.optimizer.state.clear()
@@ -484,7 +484,7 @@ class FitEnd(RunPart):
         self.complete_kept(engine)
         engine.detach(restore=True)
         self.restore_dimensions(full=True)
-        put_together(engine.model)
+        give_back(engine.model)
         self.run.engine = self.at_rest = self._around_rest = None
         if states != "keep":
             self._states_in_shards = None

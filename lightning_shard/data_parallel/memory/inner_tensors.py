@@ -68,6 +68,11 @@ def is_inner(tensor: Tensor) -> bool:
     return hasattr(tensor, _IS_INNER)
 
 
+def is_taken_apart(module: nn.Module) -> bool:
+    """Whether a run has taken parameters of a module, or of one in it, apart."""
+    return any(_MADE in vars(one) for one in module.modules())
+
+
 def take_apart(model: nn.Module) -> None:
     """Let the inner tensors of a model's frozen parameters be its parameters."""
     known: dict[nn.Parameter, tuple[_Composition, dict[str, nn.Parameter]]] = {}

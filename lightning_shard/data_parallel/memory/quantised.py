@@ -1,38 +1,99 @@
-"""Quantised weights: which of them lie in flat buffers, and which are refused by name.
+"""Quantised weights: how a run takes them over, and which are refused by name.
 
-    bitsandbytes, 4 bits    elements are the parameter's own uint8, scales stay beside it   sharded
-    bitsandbytes, 8 bits    the layer keeps the elements once more, full      stages 0 to 2
-    torchao                 one tensor made of several, see `inner_tensors`   sharded; not trained
+    bitsandbytes, 4 bits    the parameter has the elements as uint8, scales lie beside it
+    bitsandbytes, 8 bits    so it does as int8; in a run its layer refers to them, and has no others
+    torchao                 one tensor made of several, see `inner_tensors`; not trained
 
-None of these packages is imported: a parameter is known by its attributes.
+On CPUs layers of 4 bits pack their elements anew in the first forward in eval mode, in which layers
+of Hugging Face's are in training, too; in a run they leave them as they are.
+
+None of these packages is imported: parameters and layers are known by their attributes.
 """
+
+from functools import cache
+from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_shard.data_parallel.memory.inner_tensors import is_composed
+from lightning_shard.core.modules import hookable
+from lightning_shard.data_parallel.memory.inner_tensors import (
+    is_composed,
+    put_together,
+    take_apart,
+)
 from lightning_shard.errors import ConfigError
 
 _SCALES = "SCB"  # of a parameter of bitsandbytes' 8-bit layers
 _STATE = "quant_state"  # of a parameter of bitsandbytes' 4-bit layers
+_PACKS_ANEW = "support_avx512bf16_for_cpu"  # of these layers
+_PACKED = "_lightning_shard_packs_anew"  # set on them in a run
 
 
-def refuse_quantised(model: nn.Module, rank: int, *, stage: int) -> None:
+class _RefersToElements:
+    """What a layer of 8 bits knows of its weight: the parameter has the elements, wherever."""
+
+    layer: nn.Module
+
+    @property
+    def CB(self) -> Any:  # noqa: N802 - bitsandbytes' name
+        return self.layer.weight.data
+
+
+@cache
+def _referring(kind: Any) -> Any:
+    return type(kind.__name__, (_RefersToElements, kind), {})
+
+
+def _refer(state: Any, layer: nn.Module) -> None:
+    if state.CB is not None and not isinstance(state, _RefersToElements):
+        vars(state).pop("CB")
+        kind: Any = type(state)
+        state.__class__ = _referring(kind)
+        state.layer = layer
+
+
+def _refer_no_more(state: Any) -> None:
+    if isinstance(state, _RefersToElements):
+        elements, own = state.CB, vars(state)
+        state.__class__ = type(state).__bases__[1]
+        own.pop("layer")
+        own["CB"] = elements
+
+
+def take_over(model: nn.Module) -> None:
+    """Let a model's quantised weights lie in its parameters alone, and stay as they lie."""
+    take_apart(model)
+    module: Any
+    for module in hookable(model):
+        if vars(module).get(_PACKS_ANEW):
+            setattr(module, _PACKS_ANEW, False)
+            vars(module)[_PACKED] = True
+        weight: Any = module._parameters.get("weight")
+        if hasattr(weight, _SCALES) and hasattr(module, "init_8bit_state"):
+            if weight.CB is not None:
+                module.init_8bit_state()
+            _refer(module.state, module)
+
+
+def give_back(model: nn.Module) -> None:
+    """Undo `take_over` for a model whose parameters are full again."""
+    put_together(model)
+    for module in hookable(model):
+        if vars(module).pop(_PACKED, False):
+            setattr(module, _PACKS_ANEW, True)
+        _refer_no_more(vars(module).get("state"))
+
+
+def refuse_quantised(model: nn.Module, rank: int) -> None:
     """Raise for weights that flat buffers cannot hold."""
     for name, param in model.named_parameters():
-        kind = type(param)
         if is_composed(param):
+            kind = type(param)
             raise ConfigError(
                 f"Rank {rank}: the parameter {name!r} of {type(model).__name__} is a "
                 f"{kind.__name__} ({kind.__module__}), one tensor made of several, as torchao "
                 f"quantises, and is trained; expected plain elements, which lie in flat buffers. "
                 f"Freeze it before the fit, or use Lightning's strategy='ddp'."
-            )
-        if stage == 3 and hasattr(param, _SCALES):
-            raise ConfigError(
-                f"Rank {rank}: the parameter {name!r} of {type(model).__name__} is a "
-                f"{kind.__name__}, of a layer that keeps its elements full beside it (8 bits of "
-                f"bitsandbytes), so that ZeRO stage 3 would save nothing; expected 4 bits. "
-                f"Quantise in 4 bits, or use strategy='zero2'."
             )
 
 
