@@ -24,9 +24,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_shard.core.modules import largest_layers
+from lightning_shard.data_parallel.memory.inner_tensors import composed_names, is_taken_apart
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.candidates import (
     Candidate,
@@ -84,6 +86,11 @@ def automatic_plan(model: nn.Module, num_ranks: int) -> list[PlannedLayer]:
     """
     finder = _LayerFinder(model, num_ranks)
     finder.find()
+    if (composed := [*composed_names(model)]) and num_ranks > 1:
+        rank_zero_warn(
+            f"{composed[0]!r} and {len(composed) - 1} more weights are made of several tensors; "
+            f"their layers stay full on each of the {num_ranks} tensor-parallel ranks."
+        )
     if not finder.planned and num_ranks > 1:
         raise ConfigError(
             f"Use strategy='zero3', which shards layers of every kind: found nothing in "
@@ -373,7 +380,7 @@ def own_plans(model: nn.Module, num_ranks: int) -> Iterator[PlannedLayer]:
             continue
         prefix = f"{name}." if name else ""
         inside = (*inside, prefix)
-        named = match_plan(module, _own_styles(module, plan))
+        named = match_plan(module, _own_styles(module, plan), is_own=True)
         for layer in _that_divide(list(_with_heads(module, named, num_ranks)), num_ranks):
             yield replace(layer, name=prefix + layer.name, pattern=prefix + layer.pattern)
 
@@ -440,7 +447,11 @@ def _experts(pattern: str, module: nn.Module, plan: Mapping[str, str]) -> Style:
 def _that_divide(layers: list[PlannedLayer], num_ranks: int) -> Iterator[PlannedLayer]:
     """Yield the layers of which ranks have equal parts; others are full, with all beside them."""
     # A region begins and ends in one module. A head whose weight is an embedding's stays with it.
-    full = [layer for layer in layers if not cuts_evenly(layer, num_ranks)]
+    full = [
+        layer
+        for layer in layers
+        if is_taken_apart(layer.module) or not cuts_evenly(layer, num_ranks)
+    ]
     owners = {layer.name.rpartition(".")[0] for layer in full}
     weights = {param for layer in full for param in layer.module.parameters()}
     for layer in layers:

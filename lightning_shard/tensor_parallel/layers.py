@@ -37,6 +37,11 @@ from lightning_shard.tensor_parallel.regions import (
     gather_copies,
     reduce_from_region,
 )
+from lightning_shard.tensor_parallel.rounded import (
+    has_scales,
+    is_rounded,
+    product_without_bias,
+)
 from lightning_shard.tensor_parallel.sequence import saved_as_slice
 from lightning_shard.tensor_parallel.styles import ParameterCut
 
@@ -153,6 +158,7 @@ class LayerContext(SharedByCopies):
     alike: Callable[[Tensor], AbstractContextManager[None]]
     view: FullView
     watched: Watched | None
+    scales: Any
     takes: Callable[[], None] | None
     gives: Callable[[Any], None] | None
 
@@ -170,7 +176,8 @@ def _with_own_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
         params.update(parts)
         before, view.is_own = view.is_own, True
         try:
-            return forward(self, *args, **kwargs)
+            with has_scales(params.get("weight"), getattr(self, _PLACE).scales):
+                return forward(self, *args, **kwargs)
         finally:
             view.is_own = before
             params.update(instead)
@@ -212,7 +219,8 @@ class _Rowwise(_Watched):
     @_with_own_weights
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
         place: LayerContext = getattr(self, _PLACE)
-        total = place.leave(_product(self, place.enter(input)))
+        own = super().forward  # type: ignore[misc]
+        total = place.leave(_product(self, own, place.enter(input)))
         return total if self.bias is None else total + self.bias
 
 
@@ -392,9 +400,10 @@ def is_split(module: nn.Module) -> bool:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a layer is linear, and has no other forward of its own."""
+    """Whether a layer is linear, and has no other forward of its own than one that rounds."""
     own = getattr(type(module), "forward", None)
-    return has_weight(module) and (is_transposed(module) or own is nn.Linear.forward)
+    is_plain = is_transposed(module) or own is nn.Linear.forward
+    return has_weight(module) and (is_plain or is_rounded(module))
 
 
 def has_weight(module: nn.Module) -> bool:
@@ -407,8 +416,10 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Conv1D") and hasattr(module, "nf")
 
 
-def _product(module: Any, input: Tensor) -> Tensor:  # noqa: A002
+def _product(module: Any, forward: Any, input: Tensor) -> Tensor:  # noqa: A002
     """Return a linear layer's result without its bias."""
     if is_transposed(module):
         return torch.matmul(input, module.weight)
+    if forward.__func__ is not nn.Linear.forward:  # one that rounds
+        return product_without_bias(module, forward, input)
     return F.linear(input, module.weight)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_shard.data_parallel.memory.inner_tensors import is_taken_apart
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.layers import has_weight, is_plain_attention, is_plain_linear
 from lightning_shard.tensor_parallel.styles import Form, Style, style_of
@@ -32,13 +33,17 @@ class PlannedLayer:
     has_heads: bool | None = None
 
 
-def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
+def match_plan(
+    model: nn.Module, plan: Mapping[str, Any], *, is_own: bool = False
+) -> list[PlannedLayer]:
     """Find the layers that a plan names, in the order of the model's modules.
 
     Args:
         model: The module whose layers are matched, of any kind.
         plan: Maps patterns to styles. A pattern is a module's path, in which `*` stands for one
             part of it, or for a part of one: `blocks.*.mlp.up`.
+        is_own: Whether the model says it itself, which knows nothing of weights that are made of
+            several tensors: they are no misfits.
 
     Raises:
         ConfigError: A pattern matches nothing, two patterns match one module, a style is unknown,
@@ -55,7 +60,8 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[PlannedLayer]:
                 f"{patterns[1]!r}, expected one. Make the patterns narrower."
             )
         for pattern in patterns:
-            _check_layer(name, module, styles[pattern])
+            if not (is_own and is_taken_apart(module)):
+                _check_layer(name, module, styles[pattern])
             found.append(
                 PlannedLayer(name=name, module=module, style=styles[pattern], pattern=pattern)
             )

@@ -35,6 +35,7 @@ from lightning_shard.data_parallel.torch_private import (
 from lightning_shard.data_parallel.units.unsharding import TracedHook
 from lightning_shard.tensor_parallel.candidates import Candidate
 from lightning_shard.tensor_parallel.plan import PlannedLayer
+from lightning_shard.tensor_parallel.rounded import unrounded
 from lightning_shard.tensor_parallel.split import SplitModel
 from lightning_shard.tensor_parallel.styles import STYLES, Style
 from lightning_shard.tensor_parallel.wrappers import (
@@ -396,6 +397,8 @@ def bare_copy(module: nn.Module) -> nn.Module:
             name: one for name, one in owner._buffers.items() if one is not None and one.is_meta
         }
         owner._buffers |= {name: torch.ones_like(one, device="cpu") for name, one in lost.items()}
+    for one in module.modules():
+        unrounded(one)  # else parts would be rounded in another way
     module = module.cpu().eval()
     for one in module.modules():
         forget_forward_hooks(one)

@@ -56,6 +56,13 @@ from lightning_shard.tensor_parallel.layers import (
 from lightning_shard.tensor_parallel.plan import PlannedLayer
 from lightning_shard.tensor_parallel.randomness import layers_around_dropout
 from lightning_shard.tensor_parallel.regions import all_reduced
+from lightning_shard.tensor_parallel.rounded import (
+    are_between_blocks,
+    cut_scales,
+    is_packed,
+    packed_sharding,
+    shape_of,
+)
 from lightning_shard.tensor_parallel.sharding import Sharding
 from lightning_shard.tensor_parallel.styles import ParameterCut, Style
 from lightning_shard.tensor_parallel.wrappers import inner_styles
@@ -92,6 +99,7 @@ class SplitModel(ModelSplit):
         self._make = make
         self.shardings: dict[nn.Parameter, Sharding] = {}
         self.full_shapes: dict[nn.Parameter, torch.Size] = {}
+        self._scales: dict[nn.Parameter, ParameterCut] = {}  # of packed weights
         self._layers = [inner for layer in layers for inner in _inside(layer)]
         self._shared = {one.module for one in self._layers if one.style.form.endswith("shared")}
         self._attributes = Attributes()
@@ -153,7 +161,7 @@ class SplitModel(ModelSplit):
             if param in self.shardings:
                 self._check_tied(layer, cut, param)
                 continue
-            if is_quantised(param):
+            if is_quantised(param) and not is_packed(param):
                 raise ConfigError(
                     f"{layer.name}.{cut.name} is a quantised {type(param).__name__}, whose packed "
                     f"elements cannot be cut; expected floating-point weights. Leave the layer out "
@@ -190,6 +198,7 @@ class SplitModel(ModelSplit):
             alike=self._crossings.outside,
             view=self._view(module, layer.name),
             watched=self._crossings.watched(layer),
+            scales=self._cut_scales(module),
             takes=None if style.full_input else self._between.close,
             gives=None if style.full_output else self._hears(parent, style),
         )
@@ -308,7 +317,10 @@ class SplitModel(ModelSplit):
             )
 
     def _sharding(self, layer: PlannedLayer, cut: ParameterCut, param: Tensor) -> Sharding:
-        name, num_blocks, width = f"{layer.name}.{cut.name}", cut.num_blocks, param.shape[cut.dim]
+        name, num_blocks = f"{layer.name}.{cut.name}", cut.num_blocks
+        if is_packed(param):
+            return self._packed_sharding(name, cut, param)
+        width = param.shape[cut.dim]
         if width % num_blocks:
             raise ConfigError(
                 f"{name} has {width} elements along dimension {cut.dim}, expected a multiple of "
@@ -320,6 +332,26 @@ class SplitModel(ModelSplit):
             )
         except LayoutError as error:
             raise ConfigError(f"{name}: {error}") from error
+
+    def _packed_sharding(self, name: str, cut: ParameterCut, param: Any) -> Sharding:
+        if not are_between_blocks(param, cut, self.group.size):
+            raise ConfigError(
+                f"{name} of {tuple(shape_of(param))} is quantised with a scale for "
+                f"{param.quant_state.blocksize} elements of a row each, and {self.group.size} "
+                f"ranks would cut it within such a block; expected parts of whole blocks. Leave "
+                f"the layer out of the plan, or use strategy='zero3'."
+            )
+        self._scales[param] = cut
+        return packed_sharding(param, shape_of(param)[0], cut, self.group.size)
+
+    def _cut_scales(self, module: nn.Module) -> Any:
+        """Return the scales of this rank's part of a layer's weight; None for a plain one."""
+        weight: Any = module._parameters.get("weight")
+        if weight not in self._scales:
+            return None
+        return cut_scales(
+            weight.quant_state, self._scales[weight], self.group.rank, self.group.size
+        )
 
     def forget_activations(self) -> None:
         """Let go of the activation that entered last, and of the graph behind it."""
@@ -415,10 +447,16 @@ def _inside(layer: PlannedLayer) -> Iterator[PlannedLayer]:
 def cuts_evenly(layer: PlannedLayer, num_ranks: int) -> bool:
     """Whether so many ranks can have equal parts of a layer's parameters."""
     return all(
-        one.module.get_parameter(cut.name).shape[cut.dim] % (cut.num_blocks * num_ranks) == 0
+        _cuts_evenly(one.module.get_parameter(cut.name), cut, num_ranks)
         for one in _inside(layer)
         for cut in _cuts(one.module, one.style)
     )
+
+
+def _cuts_evenly(param: nn.Parameter, cut: ParameterCut, num_ranks: int) -> bool:
+    if is_packed(param):
+        return are_between_blocks(param, cut, num_ranks)
+    return param.shape[cut.dim] % (cut.num_blocks * num_ranks) == 0
 
 
 def _cuts(module: nn.Module, style: Style) -> tuple[ParameterCut, ...]:

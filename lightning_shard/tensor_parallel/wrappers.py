@@ -16,6 +16,7 @@ import dataclasses
 from torch import Tensor, nn
 
 from lightning_shard.tensor_parallel.layers import has_weight, is_plain_linear, is_transposed
+from lightning_shard.tensor_parallel.rounded import is_rounded, shape_of
 from lightning_shard.tensor_parallel.styles import Style
 
 _BASE, _ORIGINAL, _COPIES = "base_layer", "original_module", "modules_to_save"  # peft's names
@@ -25,7 +26,7 @@ _LINEAR_FORMS = ("colwise", "rowwise", "shared")
 def linear_sizes(module: nn.Module) -> tuple[int, int]:
     """Return the widths of a linear layer's input and output; of a wrapper, its layer's."""
     base = wrapped_linear(module) or module
-    rows, columns = base._parameters["weight"].shape  # type: ignore[union-attr]
+    rows, columns = shape_of(_weight(base))
     return (rows, columns) if is_transposed(base) else (columns, rows)
 
 
@@ -79,6 +80,8 @@ def inner_styles(module: nn.Module, style: Style) -> dict[str, Style]:
         return dict.fromkeys(copies, style)
     if wrapped_embedding(module) is not None:
         return {_BASE: style}
+    if style.form == "shared" and is_rounded(wrapped_linear(module) or module):
+        return {"": unsplit_style(style)}  # no head's rows are taken out of its weight
     if style.form not in _LINEAR_FORMS or isinstance(module, nn.Embedding) or _is_bare(module):
         return {"": style}
     around = dataclasses.replace(style, form="unsplit", full_input=True, full_output=True)

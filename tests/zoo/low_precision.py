@@ -58,6 +58,20 @@ def four_bits(**options: Any) -> nn.Module:
     return with_adapters(_exchanged(llama(), made))
 
 
+def eight_bits() -> nn.Module:
+    """Return bitsandbytes' eight bits under LoRA."""
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    def made(layer: nn.Linear) -> nn.Module:
+        sizes = layer.in_features, layer.out_features
+        new = Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
+        weight = layer.weight.data
+        new.weight = Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        return new.to("cpu")
+
+    return with_adapters(_exchanged(llama(), made))
+
+
 def inner_tensors() -> nn.Module:
     """Return torchao's weights of eight bits, in one tensor with their scales, and a head."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -79,8 +93,8 @@ def from_pretrained(folder: Path, *, checkpointing: bool, **options: Any) -> nn.
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     if not folder.exists():
-        torch.manual_seed(0)
-        llama().save_pretrained(folder)
+        with torch.random.fork_rng():
+            llama().save_pretrained(folder)
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
