@@ -297,7 +297,7 @@ def take_in_edits(engine: DataParallelEngine) -> None:
 
 def _sliced(param: nn.Parameter, engine: DataParallelEngine, ranks: Collectives) -> SlicedTensor:
     flat, index = engine.owner(param)
-    if flat.reshards or flat.full.dtype != flat.master_dtype:
+    if flat.reshards or flat.is_rounded:
         return slices_of(flat, index, flat.master_views[index], flat.master_dtype, ranks)
     full = flat.full_views[index]  # here anyway
     numels = [full.numel(), *[0] * (ranks.size - 1)]

@@ -38,6 +38,7 @@ from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.inner_tensors import join_entries
 from lightning_shard.data_parallel.model_split import Unsplit
 from lightning_shard.data_parallel.torch_private import storage_uses, without_function_modes
+from lightning_shard.data_parallel.units.full_values import publish_loaded
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
 from lightning_shard.errors import CheckpointError, ConfigError
 
@@ -315,6 +316,7 @@ def load_into_shards(
                 flat, index = engine.owner(param)
                 full = value.reshape(tuple(engine.full_shape(param)))  # torch exchanges () and (1,)
                 flat.load(index, engine.split.local(param, full))
+    publish_loaded(engine.flats)
 
 
 def _load(

@@ -21,6 +21,7 @@ COMPRESSIONS = {
     "fp16": "half of the bytes",
     "bf16": "half of the bytes",
     "int8": "a quarter of the bytes",
+    "int4": "an eighth of the bytes",
     "topk": "the largest entries",
     "powersgd": "matrices of low rank",
     "onebit": "signs, after some steps in full",

@@ -37,7 +37,7 @@ def expected(engine: DataParallelEngine) -> HeldBytes:
     params = gradients = offloaded = 0
     for flat in engine.flats:
         master = flat.shard.numel() * flat.master_dtype.itemsize
-        is_apart = (flat.has_master or flat.reshards) and not flat.is_away
+        is_apart = (flat.is_rounded or flat.reshards) and not flat.is_away
         is_whole = not flat.reshards and flat.common is None
         params += flat.full.numel() * flat.full.itemsize if is_whole else 0
         params += flat.shard.numel() * flat.shard.itemsize if is_apart or flat.common else 0

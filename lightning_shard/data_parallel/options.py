@@ -12,8 +12,10 @@ from lightning_shard.core.options import AtLeastZero, ClassNames, Limit, Options
 from lightning_shard.data_parallel.bucket_sizes import BucketMB, default_mb
 from lightning_shard.data_parallel.compression import Compression, Compressor
 from lightning_shard.data_parallel.compression.compressor import unscaled
+from lightning_shard.data_parallel.compression.quantized_gather import QuantizedGathers
 from lightning_shard.data_parallel.memory.flat_parameters import ValuesAtStart
 from lightning_shard.data_parallel.memory.inner_tensors import is_inner
+from lightning_shard.data_parallel.memory.quantised import is_quantised
 from lightning_shard.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
@@ -70,9 +72,13 @@ class ShardOptions(Options):
     """How shards and gradients travel, and where they lie.
 
     Attributes:
-        compression: "fp16", "bf16", "int8", "topk", "powersgd", "onebit", a `Compressor`, or a
-            mapping with `class_path` and `init_args`: what makes gradients smaller before they
-            travel. "none" or None sends them as they are. Stages 0 to 2.
+        compression: "fp16", "bf16", "int8", "int4", "topk", "powersgd", "onebit", a `Compressor`,
+            or a mapping with `class_path` and `init_args`: what makes gradients smaller before they
+            travel. "none" or None sends them as they are. Stage 3 takes what keeps nothing between
+            steps: the first four.
+        quantized_gathers: "int8": parameters are gathered in 8 bits with a scale for each 128
+            values, after an update (stages 1 and 2) or at each unshard (stage 3); the shards that
+            the optimizer updates, and checkpoints, stay exact. None gathers them as they are.
         offload: What lies in host memory: "optimizer", the shards that the optimizer updates, their
             gradients and its state, whose step the CPU then makes (stages 1 to 3); "parameters",
             the parameters' shards as well, which the device has only while a block needs them
@@ -82,6 +88,7 @@ class ShardOptions(Options):
     """
 
     compression: Compression = None
+    quantized_gathers: QuantizedGathers | None = None
     offload: Offload | None = None
     prefetch: AtLeastZero | None = None
 
@@ -137,6 +144,11 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
         is_rounded = self.stage == 3 and in_block and not is_inner(param)
         return self.dtypes.compute_dtype(param) if is_rounded else param.dtype
 
+    def gathers_in(self, param: torch.Tensor) -> QuantizedGathers | None:
+        """Return in how few bits `param` is gathered; None for those of its format."""
+        is_packed = is_quantised(param) or is_inner(param)
+        return self.quantized_gathers if param.is_floating_point() and not is_packed else None
+
     def reduce_dtype(self, param: torch.Tensor, *, in_block: bool) -> torch.dtype:
         """Return the format in which the gradient of `param` (full shape) travels.
 
@@ -161,6 +173,8 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
             self._check_offload()
         if self.same_bits:
             self._check_same_bits()
+        if self.quantized_gathers is not None:
+            self._check_quantized_gathers()
         if self.prefetch is not None and self.stage < 3:
             raise ConfigError(
                 f"prefetch={self.prefetch} says how many units are unsharded ahead, got ZeRO stage "
@@ -205,13 +219,33 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
                 f"got a reduce_dtype of {self.dtypes.reduce}. Leave one of them out."
             )
 
+    def _check_quantized_gathers(self) -> None:
+        if self.stage == 0:
+            raise ConfigError(
+                f"quantized_gathers={self.quantized_gathers!r} gathers parameters in few bits, got "
+                f"ZeRO stage 0, whose ranks update all of them and gather none. Use "
+                f"strategy='zero1' or a higher stage, or leave it out."
+            )
+        if self.offload == "parameters":
+            raise ConfigError(
+                f"quantized_gathers={self.quantized_gathers!r} gathers shards that the device "
+                f"keeps, got offload='parameters', whose shards lie in host memory. Use "
+                f"offload='optimizer', or leave one of them out."
+            )
+        if self.same_bits:
+            raise ConfigError(
+                f"quantized_gathers={self.quantized_gathers!r} rounds what travels, got "
+                f"same_bits=True, under which one rank, of which nothing travels, has the same "
+                f"bits. Leave one of them out."
+            )
+
     def _check_compression(self) -> None:
         kind = type(self.compression).__name__
-        if self.stage == 3:
+        if self.stage == 3 and self.compression is not None and self.compression.keeps:
             raise ConfigError(
-                f"Gradients are compressed under the stages 0 to 2, got {kind} under ZeRO stage 3, "
-                f"which gathers parameters more often than it sends gradients. Use "
-                f"strategy='zero2', or leave compression out."
+                f"{kind} keeps on each rank what it has not sent of all gradients, as many values "
+                f"as the model has parameters, got ZeRO stage 3, whose ranks have shards alone. "
+                f"Use compression='int4' or 'int8', which keep nothing, or strategy='zero2'."
             )
         if self.dtypes.reduce is not None:
             raise ConfigError(

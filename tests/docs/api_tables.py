@@ -35,6 +35,7 @@ SOME_STAGES: dict[str, Sequence[Any]] = {
     "compression": ["fp16"],
     "offload": ["optimizer", "parameters"],
     "prefetch": [1],
+    "quantized_gathers": ["int8"],
 }
 """By option that not every ZeRO stage takes, values one of which a stage that takes it does."""
 UNITS = re.compile(

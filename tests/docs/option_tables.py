@@ -39,6 +39,7 @@ SEE = {
     "full_parameters_after_fit": "[the end of a fit](zero3.md#the-end-of-a-fit)",
     "compression": "[compression](compression.md)",
     "offload": "[offload](offload.md)",
+    "quantized_gathers": "[the wire](low_precision.md#the-wire)",
     "plan": "[plans](tensor_parallel.md#options)",
     "schedule": "[schedules](pipeline_parallel.md#options)",
     "batch_lists": "[lists in batches](pipeline_parallel.md#lists-in-batches)",

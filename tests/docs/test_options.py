@@ -11,6 +11,7 @@ from lightning_shard.core.schemes import SCHEMES
 from lightning_shard.data_parallel import compression
 from lightning_shard.data_parallel.compression import COMPRESSORS
 from lightning_shard.tensor_parallel.styles import STYLES
+from tests.docs import low_precision_table
 from tests.docs.option_tables import OF_SOME, PAGES, with_tables
 from tests.docs.pages import quotes, tables, text_of
 
@@ -82,3 +83,9 @@ def test_every_scheme_is_in_the_readme_and_has_its_traffic() -> None:
 def test_every_style_is_listed() -> None:
     page = text_of("docs/tensor_parallel.md")
     assert all(re.search(rf"^\| `{re.escape(style)}` \|", page, re.MULTILINE) for style in STYLES)
+
+
+def test_the_table_of_low_precision_is_what_constructors_take() -> None:
+    page = text_of(low_precision_table.PAGE)
+    again = "write it: python -m tests.docs.low_precision_table"
+    assert page == low_precision_table.with_table(page), again

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_shard.data_parallel.compression.built_in import BF16, FP16, Int8, OneBit, TopK
+from lightning_shard.data_parallel.compression.built_in import BF16, FP16, Int4, Int8, OneBit, TopK
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import Turn
 
@@ -12,6 +12,7 @@ CODECS = {
     "fp16": FP16(),
     "bf16": BF16(),
     "int8": Int8(rounding="nearest"),
+    "int4": Int4(rounding="nearest"),
     "topk": TopK(ratio=0.01),
     "onebit": OneBit(),
 }

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Annotated, Any, TypeAlias
 
 from lightning_shard.core.options import Limit
-from lightning_shard.data_parallel.compression.built_in import BF16, FP16, Int8, OneBit, TopK
+from lightning_shard.data_parallel.compression.built_in import BF16, FP16, Int4, Int8, OneBit, TopK
 from lightning_shard.data_parallel.compression.codec import Codec
 from lightning_shard.data_parallel.compression.compressor import (
     Compressor,
@@ -31,6 +31,7 @@ __all__ = [
     "Compressor",
     "Exchange",
     "FlatBuffer",
+    "Int4",
     "Int8",
     "OneBit",
     "PowerSGD",
@@ -45,6 +46,7 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "fp16": FP16,
     "bf16": BF16,
     "int8": Int8,
+    "int4": Int4,
     "topk": TopK,
     "powersgd": PowerSGD,
     "onebit": OneBit,

@@ -73,6 +73,11 @@ class Codec(Compressor):
     def freezes_variance(self) -> bool:
         return self.sends_momentum
 
+    @property
+    @override
+    def keeps(self) -> bool:
+        return self.error_feedback or self.momentum > 0 or self.sends_momentum
+
     @abstractmethod
     def encode(self, values: Tensor, turn: Turn) -> Sequence[Tensor]:
         """Make `values` smaller.
@@ -387,7 +392,7 @@ class CodecExchange(Exchange):
         num_slots = len(buffer.layout.slots)
         self.momentum_factors = [codec.momentum or 0.9] * num_slots  # Adam's are told
         self._kept_values = _ErrorFeedback(codec, buffer, self.momentum_factors)
-        self.keeps = self._tells_usage = codec.error_feedback or self.keeps_momentum
+        self.keeps = self._tells_usage = codec.keeps
         self._used = torch.ones(num_slots, dtype=torch.uint8, device=buffer.device)
         self._used_all = True
         self._unused: list[int] = []  # tensors of the buffer that no rank has values for

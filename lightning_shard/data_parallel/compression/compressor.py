@@ -101,6 +101,11 @@ class Compressor(ABC):
         """
         return False
 
+    @property
+    def keeps(self) -> bool:
+        """Whether exchanges keep values for later averages, as many as there are parameters."""
+        return True
+
     @abstractmethod
     def exchange(self, buffer: FlatBuffer) -> "Exchange":
         """Return the exchange that averages `buffer`, with its state."""

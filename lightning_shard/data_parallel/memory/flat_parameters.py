@@ -10,6 +10,7 @@ A parameter can show itself in two ways, and `param.data` is pointed at one or t
     stage 3           full   storage freed when not in use    shard = memory of its own
     once per host     full   one copy, edits are each rank's  shard = this rank's part of it
     low precision     full   in the compute format            shard = memory of its own (master)
+    few bits gathered full   what the shards were rounded to  shard = memory of its own (master)
     offload           shard as without; the optimizer's is `host`, and the shard itself where the
                       device keeps none
 
@@ -39,6 +40,12 @@ from lightning_shard.core.layout import (
     OwnedLayout,
     build_layout,
     build_owned_layout,
+)
+from lightning_shard.data_parallel.compression.quantized_gather import (
+    BLOCK,
+    QuantizedArrival,
+    QuantizedGather,
+    QuantizedGathers,
 )
 from lightning_shard.data_parallel.content import sum_of_bits
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -186,9 +193,12 @@ def first_values(
     shard_index: int,
     copier: HostCopier | None,
     keeps_shard: bool,
+    is_apart: bool,
     start: ValuesAtStart | None,
 ) -> tuple[Tensor, Tensor, HostShard | None, CommonBuffer | None]:
     """Lay out rank 0's values on every rank, as `full`, `shard`, `host` and `common`; collective.
+
+    `is_apart` says that the full parameters will have other digits than the shards.
 
     the parameters exist     once per host        on every rank            under offload
     shard                    a part of them       a part, or its own       on the host, or both
@@ -203,17 +213,17 @@ def first_values(
     groups.dp.broadcast(staging, src=0).wait()
     part = slice(*bounds)
     own = staging[part]
-    if stage > 0 and is_plain and copier is None:
+    if stage > 0 and is_plain and copier is None and not is_apart:
         common = groups.shard.share(staging, *bounds)
         if common is not None:
             return common.tensor, common.tensor[part], None, common
     full = staging.to(compute_dtype) if stays or reshards else memory.copy(staging, compute_dtype)
     if copier is None:
-        return full, own if stays else memory.copy(own), None, None
+        return full, own if stays and not is_apart else memory.copy(own), None, None
     host = HostShard(own, copier)
     if not keeps_shard:
         return full, host.tensor, host, None
-    shard = own.clone() if reshards else full[part]
+    shard = own.clone() if reshards or is_apart else full[part]
     host.know(shard)
     return full, shard, host, None
 
@@ -235,6 +245,7 @@ class FlatParameters:
         keeps_shard: Whether the device keeps a shard beside that on the host.
         start: Knows the values of parameters on meta, which get memory here.
         align_bytes: Parameters and shards begin at multiples of this.
+        gathers_in: In how few bits shards travel; None for those of the full parameters.
 
     Attributes:
         stand_ins: What stands in `.grad` for averages that lie in shards.
@@ -264,6 +275,7 @@ class FlatParameters:
         keeps_shard: bool = True,
         start: ValuesAtStart | None = None,
         align_bytes: int = ALIGN_BYTES,
+        gathers_in: QuantizedGathers | None = None,
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage, self.reduce_dtype = stage, reduce_dtype or compute_dtype
@@ -277,10 +289,15 @@ class FlatParameters:
         shapes = [(name, tuple(param.shape)) for name, param in named_params]
         num_shards = groups.shard.size if stage > 0 else 1
         align = max(align_bytes // min(compute_dtype.itemsize, master_dtype.itemsize), 1)
+        gathers_in = gathers_in if num_shards > 1 else None
+        align = align if gathers_in is None else BLOCK
         self.layout = (
             build_owned_layout(shapes, owners, num_shards=num_shards, align=align)
             if owners
             else build_layout(shapes, num_shards=num_shards, align=align)
+        )
+        self._quantized = (
+            None if gathers_in is None else QuantizedGather(gathers_in, self.layout, groups.shard)
         )
         self.full, self.shard, self.host, self.common = first_values(
             self.params,
@@ -291,6 +308,7 @@ class FlatParameters:
             shard_index=self.shard_index,
             copier=copier,
             keeps_shard=keeps_shard,
+            is_apart=self._quantized is not None,
             start=start,
         )
         self.full_views = full_views(self.full, self.layout)
@@ -305,6 +323,8 @@ class FlatParameters:
         self._presented: list[nn.Parameter] = []  # to user code, while they are in shards
         self._are_sharded = False  # those, to user code
         self.on_assigned: Callable[[], None] = self._adopt_assigned
+        if self._quantized is not None and not self.reshards:
+            self._quantized.begin(self.shard, self.full).wait()
         self.present_full()
 
     @property
@@ -321,6 +341,11 @@ class FlatParameters:
     def has_master(self) -> bool:
         """Whether the full parameters are rounded, as those of blocks under stage 3 may be."""
         return self.full.dtype != self.master_dtype
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the full parameters lack digits of the shards, by their format or travel."""
+        return self.has_master or self._quantized is not None
 
     def gather_in(self, dtype: torch.dtype) -> Tensor:
         """Have full parameters in another format from now on; they are resharded after it."""
@@ -498,15 +523,26 @@ class FlatParameters:
     def _adopt_full(self, index: int, value: Tensor) -> None:
         """Write a full value; the master keeps its digits where the parameter has not changed."""
         local = self._updated_views[index]
-        local.copy_(self._edited(local, self._own_part(index, value).to(local.device)))
+        local.copy_(self._edited(local, self._own_part(index, value).to(local.device), index))
         if self.is_unsharded:
             self.full_views[index].copy_(value)
 
-    def _edited(self, local: Tensor, part: Tensor) -> Tensor:
-        """Return a shard with a part of the full tensor; where both are equal, all its digits."""
-        if not self.has_master or part.dtype != self.full.dtype:
+    def _edited(self, local: Tensor, part: Tensor, index: int | None = None) -> Tensor:
+        """Return a shard with a part of the full tensor; where both are equal, all its digits.
+
+        With an index, both are of that parameter alone.
+        """
+        if not self.is_rounded or part.dtype != self.full.dtype:
             return part
-        return torch.where(part != local.to(part.dtype), part.to(local.dtype), local)
+        return torch.where(part != self._rounded(local, index), part.to(local.dtype), local)
+
+    def _rounded(self, local: Tensor, index: int | None = None) -> Tensor:
+        """Return what the full parameters have, or would have, of a shard; see `_edited`."""
+        gathered = None if self._quantized is None else self._quantized.gathered()
+        if gathered is None:
+            return local.to(self.full.dtype)
+        part = gathered if index is None else self.shard_views(gathered)[index]
+        return part.to(local.device, self.full.dtype)
 
     @as_they_are
     def own_value(self, index: int) -> Tensor:
@@ -515,7 +551,8 @@ class FlatParameters:
         local = self.local_views[index]
         if not self.is_unsharded:
             return local
-        return self._edited(local, self._own_part(index, self.full_views[index]).to(local.device))
+        part = self._own_part(index, self.full_views[index]).to(local.device)
+        return self._edited(local, part, index)
 
     def as_shown(self, index: int, value: Tensor) -> Tensor:
         """Return a tensor of a parameter's own shape as that shows itself; any other as is."""
@@ -556,7 +593,7 @@ class FlatParameters:
             self.host.send_up(self.shard)
             self.host.copier.join()
 
-    def begin_unshard(self) -> Pending | Uploaded | None:
+    def begin_unshard(self) -> Pending | QuantizedArrival | Uploaded | None:
         """Start bringing the full parameters together from the shards; each rank must call."""
         if self.reshards:
             self.see_assigned()
@@ -564,6 +601,8 @@ class FlatParameters:
             self._is_here = True
             return self.common.gather()
         self.left, gather = None, self._gather
+        if self._quantized is not None:
+            return self._quantized.begin(self.shard, self._allocated())
         if self.host is not None and self.is_away:
             own = self.own_part(self._allocated())
             return self.host.unshard(own, partial(gather, own))
@@ -660,9 +699,11 @@ class FlatParameters:
         """Give the full memory back unless user code holds it."""
         if self._holders.are_there(self.full, ends):
             if self.left is None:
-                self.left = self.shard.to(self.full, copy=True)
+                self.left = self._rounded(self.shard).clone()
             return
         self.left = None
+        if self._quantized is not None:
+            self._quantized.forget()
         if not self.full.untyped_storage().resizable():  # user code has had an array of numpy's
             self.full = torch.empty_like(self.full)
             self.full_views = full_views(self.full, self.layout)
@@ -681,7 +722,7 @@ class FlatParameters:
         if self.is_unsharded:
             self.take_in_edits()
         self.settle()
-        if self.reshards or self.full.dtype != self.master_dtype:
+        if self.reshards or self.is_rounded:
             return self.gather_shards(self.master)
         return self.full_views
 

@@ -24,6 +24,11 @@ def bring_together(flats: Iterable[FlatParameters]) -> None:
             handle.wait()
 
 
+def publish_loaded(flats: Iterable[FlatParameters]) -> None:
+    """Gather full parameters that stay, and were loaded, as they travel; each rank must call."""
+    bring_together(flat for flat in flats if flat.is_rounded and not flat.reshards)
+
+
 @contextmanager
 def publishing_edits(
     flats: Sequence[FlatParameters], ranks: Collectives, device: torch.device
@@ -73,7 +78,7 @@ class FullValues:
         """Let every parameter be full inside, without values, and take in what they are set to.
 
         Elements that nobody sets keep their value, and so do the parameters that are named in
-        `missing` at the end.
+        `missing` at the end. Each rank must call.
         """
         self._adopt()
         for unit in self._units:
@@ -95,6 +100,7 @@ class FullValues:
             for unit in self._units:
                 for flat in unit.flats if unit.is_resharded else ():
                     flat.present_shards(sharded=True)
+        publish_loaded(flat for unit in self._units for flat in unit.flats)
 
     def each(
         self, *, everywhere: bool = False, without: Container[nn.Parameter] = ()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
 from lightning_shard.core.states import State
+from lightning_shard.data_parallel.compression.quantized_gather import QuantizedArrival
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.graph_borders import inputs_with_gradient, on_entry, on_exit
 from lightning_shard.data_parallel.memory.flat_parameters import ALIGN_BYTES, FlatParameters
@@ -169,7 +170,7 @@ class Unit:
         self.kept = self.was_met = False
         self.stays = self.is_root
         self._forwarded: set[nn.Module] = set()
-        self._pending: list[Pending | Uploaded] = []
+        self._pending: list[Pending | QuantizedArrival | Uploaded] = []
         self.state = UnitState.FULL
         is_rounded = any(flat.has_master for flat in self.flats)
         self.digits = Digits.ROUNDED if is_rounded else Digits.EXACT
@@ -348,7 +349,8 @@ def _build_unit(
         param = item[1]
         formats = map(str, (param.dtype, formats_of(param), travels_as(param)))
         is_apart = ranks_of(param, groups, split) is not groups
-        return *formats, spec.matching.flags_of(param), param in owners, is_apart
+        flags = spec.matching.flags_of(param)
+        return *formats, flags, param in owners, is_apart, options.gathers_in(param) is not None
 
     def place(item: tuple[str, nn.Parameter]) -> tuple[object, ...]:
         """Vectors come after matrices: optimizers' groups often part them, for weight decay.
@@ -378,6 +380,7 @@ def _build_unit(
             keeps_shard=keeps_shard,
             start=options.start,
             align_bytes=_ALIGN_BYTES_OF_VECTORS if options.same_bits else ALIGN_BYTES,
+            gathers_in=options.gathers_in(named[0][1]),
         )
         for named in alike
     ]

@@ -1,12 +1,23 @@
 """What each codec keeps of its values, and how many bytes it makes of them."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_shard.data_parallel.compression import BF16, FP16, Codec, Int8, OneBit, TopK, Turn
+from lightning_shard.data_parallel.compression import (
+    BF16,
+    FP16,
+    Codec,
+    Int4,
+    Int8,
+    OneBit,
+    TopK,
+    Turn,
+)
 from lightning_shard.data_parallel.compression.built_in import greatest, pack_bits, unpack_signs
 from lightning_shard.data_parallel.compression.codec import all_sound, form_of, read_row, write_row
 from lightning_shard.errors import ConfigError
@@ -16,6 +27,8 @@ CODECS: dict[str, Codec] = {
     "bf16": BF16(),
     "int8": Int8(),
     "int8 nearest": Int8(rounding="nearest"),
+    "int4": Int4(),
+    "int4 of odd blocks": Int4(block=7, rounding="nearest"),
     "topk": TopK(),
     "topk warm-up": TopK(warmup_steps=8),
     "onebit": OneBit(),
@@ -87,11 +100,19 @@ def test_fp16_holds_what_would_overflow_or_vanish_in_half_precision() -> None:
 
 @few
 @given(values=values, rounding=st.sampled_from(["nearest", "stochastic"]))
-def test_int8_errs_by_a_step_of_its_block(values: Tensor, rounding: str) -> None:
-    error = (through(Int8(rounding=rounding), values) - values).abs()
-    allowed = 0.5001 if rounding == "nearest" else 1.0001
-    for block, errors in zip(values.split(256), error.split(256), strict=True):
-        assert errors.max() <= allowed * block.abs().max() / 127
+def test_whole_numbers_err_by_a_step_of_their_block(values: Tensor, rounding: Any) -> None:
+    for codec, steps in ((Int8(256, rounding), 127), (Int4(128, rounding), 7)):
+        error = (through(codec, values) - values).abs()
+        allowed = 0.5001 if rounding == "nearest" else 1.0001
+        for block, errors in zip(values.split(codec.block), error.split(codec.block), strict=True):
+            assert errors.max() <= allowed * block.abs().max() / steps
+
+
+def test_int4_has_two_values_in_a_byte() -> None:
+    some = torch.arange(-7.0, 8.0)
+    scales, packed = Int4().encode(some, TURN)
+    assert (scales.numel(), packed.nbytes) == (1, 8)
+    assert torch.equal(through(Int4(), some), some)
 
 
 def test_stochastic_rounding_is_right_on_average_and_the_same_each_time() -> None:

@@ -90,6 +90,19 @@ def test_an_exact_codec_trains_as_dense_does(name: str, model: str) -> None:
         torch.testing.assert_close(exact.weights[key], weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("model", ["mixture", "lstm", "t5"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_stage_3_sums_what_it_decodes_in_float32(model: str, precision: str) -> None:
+    """Each rank gets its shard of the average, of units that are sent while backward runs."""
+    runs = [
+        short(model, "zero3", 3, compression=one, precision=precision) for one in (None, Exact())
+    ]
+    rounding = 1e-5 if precision == "32-true" else 2e-2
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=rounding)
+    assert runs[1].norms == pytest.approx(runs[0].norms, rel=rounding)
+
+
 @pytest.mark.parametrize("name", ["zero1", *slowly("shard_ddp", "zero2")])
 def test_mixed_precision(name: str) -> None:
     dense = short("lstm", name, 2, compression=None, precision="bf16-mixed")
@@ -169,7 +182,15 @@ def sent_bytes(made: DataParallelStrategy, num_ranks: int, num_steps: int = 2) -
 
 
 # A ring's reduce-scatter sends half of what its all-reduce sends; PowerSGD needs the latter.
-LEAST = {"fp16": 1.99, "bf16": 1.99, "int8": 3.9, "topk": 40, "powersgd": 20, "onebit": 25}
+LEAST = {
+    "fp16": 1.99,
+    "bf16": 1.99,
+    "int8": 3.9,
+    "int4": 7.3,
+    "topk": 40,
+    "powersgd": 20,
+    "onebit": 25,
+}
 WIRES = [
     *(("shard_ddp", 2, compression, times) for compression, times in LEAST.items()),
     pytest.param("shard_ddp", 2, PowerSGD(6, factor_dtype="bfloat16"), 27, id="powersgd6 bfloat16"),
@@ -308,7 +329,7 @@ def test_from_a_mapping() -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("int4", "compression must be a string that is one of 'none', 'fp16'.* got 'int4'"),
+        ("int3", "compression must be a string that is one of 'none', 'fp16'.* got 'int3'"),
         (3, "compression must be a string .* got 3"),
         ({"class_path": "no.such.Thing"}, "'no.such.Thing' .* cannot be made: No module"),
         ({"class_path": "topk", "init_args": {"share": 1}}, "cannot be made: .*'share'"),
@@ -321,9 +342,10 @@ def test_what_is_no_compression(choice: Any, message: str) -> None:
         DDPStrategy(compression=choice)
 
 
-def test_stage_3_and_a_second_format_are_refused() -> None:
-    with pytest.raises(ConfigError, match="Int8 under ZeRO stage 3"):
-        ZeRO3Strategy(compression="int8")
+def test_what_keeps_values_under_stage_3_and_a_second_format_are_refused() -> None:
+    for one in ("topk", "powersgd", "onebit"):
+        with pytest.raises(ConfigError, match=r"keeps on each rank .* got ZeRO stage 3"):
+            ZeRO3Strategy(compression=one)
     with pytest.raises(ConfigError, match=r"FP16 says .* reduce_dtype of torch\.bfloat16"):
         ZeRO1Strategy(compression="fp16", reduce_dtype="bfloat16")
 
