@@ -68,8 +68,8 @@ class UnitOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardOptions(Options):
-    """How shards and gradients travel, and where they lie.
+class WireOptions(Options):
+    """In how few bits parameters and gradients travel.
 
     Attributes:
         compression: "fp16", "bf16", "int8", "int4", "topk", "powersgd", "onebit", a `Compressor`,
@@ -79,6 +79,17 @@ class ShardOptions(Options):
         quantized_gathers: "int8": parameters are gathered in 8 bits with a scale for each 128
             values, after an update (stages 1 and 2) or at each unshard (stage 3); the shards that
             the optimizer updates, and checkpoints, stay exact. None gathers them as they are.
+    """
+
+    compression: Compression = None
+    quantized_gathers: QuantizedGathers | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions(WireOptions):
+    """How shards and gradients travel, and where they lie.
+
+    Attributes:
         offload: What lies in host memory: "optimizer", the shards that the optimizer updates, their
             gradients and its state, whose step the CPU then makes (stages 1 to 3); "parameters",
             the parameters' shards as well, which the device has only while a block needs them
@@ -87,8 +98,6 @@ class ShardOptions(Options):
             memory is least, and nothing computes while parameters travel.
     """
 
-    compression: Compression = None
-    quantized_gathers: QuantizedGathers | None = None
     offload: Offload | None = None
     prefetch: AtLeastZero | None = None
 

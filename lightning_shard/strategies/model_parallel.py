@@ -6,6 +6,7 @@ A strategy of these is its dimensions. What remains of the world is data paralle
 from collections.abc import Mapping
 
 from lightning_shard.core.options import takes
+from lightning_shard.data_parallel.options import WireOptions
 from lightning_shard.expert_parallel.load import ExpertLoad
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
 from lightning_shard.strategies.dimensions.experts import ExpertDimension
@@ -70,7 +71,7 @@ class HybridParallelStrategy(DataParallelStrategy):
     def __init__(self, options: HybridParallelOptions) -> None:
         self.stage, self.dimensions = options.zero_stage, options.dimensions()
         self.data_parallel_size, self.axis_order = options.data_parallel_size, options.axis_order
-        super().__init__(**options.part(SplitOptions))
+        super().__init__(**options.part(SplitOptions), **options.part(WireOptions))
 
     def expert_load(self) -> Mapping[str, ExpertLoad]:
         """Return by name how the tokens of each mixture were shared out in this fit, or the last.

@@ -32,6 +32,7 @@ from lightning_shard.data_parallel.options import (
     ShardOptions,
     SumOptions,
     UnitOptions,
+    WireOptions,
     ZeroStage,
 )
 from lightning_shard.elastic.membership.membership_table import Bounds
@@ -274,7 +275,9 @@ class ContextParallelOptions(ContextOptions, SplitOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridParallelOptions(TensorAxis, ExpertAxis, ContextAxis, PipelineAxis, SplitOptions):
+class HybridParallelOptions(
+    TensorAxis, ExpertAxis, ContextAxis, PipelineAxis, WireOptions, SplitOptions
+):
     """What data parallelism takes beside the dimensions, in the order in which they split a model.
 
     Attributes:

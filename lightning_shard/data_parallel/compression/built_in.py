@@ -140,7 +140,8 @@ class Int4(_Rounded):
     @override
     def packed(self, codes: Tensor) -> Tensor:
         low, high = in_blocks(codes, 2).view(torch.uint8).T & 15
-        return low | (high << 4)
+        pairs: Tensor = low | (high << 4)
+        return pairs
 
     @override
     def unpacked(self, packed: Tensor) -> Tensor:

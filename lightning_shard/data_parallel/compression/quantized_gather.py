@@ -39,7 +39,7 @@ class QuantizedGather:
 
     def __init__(self, kind: QuantizedGathers, layout: FlatLayout, ranks: Collectives) -> None:
         self._codec, self._ranks = _CODECS[kind], ranks
-        self._numels = layout.shard_numels
+        self._numels = [*layout.shard_numels]
         shapes = {
             numel: self._encode(torch.zeros(numel, device="meta")) for numel in {*self._numels}
         }

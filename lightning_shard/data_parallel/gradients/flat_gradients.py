@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import Pending
 from lightning_shard.core.states import State
-from lightning_shard.data_parallel.compression.compressor import Exchange, FlatBuffer
+from lightning_shard.data_parallel.compression.compressor import Compressor, Exchange, FlatBuffer
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.gradients.gradient_buffer import GradientBuffer
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
@@ -475,8 +475,13 @@ class FlatGradients:
         else:
             out, sizes = self._target(sent.dtype), self.flat.layout.shard_numels
             work = groups.shard.reduce_scatter(out, sent, "avg", sizes=sizes, async_op=True)
-        differs = self.flat.stage > 0 and groups.replicate is not None
-        self._travel = _Travel(work, out, synchronised, differs)
+        self._travel = _Travel(work, out, synchronised, self._copies_differ)
+
+    @property
+    def _copies_differ(self) -> bool:
+        """Whether what is averaged first is that of one copy of the state; see `_Travel`."""
+        adds_copies = isinstance(self.exchange, TreeExchange)
+        return self.flat.stage > 0 and self._groups.replicate is not None and not adds_copies
 
     @unrecorded
     def _sent(self, *, synchronised: bool) -> Tensor | None:
@@ -505,7 +510,7 @@ class FlatGradients:
         if self.exchange is not None and not self._passes(self.exchange, full, used, twice):
             out = full if self.flat.stage == 0 else self._target(self.flat.master_dtype)
             self.exchange.begin(full, out, used)
-            self._travel = _Travel(self.exchange, out, synchronised)
+            self._travel = _Travel(self.exchange, out, synchronised, self._copies_differ)
             return None
         sent = full.to(self.flat.reduce_dtype)
         if sent is not full:
@@ -702,28 +707,38 @@ def _exchange(
     split: ModelSplit,
 ) -> Exchange | None:
     """Make the exchange that averages a buffer's gradients compressed; None without compression."""
-    if options.compression is None and not options.same_bits:
+    compressor = options.compression
+    if compressor is not None:
+        _refuse_compressed(compressor, flat, reducing, split)
+    elif not options.same_bits:
         return None
-    if options.compression is not None and (
-        flat.full.is_complex() or reducing.replicate is not None or split.groups
-    ):
-        raise ConfigError(
-            "Compression works on real gradients of full parameters that every data-parallel "
-            "rank shares, not on complex ones, nor with hybrid sharding, tensor or pipeline "
-            "parallel. Leave it out."
-        )
+    in_copy = compressor is not None and flat.stage > 0
     buffer = FlatBuffer(
         layout=flat.layout,
-        ranks=reducing.dp,
+        ranks=reducing.shard if in_copy else reducing.dp,
         keeps_all=flat.stage == 0,
         number=number,
         device=flat.full.device,
         dense_itemsize=_dense_itemsize(flat, reducing.dp),
         loss_scale=options.loss_scale,
     )
-    if options.compression is None:
-        return TreeExchange(buffer, reducing)
-    return options.compression.exchange(buffer)
+    return TreeExchange(buffer, reducing) if compressor is None else compressor.exchange(buffer)
+
+
+def _refuse_compressed(
+    compressor: Compressor, flat: FlatParameters, reducing: DataGroups, split: ModelSplit
+) -> None:
+    if flat.full.is_complex() or split.groups:
+        raise ConfigError(
+            "Compression works on real gradients of full parameters that every data-parallel "
+            "rank shares, not on complex ones, nor with tensor or pipeline parallel. Leave it out."
+        )
+    if reducing.replicate is not None and compressor.keeps:
+        raise ConfigError(
+            f"{type(compressor).__name__} keeps what it has not sent, which copies of the state "
+            f"(hybrid sharding) would have to agree on; expected compression='int4', 'int8', "
+            f"'bf16' or 'fp16', which keep nothing."
+        )
 
 
 def _dense_itemsize(flat: FlatParameters, ranks: Collectives) -> int:

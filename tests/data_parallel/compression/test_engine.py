@@ -92,7 +92,7 @@ def test_complex_gradients_are_refused() -> None:
         run_ranks(fn, 2)
 
 
-def test_hybrid_sharding_is_refused() -> None:
+def test_copies_of_the_state_and_kept_values_are_refused() -> None:
     def fn(rank: int) -> None:
         assert dist.group.WORLD is not None
         backend = get_backend("in_process")
@@ -104,10 +104,10 @@ def test_hybrid_sharding_is_refused() -> None:
             shard=backend.collectives(pairs[rank // 2]),
             replicate=backend.collectives(across[rank % 2]),
         )
-        options = EngineOptions(stage=2, compression=COMPRESSORS["int8"]())
+        options = EngineOptions(stage=2, compression=COMPRESSORS["powersgd"]())
         DataParallelEngine(nn.Linear(4, 4), groups, options)
 
-    with pytest.raises(ConfigError, match="hybrid sharding"):
+    with pytest.raises(ConfigError, match="PowerSGD keeps what it has not sent"):
         run_ranks(fn, 4)
 
 

@@ -11,9 +11,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_shard import TensorParallelStrategy
+from lightning_shard import HybridParallelStrategy, TensorParallelStrategy
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.data_parallel import DataParallelStrategy
+from tests.data_parallel.compression.buffers import Exact
 from tests.data_parallel.compression.test_quantized_gather import rounded
 from tests.processes import run_processes
 from tests.strategies.models import ExampleGPT
@@ -148,6 +149,41 @@ def test_losses_stay_near_those_of_exact_gathers(name: str, model: str, precisio
     dense, quantized = (torch.tensor(run.losses) for run in runs)
     assert not torch.equal(dense, quantized)
     torch.testing.assert_close(quantized, dense, rtol=2e-2, atol=0)
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "copies": {"data_parallel_size": (2, 2)},
+    "layers": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2, "num_microbatches": 2},
+}
+
+
+def hybrid(split: str, stage: int, **options: Any) -> Run:
+    made = HybridParallelStrategy(
+        backend="in_process",
+        zero_stage=stage,
+        bucket_mb=SMALL_BUCKET_MB,
+        **SPLITS[split],
+        **options,
+    )
+    return train(build("gpt"), strategy=made, devices=4, num_steps=_NUM_STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("split", SPLITS)
+def test_ranks_that_split_a_model_gather_in_few_bits(split: str, stage: int) -> None:
+    dense, quantized = (hybrid(split, stage, quantized_gathers=one) for one in (None, "int8"))
+    assert dense.losses != quantized.losses
+    assert quantized.losses == pytest.approx(dense.losses, rel=2e-2)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_copies_of_the_state_average_what_each_has_decoded(stage: int) -> None:
+    dense, exact = (hybrid("copies", stage, compression=one) for one in (None, Exact()))
+    assert exact.losses == pytest.approx(dense.losses, rel=1e-5)
+    assert exact.norms == pytest.approx(dense.norms, rel=1e-5)
 
 
 def train_over_gloo() -> list[Run]:
