@@ -201,10 +201,12 @@ def test_a_third_of_the_bytes_travels() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"stage": 0}, "gather none"), ({"stage": 3, "offload": "parameters"}, "host memory")],
+    [
+        ({"stage": 0}, "gather none"),
+        ({"stage": 3, "offload": "parameters"}, "host memory"),
+        ({"stage": 3, "same_bits": True}, "same_bits"),
+    ],
 )
-def test_what_gathers_nothing_from_a_device_is_refused(
-    options: dict[str, Any], message: str
-) -> None:
+def test_what_could_not_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineOptions(quantized_gathers="int8", **options)
