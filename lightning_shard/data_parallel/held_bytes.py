@@ -40,6 +40,7 @@ def expected(engine: DataParallelEngine) -> HeldBytes:
         is_apart = (flat.is_rounded or flat.reshards) and not flat.is_away
         is_whole = not flat.reshards and flat.common is None
         params += flat.full.numel() * flat.full.itemsize if is_whole else 0
+        params += flat.known_bytes
         params += flat.shard.numel() * flat.shard.itemsize if is_apart or flat.common else 0
         if flat.is_trained and flat.stage < 2:  # micro-batches add up there
             gradients += flat.full.numel() * flat.master_dtype.itemsize
@@ -65,7 +66,8 @@ def held(engine: DataParallelEngine, optimizers: Iterable[Optimizer]) -> HeldByt
     offloaded = [flat.host.tensor for flat in engine.flats if flat.host is not None]
     offloaded += [t for one in engine.gradients for t in one.buffer.host_buffers()]
     return HeldBytes(
-        parameters=sum(flat.shard.nbytes for flat in engine.flats if flat.common is not None)
+        parameters=sum(flat.known_bytes for flat in engine.flats)
+        + sum(flat.shard.nbytes for flat in engine.flats if flat.common is not None)
         + storage_bytes(
             t
             for flat in engine.flats

@@ -36,7 +36,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_shard import AsyncSGDStrategy, DDPStrategy, LocalSGDStrategy
+from lightning_shard import AsyncSGDStrategy, DDPStrategy, LocalSGDStrategy, ZeRO3Strategy
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.reporting.output import new_figure
 from lightning_shard.data_parallel.compression import OneBit, PowerSGD, TopK
@@ -89,6 +89,7 @@ METHODS = {
     "onebit_paper": Method(
         DDPStrategy, None, {"compression": OneBit(warmup_steps=100, update_limit=None)}
     ),
+    "wire": Method(ZeRO3Strategy, 0.01, {"quantized_gathers": "int8", "compression": "int4"}),
     "local": Method(LocalSGDStrategy, None, {"sync_every": 10, "warmup_steps": 50}),
     "diloco": Method(LocalSGDStrategy, 0.03, {**DILOCO, "warmup_steps": 300}),
     "diloco250": Method(LocalSGDStrategy, 0.03, {**DILOCO, "warmup_steps": 250}),

@@ -34,7 +34,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_shard import DDPStrategy, LocalSGDStrategy, ZeRO1Strategy
+from lightning_shard import DDPStrategy, LocalSGDStrategy, ZeRO1Strategy, ZeRO3Strategy
 from lightning_shard.data_parallel.compression import OneBit, PowerSGD
 from tests.benchmarks.contenders import ADAMW
 from tests.benchmarks.model import Batch, build_model, make_batch
@@ -88,6 +88,10 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
     ),
     "onebit": _compressed(OneBit(warmup_steps=1)),
     "zero1_int8": lambda: ZeRO1Strategy(backend="gloo", compression="int8"),
+    "zero3": lambda: ZeRO3Strategy(backend="gloo"),
+    "zero3_wire": lambda: ZeRO3Strategy(
+        backend="gloo", quantized_gathers="int8", compression="int4"
+    ),
     "local_sgd": lambda: LocalSGDStrategy(backend="gloo", sync_every=PERIOD),
     "diloco": lambda: LocalSGDStrategy(
         backend="gloo", sync_every=PERIOD, outer_optimizer="nesterov"

@@ -46,6 +46,11 @@ class QuantizedGather:
         self._forms = [form_of(shapes[numel]) for numel in self._numels]
         self._row: Tensor | None = None  # what the full parameters have of this rank's shard
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that this rank sends to each other one, and keeps until `forget`."""
+        return self._forms[self._ranks.rank].num_bytes
+
     def _encode(self, shard: Tensor) -> Sequence[Tensor]:
         return self._codec.encode(shard.float(), _EACH)
 

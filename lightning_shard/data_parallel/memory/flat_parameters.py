@@ -347,6 +347,11 @@ class FlatParameters:
         """Whether the full parameters lack digits of the shards, by their format or travel."""
         return self.has_master or self._quantized is not None
 
+    @property
+    def known_bytes(self) -> int:
+        """Bytes that stay between steps to tell edits of full parameters from their rounding."""
+        return 0 if self._quantized is None or self.reshards else self._quantized.row_bytes
+
     def gather_in(self, dtype: torch.dtype) -> Tensor:
         """Have full parameters in another format from now on; they are resharded after it."""
         if self.is_unsharded:
