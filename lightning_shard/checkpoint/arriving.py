@@ -305,14 +305,24 @@ def _sliced(param: nn.Parameter, engine: DataParallelEngine, ranks: Collectives)
 
 
 def slices_of(
-    flat: FlatParameters, index: int, own: Tensor | None, dtype: torch.dtype, ranks: Collectives
+    flat: FlatParameters,
+    index: int,
+    own: Tensor | None,
+    dtype: torch.dtype,
+    ranks: Collectives,
+    *,
+    elements: int = 1,
 ) -> SlicedTensor:
-    """Return a tensor that is cut as a parameter is; without `own` this rank has nothing of it."""
+    """Return a tensor that is cut as a parameter is; without `own` this rank has nothing of it.
+
+    Each of its elements stands for so many `elements` of the parameter's, in blocks.
+    """
     slot, shards = flat.layout.slots[index], range(flat.layout.num_shards)
-    numels = [flat.layout.shard_slice(slot, shard).numel for shard in shards]
+    numels = [-(-flat.layout.shard_slice(slot, shard).numel // elements) for shard in shards]
     numels += [0] * (ranks.size - len(numels))  # one rank stands for all that have everything
     has_slice = own is not None and numels[ranks.rank] > 0
-    return SlicedTensor(slot.shape, dtype, numels, own if has_slice else None)
+    shape = slot.shape if elements == 1 else (sum(numels),)
+    return SlicedTensor(shape, dtype, numels, own if has_slice else None)
 
 
 def of_split(

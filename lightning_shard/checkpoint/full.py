@@ -32,11 +32,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.misfits import dtype_misfits, shape_misfits, weights_error
-from lightning_shard.checkpoint.optimizer_state import is_shard, params_of
+from lightning_shard.checkpoint.optimizer_state import elements_of, full_form, params_of, part_shape
 from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.inner_tensors import join_entries
 from lightning_shard.data_parallel.model_split import Unsplit
+from lightning_shard.data_parallel.optimizer_entries import flattened, joined
 from lightning_shard.data_parallel.torch_private import storage_uses, without_function_modes
 from lightning_shard.data_parallel.units.full_values import publish_loaded
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
@@ -85,12 +86,14 @@ def optimizer_shapes(optimizer: Optimizer, engine: DataParallelEngine) -> dict[s
     packed = optimizer.state_dict()
     params = params_of(optimizer)
     packed["state"] = {
-        index: {
-            key: _shape_of(params[index], engine, value.dtype)
-            if is_shard(value, *engine.owner(params[index]))
-            else value
-            for key, value in entries.items()
-        }
+        index: joined(
+            {
+                key: _shape_of(params[index], engine, value.dtype, elements)
+                if (elements := elements_of(key, value, params[index], engine))
+                else full_form(value, params[index], engine)
+                for key, value in flattened(entries).items()
+            }
+        )
         if index in range(len(params))
         else entries
         for index, entries in packed["state"].items()
@@ -99,12 +102,17 @@ def optimizer_shapes(optimizer: Optimizer, engine: DataParallelEngine) -> dict[s
 
 
 def _shape_of(
-    param: nn.Parameter, engine: DataParallelEngine, dtype: torch.dtype | None = None
+    param: nn.Parameter,
+    engine: DataParallelEngine,
+    dtype: torch.dtype | None = None,
+    elements: int = 1,
 ) -> Tensor:
     shape: Sequence[int] = engine.split.full_shapes.get(param, param.shape)
     if param not in engine.split.full_shapes and engine.split.is_here(param):
         flat, index = engine.owner(param)
         shape, dtype = flat.layout.slots[index].shape, dtype or flat.master_dtype
+    if elements > 1:
+        shape = part_shape(shape, elements)
     return torch.empty(tuple(shape), dtype=dtype or param.dtype, device="meta")
 
 

@@ -1,7 +1,8 @@
 """Optimizer state between its two forms: shards per rank, and full tensors on one rank.
 
 A state tensor belongs to a parameter's elements when it has as many of them as the parameter; it
-is cut and joined as the parameter is. Everything else (step counters) is the same on all ranks.
+is cut and joined as the parameter is. So is one that has an element for each of its blocks, where
+shards end with blocks. Everything else (step counters) is the same on all ranks.
 Where one rank owns a full parameter, or gathers it for each update, all of its state is there,
 whatever its shape (Adafactor's rows and columns, Shampoo's factors), and nothing on other ranks.
 """
@@ -49,23 +50,21 @@ def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
 
 def own_state(key: str, value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
     """Return what this rank keeps of an entry of a parameter's full state."""
+    blocks = engine.options.blocks.get(param)
+    if blocks is not None:
+        flat, index = engine.owner(param)
+        slot = flat.layout.slots[index]
+        own = flat.layout.shard_slice(slot, flat.shard_index)
+        return blocks.part(key, value, slot.shape, range(own.param_offset, own.param_stop))
     form = EntryForm.of(value)
     if form is not None:
         parts = {n: own_state(f"{key}.{n}", form.part(value, n), param, engine) for n in form.names}
-        flat, index = engine.owner(param)
-        is_cut = form.shape == flat.layout.slots[index].shape and not _is_whole(param, engine)
-        return (form.of_shape(flat.local_views[index].shape) if is_cut else form).joined(parts)
+        return form.joined(parts)
     if not isinstance(value, Tensor):
         return value
     is_gathered = engine.owners.gathers(param)
-    own = value.clone() if is_gathered else engine.split.local(param, value)
-    return _cut(key, own, *engine.owner(param))
-
-
-def _is_whole(param: nn.Parameter, engine: DataParallelEngine) -> bool:
-    """Whether the rank that keeps state of a parameter has the state of all its elements."""
-    flat, _ = engine.owner(param)
-    return engine.owners.gathers(param) or flat.stage == 0 or flat.is_owned
+    full = value.clone() if is_gathered else engine.split.local(param, value)
+    return _cut(key, full, *engine.owner(param))
 
 
 def local_state_dict(
@@ -127,7 +126,7 @@ class FullOptimizerState:
         self._packed: dict[str, Any] = {}
         self._own = of_itself(optimizer)
         self._common: dict[int, dict[str, Any]] = {}
-        self._slices: dict[int, dict[str, torch.dtype]] = {}
+        self._slices: dict[int, dict[str, _Cut]] = {}
         self._owned: dict[int, dict[str, _Owned]] = {}
         if not engine.groups.is_first_copy:
             return
@@ -145,9 +144,9 @@ class FullOptimizerState:
         self._slices, self._common, self._owned = map(agreed.__getitem__, _KINDS)
         if engine.is_first:
             self.shapes = {
-                (index, key): (engine.full_shape(self._params[index]), dtype)
+                (index, key): (cut.shape(engine.full_shape(self._params[index])), cut.dtype)
                 for index, entries in self._slices.items()
-                for key, dtype in entries.items()
+                for key, cut in entries.items()
             }
             self.shapes |= {
                 (index, key): (value.shape, value.dtype)
@@ -190,7 +189,7 @@ class FullOptimizerState:
         for (index, key), own, full in zip(entries, ranks, arrived, strict=True):
             param = self._params[index]
             if full is None:
-                nothing = param.detach().new_empty(0, dtype=self._slices[index][key])
+                nothing = param.detach().new_empty(0, dtype=self._slices[index][key].dtype)
                 full = ArrivingTensor.here(nothing)
             if own.dp.rank == 0:
                 full = of_split(param, full, engine)
@@ -213,8 +212,9 @@ class FullOptimizerState:
         param = self._params[index]
         flat, place = self._engine.owner(param)
         value = self._packed["state"].get(index, {}).get(key)
-        own = value if is_shard(value, flat, place) else None
-        return slices_of(flat, place, own, self._slices[index][key], ranks)
+        cut = self._slices[index][key]
+        own = value if elements_of(key, value, param, self._engine) else None
+        return slices_of(flat, place, own, cut.dtype, ranks, elements=cut.elements)
 
     def _on_owner(self, entry: tuple[int, str]) -> SlicedTensor:
         """Return a tensor that one rank has, whatever its shape."""
@@ -244,6 +244,17 @@ class FullOptimizerState:
 
 
 _KINDS = ("shard", "common", "owned")  # of entries, see `_told`
+
+
+class _Cut(NamedTuple):
+    """A state tensor in shards, of which each element stands for some of the parameter's."""
+
+    dtype: torch.dtype
+    elements: int
+
+    def shape(self, full: Sequence[int]) -> Sequence[int]:
+        """Return the shape of the full tensor for a parameter's."""
+        return full if self.elements == 1 else part_shape(full, self.elements)
 
 
 class _Owned(NamedTuple):
@@ -293,7 +304,8 @@ def _agree_on_keys(
             continue
         if not is_stepped(params[index], engine):
             continue  # its counters are stale
-        mine[index] = {key: _told(value, params[index], engine) for key, value in entries.items()}
+        param = params[index]
+        mine[index] = {key: _told(key, value, param, engine) for key, value in entries.items()}
     for group in (engine.groups.shard, *engine.split.groups):
         theirs = group.all_gather_object(mine)
         mine = {}
@@ -307,17 +319,18 @@ def _agree_on_keys(
     return of_kind
 
 
-def _told(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> tuple[str, Any]:
+def _told(key: str, value: Any, param: nn.Parameter, engine: DataParallelEngine) -> tuple[str, Any]:
     """Return what other ranks have to know of a state entry of this rank, and its kind."""
-    flat, index = engine.owner(param)
+    flat, _ = engine.owner(param)
     is_gathered = engine.owners.gathers(param)
-    if not is_gathered and is_shard(value, flat, index):
-        return "shard", value.dtype
+    elements = 0 if is_gathered else elements_of(key, value, param, engine)
+    if elements:
+        return "shard", _Cut(value.dtype, elements)
     has_elements = isinstance(value, Tensor) and value.ndim > 0
     if has_elements and (is_gathered or flat.is_owned):
         owner = engine.groups.shard.rank if flat.stage > 0 else 0
         return "owned", _Owned(value.shape, value.dtype, owner, _ranks(engine))
-    return "common", host_copy(value)
+    return "common", host_copy(full_form(value, param, engine))
 
 
 def _packed(optimizer: Optimizer) -> dict[str, Any]:
@@ -353,6 +366,40 @@ def is_stepped(param: nn.Parameter, engine: DataParallelEngine) -> bool:
 def is_on_other_ranks(flat: FlatParameters, index: int) -> bool:
     """Whether all of a parameter's elements lie on other ranks."""
     return flat.layout.slots[index].numel > 0 and not flat.local_views[index].numel()
+
+
+def elements_of(key: str, value: Any, param: nn.Parameter, engine: DataParallelEngine) -> int:
+    """Return how many of the shard's elements one of a local entry stands for; 0: it is not cut."""
+    flat, index = engine.owner(param)
+    blocks = engine.options.blocks.get(param)
+    if blocks is None or not isinstance(value, Tensor):
+        return int(is_shard(value, flat, index))
+    local = flat.local_views[index]
+    elements = blocks.elements_of(key, value, local.shape)
+    return elements if elements and value.numel() == -(-local.numel() // elements) else 0
+
+
+def full_form(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
+    """Return what a full state has in the place of a local entry that is not cut."""
+    if isinstance(value, EntryForm) and param in engine.options.blocks:
+        flat, index = engine.owner(param)
+        if value.shape == flat.local_views[index].shape:
+            return value.of_shape(engine.full_shape(param))
+    return value
+
+
+def local_form(value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
+    """Return what a local state has in the place of a full one's form; see `full_form`."""
+    if isinstance(value, EntryForm) and param in engine.options.blocks:
+        flat, index = engine.owner(param)
+        if value.shape == tuple(engine.full_shape(param)):
+            return value.of_shape(flat.local_views[index].shape)
+    return value
+
+
+def part_shape(full: Sequence[int], elements: int) -> tuple[int]:
+    """Return the shape of what has an element for so many of a tensor of this shape."""
+    return (-(-torch.Size(full).numel() // elements),)
 
 
 def is_shard(value: Any, flat: FlatParameters, index: int) -> bool:

@@ -14,7 +14,8 @@ saves. Whoever cuts, sends or counts elements has the plain tensors instead, und
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from math import lcm
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,8 +81,64 @@ class EntryForm:
         return self.kind.__tensor_unflatten__(parts, self.context, self.shape, strides)
 
 
+torch.serialization.add_safe_globals([EntryForm])  # what folders have of such entries
+
+
 def _is_shape(value: Any, shape: tuple[int, ...]) -> bool:
     return isinstance(value, (tuple, list)) and tuple(value) == shape
+
+
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+@dataclass(frozen=True)
+class StateBlocks:
+    """Which parts of a state lie in blocks, and where shards may be cut.
+
+        absmax1    elements 256    one scale for each block of 256 elements
+        codes               2      two elements in a byte
+        state1              1      an element for each of the parameter's
+        qmap1               0      the same for all elements
+
+    Attributes:
+        elements: By key, as `flattened` has it, how many elements of the parameter one of the part
+            stands for; 0 where it stands for all.
+    """
+
+    elements: Mapping[str, int]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of which a shard must have a multiple."""
+        return lcm(*filter(None, self.elements.values()))
+
+    def elements_of(self, key: str, value: "_Shaped", shape: Sequence[int]) -> int:
+        """Return the same of a part of a parameter of this shape, also of one that has no blocks.
+
+        Keys of what an optimizer saves may begin with another name.
+        """
+        for known in (key, key.partition(".")[2]):
+            if known in self.elements:
+                return self.elements[known]
+        is_counter = not value.shape and key == "step"  # of a scalar parameter
+        return int(tuple(value.shape) == tuple(shape) and not is_counter)
+
+    def part(self, key: str, value: Any, shape: Sequence[int], own: range) -> Any:
+        """Return what belongs to a range of elements, in memory of its own; `value` is full."""
+        form = EntryForm.of(value)
+        if form is not None:
+            parts = {
+                name: self.part(f"{key}.{name}", form.part(value, name), shape, own)
+                for name in form.names
+            }
+            is_cut = form.shape == tuple(shape) and form.kind is not dict
+            return (form.of_shape((len(own),)) if is_cut else form).joined(parts)
+        elements = self.elements_of(key, value, shape) if isinstance(value, Tensor) else 0
+        if not elements:
+            return value.clone() if isinstance(value, Tensor) else value
+        return value.flatten()[own.start // elements : -(-own.stop // elements)].clone()
 
 
 def flattened(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The options that the engine has, and its settings: stage, units, number formats, compression."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Annotated, Literal, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from lightning_shard.data_parallel.compression.quantized_gather import Quantized
 from lightning_shard.data_parallel.memory.flat_parameters import ValuesAtStart
 from lightning_shard.data_parallel.memory.inner_tensors import is_inner
 from lightning_shard.data_parallel.memory.quantised import is_quantised
+from lightning_shard.data_parallel.optimizer_entries import StateBlocks
 from lightning_shard.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
@@ -124,6 +126,7 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
             parameters (ZeRO, arXiv:1910.02054).
         owned: Parameters that lie full on one rank each, from stage 1 on, for optimizers of full
             matrices; see `OwnedLayout`.
+        blocks: By parameter whose optimizer keeps state in blocks, those; shards are multiples.
         start: Knows the values of parameters that are on meta; None where there are none.
         loss_scale: As for `FlatBuffer`.
         seeing_shards: Makes the context in which the engine works: each step and backward, and what
@@ -140,6 +143,7 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
     dtypes: DTypePolicy = field(default_factory=DTypePolicy)
     compression: Compressor | None = None
     owned: Collection[nn.Parameter] = frozenset()
+    blocks: Mapping[nn.Parameter, StateBlocks] = field(default_factory=dict)
     start: ValuesAtStart | None = None
     loss_scale: Callable[[], torch.Tensor | None] = field(default=unscaled, compare=False)
     seeing_shards: Inside = field(default=nullcontext, compare=False)
@@ -165,6 +169,11 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
         """
         own, rounded = self.full_dtype(param, in_block=in_block), self.dtypes.compute_dtype(param)
         return self.dtypes.reduce or (own if rounded == torch.float16 else rounded)
+
+    @property
+    def block_size(self) -> int:
+        """The number of elements of which a parameter's part of a shard is a multiple."""
+        return lcm(*(blocks.size for blocks in self.blocks.values()))
 
     @property
     def unit_mb(self) -> float:

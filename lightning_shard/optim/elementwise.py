@@ -260,6 +260,7 @@ def why_not(
     optimizer: Optimizer,
     groups: Sequence[dict[str, Any]] | None,
     parts: Parts,
+    kind: type["Runs"] | None = None,
 ) -> str | None:
     """Say why an optimizer does something else to parts; see `why_not_elementwise`."""
     if _sends_messages(optimizer):
@@ -269,7 +270,7 @@ def why_not(
         )
     tried = optimizer.param_groups if groups is None else groups
     with torch.random.fork_rng(devices=[]):
-        reason = _gravest([_try_group(optimizer, group, parts) for group in tried])
+        reason = _gravest([_try_group(optimizer, group, parts, kind or Runs) for group in tried])
     if reason == _STILL:  # it may want a second parameter
         return None if parts is one_by_one else why_not(optimizer, groups, one_by_one)
     return reason
@@ -303,16 +304,18 @@ def _is_of_distributed(value: Any) -> bool:
     return str(name).startswith("torch.distributed")
 
 
-def _try_group(optimizer: Optimizer, group: dict[str, Any], parts: Parts) -> str | None:
+def _try_group(
+    optimizer: Optimizer, group: dict[str, Any], parts: Parts, kind: type[Runs]
+) -> str | None:
     """Try a group; each rank asks it of each fit, so torch's own are tried once per settings."""
     if not is_of_torch(optimizer):
         shapes = [_SHAPE, *_shapes_like(group["params"])]
-        return _gravest([_try_shape(optimizer, group, parts, shape) for shape in shapes])
+        return _gravest([_try_shape(optimizer, group, parts, shape, kind) for shape in shapes])
     settings = sorted((key, repr(one)) for key, one in group.items() if key not in _UNTRIED)
     place = _device_of(group), torch.get_default_dtype()
     key = (type(optimizer), type(optimizer).step, parts, *place, *settings)
     if key not in _tried:
-        _tried[key] = _try_shape(optimizer, group, parts, _SHAPE)
+        _tried[key] = _try_shape(optimizer, group, parts, _SHAPE, kind)
     return _tried[key]
 
 
@@ -337,7 +340,11 @@ def _limited(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _try_shape(
-    optimizer: Optimizer, group: dict[str, Any], parts: Parts, shape: tuple[int, ...]
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parts: Parts,
+    shape: tuple[int, ...],
+    kind: type[Runs],
 ) -> str | None:
     """Try steps in float64, or in float32 where an optimizer computes in that alone."""
     generator = torch.Generator().manual_seed(0)
@@ -347,16 +354,16 @@ def _try_shape(
     values = values.to(_device_of(group))  # of a weight, and of gradients
     values[-1, ::2] = 0  # rows that no sample has reached
     if is_of_torch(optimizer):
-        return _try_values(optimizer, group, parts, values)
+        return _try_values(optimizer, group, parts, values, kind)
     for step, grad in enumerate(values[1:]):
         grad.mul_(_SCALES[step % len(_SCALES)])
-    reason = _try_values(optimizer, group, parts, values.double())
+    reason = _try_values(optimizer, group, parts, values.double(), kind)
     has_raised = reason is not None and reason.startswith(RAISED)
-    return _try_values(optimizer, group, parts, values) if has_raised else reason
+    return _try_values(optimizer, group, parts, values, kind) if has_raised else reason
 
 
 def _try_values(
-    optimizer: Optimizer, group: dict[str, Any], parts: Parts, values: Tensor
+    optimizer: Optimizer, group: dict[str, Any], parts: Parts, values: Tensor, kind: type[Runs]
 ) -> str | None:
     """Try steps without a closure and with one, as a Trainer takes them; some need it."""
     settings = {key: copy.copy(value) for key, value in group.items() if key != "params"}
@@ -366,9 +373,9 @@ def _try_values(
     losses = (None, same_loss) if takes_closure(optimizer) else (None,)
     for loss in losses:
         try:
-            are_equal = _are_alike(Runs(optimizer, settings, parts, values[0]), values, loss)
+            are_equal = _are_alike(kind(optimizer, settings, parts, values[0]), values, loss)
             if loss is not None and are_equal is None:  # a line search, say
-                falling = Runs(optimizer, settings, parts, values[0])
+                falling = kind(optimizer, settings, parts, values[0])
                 are_equal = _are_alike(falling, values, _falling_loss)
         except Exception as error:  # whatever it raises, it says why
             is_of_parts = isinstance(error, TrialError) and error.of_parts
@@ -460,6 +467,7 @@ def parts_here(group: Mapping[str, Any], engine: DataParallelEngine) -> Parts:
     if not has_elements_only(group, engine):
         return one_by_one
     is_alone = engine.collectives.size == 1 and not engine.split.groups
+    is_alone |= any(param in engine.options.blocks for param in group["params"])  # tried before
     return in_one_shard if is_alone else in_shards
 
 

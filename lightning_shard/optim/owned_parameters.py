@@ -14,7 +14,7 @@ So the owner takes the step of a single device, and alone has the state. A messa
 parameters, for all owners: each part is sent once to the owner, and what it updates once back.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -34,17 +34,21 @@ from lightning_shard.optim.elementwise import (
 )
 
 
-def parameters_to_own(optimizers: Sequence[Optimizer], model: nn.Module) -> frozenset[nn.Parameter]:
+def parameters_to_own(
+    optimizers: Sequence[Optimizer], model: nn.Module, blocks: Container[nn.Parameter] = ()
+) -> frozenset[nn.Parameter]:
     """Return the parameters that have to lie full on one rank each; no communication.
 
     Where a param group needs them, those that no optimizer has yet are among them, since it may be
-    given them later. `optimizers` are all of the model's, before the engine is made.
+    given them later. `optimizers` are all of the model's, before the engine is made; parameters
+    with state in `blocks` lie in shards.
     """
     groups = [(one, group) for one in optimizers for group in one.param_groups]
     owned = {
         param
         for optimizer, group in groups
-        if needs_full_parameters(optimizer, group)
+        if not all(param in blocks for param in group["params"])
+        and needs_full_parameters(optimizer, group)
         for param in group["params"]
     }
     if owned:
@@ -123,7 +127,8 @@ class OwnedParameters:
         added = [param for param in group["params"] if param not in self._known]
         engine = self._engine
         is_cut = engine.options.stage > 0 or has_parts(engine.split)
-        others = [param for param in added if is_cut and param not in engine.options.owned]
+        suited = {*engine.options.owned, *engine.options.blocks}
+        others = [param for param in added if is_cut and param not in suited]
         cut = [home for param in others if (home := self._home(param)) is not None]
         if cut and needs_full_parameters(self._optimizer, group):
             flat, index = cut[0]

@@ -57,6 +57,7 @@ from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradie
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.errors import ConfigError, ShardError
+from lightning_shard.optim.blockwise import BegunStates
 from lightning_shard.optim.elementwise import RAISED, LaterSteps, is_of_torch, why_not_separate
 from lightning_shard.optim.flat_step import FlatStep, FrozenAdam
 from lightning_shard.optim.host_step import StepOnHost
@@ -343,6 +344,7 @@ class ShardedOptimizer:
         self._num_steps = 0  # torch hooks a base class's step, too, where that class is in use
         self._frozen_adam = FrozenAdam(optimizer, engine)
         self._owned = OwnedParameters(optimizer, engine)
+        self._begun = BegunStates(optimizer, engine)
         self._on_host = StepOnHost(optimizer, engine)
         shard_state(optimizer, engine)
         self._edited_state = EditedState(optimizer, engine)
@@ -489,6 +491,7 @@ class ShardedOptimizer:
         self._on_host.take()
         self._frozen_adam.take()
         self._owned.take()
+        self._begun.take()
 
     def _shows_shards(self) -> bool:
         """Decide how the step is made; return whether each parameter is to show its shard."""

@@ -9,7 +9,7 @@ a reconfiguration   of elastic ranks: rank 0's, which has trained, since shards 
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -39,8 +39,10 @@ from lightning_shard.data_parallel.deferred_init.start import (
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.quantised import take_over
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit, has_parts
+from lightning_shard.data_parallel.optimizer_entries import StateBlocks
 from lightning_shard.data_parallel.options import DTypePolicy, EngineOptions
 from lightning_shard.errors import ConfigError
+from lightning_shard.optim.blockwise import states_in_blocks
 from lightning_shard.optim.host_step import refuse_offload, warn_of_cpu_ranks
 from lightning_shard.optim.owned_parameters import parameters_to_own
 from lightning_shard.optim.sharded_optimizer import ShardedOptimizer, check_optimizer
@@ -216,7 +218,7 @@ class EngineSetup(RunPart):
         ]
         asked.optimizers = list(optimizers)
         check_same_optimizers(asked.optimizers, module, groups.everybody)
-        options = replace(run.options, owned=run.setup.parameters_to_own(combined(parts)))
+        options = replace(run.options, **run.setup.laid_out_for(combined(parts)))
         held = SimpleNamespace(model=module, options=options, split=combined(parts) or Unsplit())
         held.collectives = groups.everybody
         for optimizer in asked.optimizers:
@@ -363,7 +365,7 @@ class EngineSetup(RunPart):
         options = replace(
             run.options,
             dtypes=self.dtypes(str(strategy.precision_plugin.precision)),
-            owned=self.parameters_to_own(split),
+            **self.laid_out_for(split),
             offload=run.options.offload_of(is_fitting=view.is_fitting),
             start=self._start,
             loss_scale=partial(device_scale, strategy.precision_plugin),
@@ -413,7 +415,21 @@ class EngineSetup(RunPart):
         if self.run.options.bucket_mb == "auto":
             self.bucket_choice = self.strategy.broadcast(self.bucket_choice)
 
-    def parameters_to_own(self, split: ModelSplit | None) -> Collection[nn.Parameter]:
+    def laid_out_for(self, split: ModelSplit | None) -> dict[str, Any]:
+        """Return the options of the engine that tell how the optimizers' state has to lie."""
+        run, optimizers = self.run, self.strategy.optimizers
+        updates = run.is_fitting() or run.end.has_states  # those of the fit
+        blocks: Mapping[nn.Parameter, StateBlocks] = {}
+        if updates and split is None and run.options.stage > 0 and self.strategy.owns_matrices:
+            blocks = states_in_blocks(optimizers, run.model)
+        owned = self._parameters_to_own(split, blocks)
+        if owned or blocks:  # ranks that lay parameters out differently could not compare models
+            check_same_optimizers(optimizers, run.model, run.groups.all_ranks)
+        return {"blocks": blocks, "owned": owned}
+
+    def _parameters_to_own(
+        self, split: ModelSplit | None, blocks: Container[nn.Parameter]
+    ) -> Collection[nn.Parameter]:
         """Return the parameters that optimizers of full matrices need on one rank each."""
         run, optimizers = self.run, self.strategy.optimizers
         gathers = split is not None and split.parts is not None
@@ -424,11 +440,9 @@ class EngineSetup(RunPart):
             return frozenset()
         if not self.strategy.owns_matrices:
             return frozenset()
-        owned = parameters_to_own(optimizers, run.model)
+        owned = parameters_to_own(optimizers, run.model, blocks)
         if owned and run.options.offload is not None:
             raise refuse_offload(run.options.offload, optimizers)
-        if owned:  # ranks that lay parameters out differently could not even compare models
-            check_same_optimizers(optimizers, run.model, run.groups.all_ranks)
         return owned
 
     # --- what works on the engine -----------------------------------------------------------------

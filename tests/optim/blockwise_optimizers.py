@@ -123,9 +123,10 @@ class Joined(Blocked):
 
     def begin_state(self, param: Tensor, state: dict[str, Any]) -> None:
         state["step"] = torch.tensor(0.0)
-        state["momentum"] = torch.zeros_like(param)
-        if not self.is_small(param):
-            zeros = torch.full((param.numel(),), 128, dtype=torch.uint8)
+        if self.is_small(param):
+            state["momentum"] = torch.zeros_like(param)
+        else:
+            zeros = torch.full_like(param, 128, dtype=torch.uint8)
             scale = torch.zeros(param.numel() // BLOCK)
             state["momentum"] = Codes(zeros, scale, table(), param.shape)
 

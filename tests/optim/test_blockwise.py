@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L  # noqa: N812
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
 
 from lightning_shard import (
     DDPStrategy,
@@ -17,7 +19,7 @@ from lightning_shard import (
 )
 from tests.optim.blockwise_optimizers import OPTIMIZERS
 from tests.strategies.parity import ignoring
-from tests.strategies.stacks import Stack, fit, trainer_of
+from tests.strategies.stacks import WIDTH, Stack, fit, trainer_of
 
 pytestmark = ignoring(r".*microbatches are fewer")
 
@@ -32,10 +34,10 @@ ON_RANKS: dict[str, Any] = {
 }
 
 
-def style(kind: str) -> type[Stack]:
+def style(kind: str, base: type[Stack] = Stack) -> type[Stack]:
     """Return a stack whose optimizer is of a kind; each rank takes the same samples."""
 
-    class WithBlocks(Stack):
+    class WithBlocks(base):  # type: ignore[valid-type,misc]
         def configure_optimizers(self) -> Any:
             return OPTIMIZERS[kind](self.parameters(), lr=0.05)
 
@@ -77,11 +79,48 @@ def test_blocks_train_as_on_one_device(kind: str, scheme: str) -> None:
 
 
 # Lightning's own strategies cannot load a file with a tensor made of several; one rank can.
+class Saves(Callback):
+    """Saves when the fit is done, but not over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class StateBytes(Callback):
+    """Notes the bytes of each rank's optimizer state, by what it is of."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        own = sum(part.nbytes for part in parts_of(dict(optimizer.state)))
+        self.of_ranks = trainer.strategy.collectives.all_gather_object(own)
+
+
+class Wide(Stack):
+    """Has most of its elements in one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(WIDTH, 8192, bias=False), nn.Linear(8192, 3))
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("scheme", ["zero2", "zero3"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_ranks_share_out_the_blocks_of_one_matrix(kind: str, scheme: str) -> None:
+    """A parameter whose state lies in blocks lay full, with all of its state, on one rank."""
+    held = StateBytes()
+    fit(style(kind, Wide), strategy_of(scheme), [held], max_steps=1)
+    assert max(held.of_ranks) < 1.5 * sum(held.of_ranks) / len(held.of_ranks)
+
+
 PAIRS = [("zero2", "one rank"), (ONE_DEVICE, "zero3"), ("zero3", "zero1"), ("pipeline", "zero2")]
 
 
 @pytest.mark.few_cases(2)
-@pytest.mark.parametrize("layout", ["full"])
+@pytest.mark.parametrize("layout", ["full", "sharded"])
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_blocks_go_on_where_others_have_saved_them(
@@ -89,8 +128,8 @@ def test_blocks_go_on_where_others_have_saved_them(
 ) -> None:
     """At the end of a fit, saving raised what one tensor made of several raises when it is cut."""
     options = {} if first == ONE_DEVICE else {"checkpoint_format": layout}
-    saved = fit(style(kind), strategy_of(first, **options), max_epochs=1)
-    saved.trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    saves = Saves(tmp_path / "saved.ckpt")
+    fit(style(kind), strategy_of(first, **options), [saves], max_epochs=1)
     got = resumed(kind, second, tmp_path / "saved.ckpt")
     torch.testing.assert_close(got, fit(style(kind)).weights, rtol=0, atol=0)
 
@@ -101,8 +140,8 @@ def test_blocks_go_on_where_others_have_saved_them(
 def test_one_file_has_the_codes_of_one_device(kind: str, scheme: str, tmp_path: Path) -> None:
     files = []
     for one in (ONE_DEVICE, scheme):
-        fitted = fit(style(kind), strategy_of(one), max_epochs=1)
-        fitted.trainer.save_checkpoint(tmp_path / f"{one}.ckpt")
+        saves = Saves(tmp_path / f"{one}.ckpt")
+        fit(style(kind), strategy_of(one), [saves], max_epochs=1)
         files.append(torch.load(tmp_path / f"{one}.ckpt", weights_only=False)["optimizer_states"])
     expected, got = (parts_of(dict(enumerate(one))) for one in files)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

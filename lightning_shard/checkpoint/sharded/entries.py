@@ -31,6 +31,7 @@ from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor, read_all
 from lightning_shard.checkpoint.unread import exchanged
 from lightning_shard.data_parallel.compression.state import ReadWhenAsked
+from lightning_shard.data_parallel.optimizer_entries import flattened
 from lightning_shard.data_parallel.torch_private import OF_ORIGINAL
 from lightning_shard.errors import CheckpointError, some_of
 
@@ -327,7 +328,11 @@ def folder_entries(
         meta[CHECKPOINT_KEY] = section = dict(meta[CHECKPOINT_KEY])
         own = take_out_entries(section)
     for number, one in enumerate(meta.pop("optimizer_states", ())):
-        state[f"{_OPTIMIZER}{number}"] = named_state(one, optimizers[number], names)
+        state[f"{_OPTIMIZER}{number}"] = found = named_state(one, optimizers[number], names)
+        if "state" in found:
+            entries = found["state"].items()
+            flat = {key: flattened(of) if isinstance(of, dict) else of for key, of in entries}
+            found["state"] = flat
     for name, entries in checkpoint.items():
         if name in meta and _is_of_weights(name, entries):
             state[name] = {

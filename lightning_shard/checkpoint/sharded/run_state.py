@@ -15,13 +15,29 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.arriving import take_in_edits
 from lightning_shard.checkpoint.misfits import dtype_misfits, shape_misfits
-from lightning_shard.checkpoint.optimizer_state import is_kept, is_shard, is_stepped, params_of
+from lightning_shard.checkpoint.optimizer_state import (
+    elements_of,
+    full_form,
+    is_kept,
+    is_stepped,
+    local_form,
+    params_of,
+    part_shape,
+)
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor, boxed_range
 from lightning_shard.checkpoint.sharded.folder import StoredTensor, read_all
 from lightning_shard.checkpoint.unread import exchanged
 from lightning_shard.core.layout import whole
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.model_split import in_place
+from lightning_shard.data_parallel.optimizer_entries import (
+    EntryForm,
+    StateBlocks,
+    flattened,
+    joined,
+)
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
+from lightning_shard.errors import CheckpointError
 
 _SHARDS = (ParameterShard, ShardView)
 
@@ -59,9 +75,17 @@ def parameter_boxes(
 
 
 def state_boxes(
-    param: nn.Parameter, value: Tensor, engine: DataParallelEngine, *, reading: bool = False
+    param: nn.Parameter,
+    value: Tensor,
+    engine: DataParallelEngine,
+    *,
+    reading: bool = False,
+    elements: int = 1,
 ) -> BoxedTensor:
-    """Return the boxes of a tensor that is cut as this rank's shard of a parameter is."""
+    """Return the boxes of a tensor that is cut as this rank's shard of a parameter is.
+
+    Each of its elements stands for so many `elements` of the parameter's, in blocks.
+    """
     flat, index = engine.owner(param)
     slot = flat.layout.slots[index]
     full_shape = engine.full_shape(param)
@@ -70,6 +94,10 @@ def state_boxes(
     start = 0
     if flat.stage > 0:
         start = flat.layout.shard_slice(slot, flat.shard_index).param_offset
+    if elements > 1:
+        shape = part_shape(slot.shape, elements)
+        flattened_value = value.detach().view(-1)
+        return boxed_range(flattened_value, start // elements, shape, [in_place(shape)], shape)
     places = engine.split.places(param, slot.shape)
     return boxed_range(value.detach().view(-1), start, slot.shape, places, full_shape)
 
@@ -110,6 +138,7 @@ def _writes(param: nn.Parameter, engine: DataParallelEngine) -> bool:
 def _entries(
     param: nn.Parameter, entries: Mapping[str, Any], engine: DataParallelEngine
 ) -> dict[str, Any]:
+    entries = flattened(entries)
     if engine.owners.gathers(param):
         shape = torch.Size(engine.full_shape(param))
         return {
@@ -119,9 +148,9 @@ def _entries(
             for key, value in entries.items()
         }
     return {
-        key: state_boxes(param, value.contiguous(), engine)
-        if is_shard(value, *engine.owner(param))
-        else value
+        key: state_boxes(param, value.contiguous(), engine, elements=elements)
+        if (elements := elements_of(key, value, param, engine))
+        else full_form(value, param, engine)
         for key, value in entries.items()
     }
 
@@ -133,17 +162,18 @@ def _full_box(value: Tensor) -> BoxedTensor:
 
 @torch.no_grad()
 def empty_entry(
-    param: nn.Parameter, dtype: torch.dtype, engine: DataParallelEngine
+    param: nn.Parameter, dtype: torch.dtype, engine: DataParallelEngine, elements: int = 1
 ) -> tuple[Tensor, BoxedTensor]:
     """Return memory for a state tensor that is cut as a parameter, and its boxes to read into."""
     flat, index = engine.owner(param)
     if engine.owners.gathers(param):
         value = flat.master.new_zeros(tuple(engine.full_shape(param)), dtype=dtype)
         return value, _full_box(value)
-    value = torch.zeros_like(flat.master_views[index], dtype=dtype)
-    if flat.is_owned:
+    own = flat.master_views[index]
+    value = own.new_zeros(-(-own.numel() // elements), dtype=dtype)
+    if flat.is_owned or flat.stage == 0:
         value = value.view(flat.layout.slots[index].shape)
-    return value, state_boxes(param, value, engine, reading=True)
+    return value, state_boxes(param, value, engine, reading=True, elements=elements)
 
 
 _LEAVE_PARAMETERS_ALONE = ("torch.nn.modules.", "torchmetrics.", "lightning.")
@@ -230,28 +260,59 @@ def local_optimizer_state(
             continue
         own = entries[number] = dict(saved)
         for key, stored in saved.items():
-            if isinstance(stored, StoredTensor) and _is_cut(key, stored, params[number], engine):
-                own[key], boxes = empty_entry(params[number], stored.dtype, engine)
+            elements = _elements_of(key, stored, params[number], engine)
+            if elements:
+                own[key], boxes = empty_entry(params[number], stored.dtype, engine, elements)
                 targets[stored.key] = boxes
                 folders.append(stored.folder)
     if folders:
         folders[0].read(targets)
     local: dict[str, Any] = read_all({**state, "state": entries})  # counters, rates in tensors
+    for number in set(entries) & {*range(len(params))}:
+        own = {
+            key: local_form(value, params[number], engine)
+            for key, value in local["state"][number].items()
+        }
+        local["state"][number] = joined(own)
     return local
 
 
-def _is_cut(
-    key: str, stored: StoredTensor, param: nn.Parameter, engine: DataParallelEngine
-) -> bool:
-    """Whether a state tensor is cut as its parameter is; see `optimizer_state`."""
-    if not stored.shape and key == "step":  # the counter of a scalar parameter
-        return False
-    return tuple(stored.shape) == tuple(engine.full_shape(param))
+def _elements_of(key: str, stored: Any, param: nn.Parameter, engine: DataParallelEngine) -> int:
+    """Return how many of a parameter's elements one of a stored entry stands for; 0: all of them.
+
+    See `optimizer_state`.
+    """
+    if not isinstance(stored, StoredTensor):
+        return 0
+    full = engine.full_shape(param)
+    blocks = engine.options.blocks.get(param, StateBlocks({}))
+    elements = blocks.elements_of(key, stored, full)
+    if elements > 1 and tuple(stored.shape) != part_shape(full, elements):
+        raise CheckpointError(
+            f"{key!r} in the optimizer's state has shape {tuple(stored.shape)} for a parameter of "
+            f"{tuple(full)}, expected {part_shape(full, elements)}, for blocks of {elements} "
+            f"elements. Resume with the optimizer's settings that it was saved with."
+        )
+    return elements
 
 
 def placeholders(states: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return states with placeholders for stored tensors, to be checked."""
-    return [exchanged(state, StoredTensor.placeholder) for state in states]
+    found = [exchanged(state, StoredTensor.placeholder) for state in states]
+    return [{**state, **_joined_entries(state)} for state in found]
+
+
+def _joined_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a state whose tensors are made of several, where there are some."""
+    entries = state.get("state", {})
+    having = {key for key, one in entries.items() if isinstance(one, Mapping) and _has_forms(one)}
+    if not having:
+        return {}
+    return {"state": {key: joined(one) if key in having else one for key, one in entries.items()}}
+
+
+def _has_forms(entries: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, EntryForm) for value in entries.values())
 
 
 def loads_plainly(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ parameter shows itself; they share a note, and one that nobody has kept stands f
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import lcm
 from sys import getrefcount
 from typing import Protocol
 
@@ -246,6 +247,7 @@ class FlatParameters:
         start: Knows the values of parameters on meta, which get memory here.
         align_bytes: Parameters and shards begin at multiples of this.
         gathers_in: In how few bits shards travel; None for those of the full parameters.
+        block_size: Shards, and parameters, begin at multiples of so many elements.
 
     Attributes:
         stand_ins: What stands in `.grad` for averages that lie in shards.
@@ -276,6 +278,7 @@ class FlatParameters:
         start: ValuesAtStart | None = None,
         align_bytes: int = ALIGN_BYTES,
         gathers_in: QuantizedGathers | None = None,
+        block_size: int = 1,
     ) -> None:
         self.params = [param for _, param in named_params]
         self.stage, self.reduce_dtype = stage, reduce_dtype or compute_dtype
@@ -291,6 +294,7 @@ class FlatParameters:
         align = max(align_bytes // min(compute_dtype.itemsize, master_dtype.itemsize), 1)
         gathers_in = gathers_in if num_shards > 1 else None
         align = align if gathers_in is None else BLOCK
+        align = lcm(align, block_size)
         self.layout = (
             build_owned_layout(shapes, owners, num_shards=num_shards, align=align)
             if owners

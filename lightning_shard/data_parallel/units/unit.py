@@ -381,6 +381,7 @@ def _build_unit(
             start=options.start,
             align_bytes=_ALIGN_BYTES_OF_VECTORS if options.same_bits else ALIGN_BYTES,
             gathers_in=options.gathers_in(named[0][1]),
+            block_size=options.block_size,
         )
         for named in alike
     ]
