@@ -55,7 +55,8 @@ class EntryForm:
     def of(cls, value: Any) -> "EntryForm | None":
         """Return the form of an entry; None where it is plain."""
         if type(value) is dict:
-            return cls(dict, tuple(value))
+            has_tensors = any(isinstance(one, Tensor) for one in value.values())
+            return cls(dict, tuple(value)) if has_tensors else None
         own = type(value)
         if not hasattr(own, "__tensor_flatten__") or own.__module__.startswith("torch."):
             return None
@@ -119,7 +120,7 @@ class StateBlocks:
 
         Keys of what an optimizer saves may begin with another name.
         """
-        for known in (key, key.partition(".")[2]):
+        for known in (key, str(key).partition(".")[2]):
             if known in self.elements:
                 return self.elements[known]
         is_counter = not value.shape and key == "step"  # of a scalar parameter
@@ -157,6 +158,15 @@ def joined(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of which `flattened` has made these."""
     inner = {f"{key}.{name}" for key, one in flat.items() for name in _names(one)}
     return {key: _joined(key, flat) for key in flat if key not in inner}
+
+
+def with_joined(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's `state_dict` with such entries in the place of their parts."""
+    entries = dict(state.get("state", {}))
+    for key, of_param in entries.items():
+        if isinstance(of_param, Mapping) and any(map(_names, of_param.values())):
+            entries[key] = joined(of_param)
+    return {**state, "state": entries} if "state" in state else dict(state)
 
 
 def _names(value: Any) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from lightning_shard import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from lightning_shard.checkpoint.conversion.consolidating import Consolidation, consolidate
 from tests.optim.blockwise_optimizers import OPTIMIZERS
 from tests.strategies.parity import ignoring
 from tests.strategies.stacks import WIDTH, Stack, fit, trainer_of
@@ -68,7 +69,7 @@ def parts_of(nested: Any) -> list[Tensor]:
     return [torch.as_tensor(nested)] if isinstance(nested, (int, float, Tensor)) else []
 
 
-@pytest.mark.few_cases(3)
+@pytest.mark.few_cases(2)
 @pytest.mark.parametrize("scheme", ON_RANKS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_blocks_train_as_on_one_device(kind: str, scheme: str) -> None:
@@ -135,13 +136,19 @@ def test_blocks_go_on_where_others_have_saved_them(
 
 
 @pytest.mark.few_cases(1)
+@pytest.mark.parametrize("layout", ["full", "sharded"])
 @pytest.mark.parametrize("scheme", ON_RANKS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_one_file_has_the_codes_of_one_device(kind: str, scheme: str, tmp_path: Path) -> None:
-    files = []
-    for one in (ONE_DEVICE, scheme):
-        saves = Saves(tmp_path / f"{one}.ckpt")
-        fit(style(kind), strategy_of(one), [saves], max_epochs=1)
-        files.append(torch.load(tmp_path / f"{one}.ckpt", weights_only=False)["optimizer_states"])
-    expected, got = (parts_of(dict(enumerate(one))) for one in files)
+def test_one_file_has_the_codes_of_one_device(
+    kind: str, scheme: str, layout: str, tmp_path: Path
+) -> None:
+    alone, saved, one_file = (tmp_path / name for name in ("alone.ckpt", "saved", "full.ckpt"))
+    fit(style(kind), callbacks=[Saves(alone)], max_epochs=1)
+    fit(style(kind), strategy_of(scheme, checkpoint_format=layout), [Saves(saved)], max_epochs=1)
+    if layout == "sharded":
+        consolidate(saved, one_file, Consolidation(trust=True))
+    expected, got = (
+        parts_of(dict(enumerate(torch.load(path, weights_only=False)["optimizer_states"])))
+        for path in (alone, one_file if layout == "sharded" else saved)
+    )
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

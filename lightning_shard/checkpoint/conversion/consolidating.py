@@ -34,6 +34,7 @@ from lightning_shard.checkpoint.unread import (
     memory_of,
     tensors_in,
 )
+from lightning_shard.data_parallel.optimizer_entries import with_joined
 from lightning_shard.errors import ConfigError
 
 _OF_HUGGING_FACE = ("model.safetensors", "model-*-of-*.safetensors", INDEX_OF_SAFETENSORS)
@@ -155,7 +156,10 @@ def _records(content: Any, written: Written) -> Iterator[ArchiveRecord]:
     """Yield the records of a file, the elements of each tensor as they are read."""
     tensors = dict.fromkeys(tensors_in(content))
     memory = {one: untouched(torch.Size(one.shape), one.dtype) for one in tensors}
-    for record, unread in records_awaiting(exchanged(content, memory.__getitem__), memory):
+    awaiting = exchanged(content, memory.__getitem__)
+    if isinstance(awaiting, dict) and (states := awaiting.get("optimizer_states")):
+        awaiting = {**awaiting, "optimizer_states": [*map(with_joined, states)]}
+    for record, unread in records_awaiting(awaiting, memory):
         if unread is None:
             yield record
         else:

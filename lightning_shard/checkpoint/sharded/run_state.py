@@ -31,10 +31,10 @@ from lightning_shard.core.layout import whole
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import in_place
 from lightning_shard.data_parallel.optimizer_entries import (
-    EntryForm,
     StateBlocks,
     flattened,
     joined,
+    with_joined,
 )
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
 from lightning_shard.errors import CheckpointError
@@ -299,20 +299,7 @@ def _elements_of(key: str, stored: Any, param: nn.Parameter, engine: DataParalle
 def placeholders(states: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return states with placeholders for stored tensors, to be checked."""
     found = [exchanged(state, StoredTensor.placeholder) for state in states]
-    return [{**state, **_joined_entries(state)} for state in found]
-
-
-def _joined_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a state whose tensors are made of several, where there are some."""
-    entries = state.get("state", {})
-    having = {key for key, one in entries.items() if isinstance(one, Mapping) and _has_forms(one)}
-    if not having:
-        return {}
-    return {"state": {key: joined(one) if key in having else one for key, one in entries.items()}}
-
-
-def _has_forms(entries: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, EntryForm) for value in entries.values())
+    return [with_joined(state) for state in found]
 
 
 def loads_plainly(module: nn.Module) -> bool:
