@@ -1,4 +1,4 @@
-"""Saves that go on while a fit trains, and where in a run they come to their end.
+"""Saves of folders, at once or while a fit trains, and where in a run these come to their end.
 
     trainer.save_checkpoint     waits for the save before; copies; a thread writes, once all ranks
                                 have copied. A second one of the same step gets the same files under
@@ -16,56 +16,86 @@ One save goes through phases, from one to the next on all ranks at the boundary 
     placing    rank 0's thread writes index and checksums, and gives the folder its name
     complete
 
+A save at once goes through the same phases, and each rank's own thread does the work.
+
 A thread that fails takes all of them along, and the folder is removed.
 
 torch's `async_save` is not used: its thread (or process) talks to other ranks while training does,
 which needs a second group and mixes up collectives where ranks are threads; its stagers copy all
 that a rank has, before it is known which rank writes what; and its failures are in a future that
-each rank sees at another step.
+each rank sees at another step. torch's cache of plans keeps one, and belongs to the process.
 """
 
 import io
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
-from copy import copy
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from threading import Event
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
-from lightning_shard.checkpoint.files.new import not_saved
+from lightning_shard.checkpoint.files.new import explaining_failures, new_folder
 from lightning_shard.checkpoint.files.open_folder import (
     META_FILE,
     Checksum,
     OpenFolder,
     complete_folder,
     on_one_filesystem,
-    write_checked,
+)
+from lightning_shard.checkpoint.files.torch_archive import (
+    ArchiveRecord,
+    bytes_of,
+    records_of,
+    write_archive,
 )
 from lightning_shard.checkpoint.host_buffers import HostBuffers
-from lightning_shard.checkpoint.sharded.box_writer import BoxWriter, renamed
-from lightning_shard.checkpoint.sharded.writing import BoxSavePlanner, made_folder, write_folder
+from lightning_shard.checkpoint.sharded.box_writer import index_of, write_boxes
+from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
+from lightning_shard.checkpoint.sharded.folder import text_of, with_keys
 from lightning_shard.errors import CheckpointError
 
 _MOST_KEPT = 3  # within an epoch, at its end, and one that somebody else has made necessary
 
 
-class _Plan(NamedTuple):
-    """What one rank keeps of a plan that all have made."""
+class BoxSavePlanner(DefaultSavePlanner):
+    """Finds boxes, which torch looks for in subclasses of tensors alone, and keeps keys."""
 
-    number: int
+    @override
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(with_keys(state_dict, text_of), storage_meta, is_coordinator)
+
+    @override
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        if isinstance(value, BoxedTensor):
+            return value.__get_tensor_shard__(index)
+        return super().lookup_object(index)
+
+
+class _Plan(NamedTuple):
+    """What one rank keeps of a plan that all have made.
+
+    Attributes:
+        final: What this rank writes.
+        metadata: What the index of the folder says of tensors; on rank 0.
+    """
+
     local: SavePlan
     final: SavePlan
     metadata: Metadata | None
@@ -76,55 +106,39 @@ class SavePlans:
 
     The local plans of most saves are those of an earlier one, and then so is the global one, which
     all ranks make together. A first optimizer step, parameters that are frozen or unfrozen, other
-    ranks: some local plan is a new one, and all ranks plan again. torch's own cache belongs to the
-    process, where ranks may be threads.
+    ranks: some local plan is a new one, and all ranks plan again.
     """
 
     def __init__(self) -> None:
         self.num_made = 0
         self._group: Collectives | None = None
-        self._kept: deque[_Plan] = deque(maxlen=_MOST_KEPT)
+        self._kept: dict[int, _Plan] = {}  # by number
 
     @property
-    def final(self) -> SavePlan:
-        """What this rank writes."""
-        return self._kept[-1].final
-
-    @property
-    def metadata(self) -> Metadata:
-        """The index of the folder, to be filled in; on rank 0."""
-        metadata = self._kept[-1].metadata
-        assert metadata is not None
-        return copy(metadata)
+    def latest(self) -> _Plan:
+        """The plan of the save that is made or chosen last."""
+        return [*self._kept.values()][-1]
 
     def numbers_of(self, local: SavePlan, group: Collectives | None) -> set[int]:
         """Return the numbers of the plans with this local plan; other ranks may have changed."""
-        if group is not self._group:
-            return set()
-        return {one.number for one in self._kept if one.local == local}
+        is_same = group is self._group
+        return {number for number, one in self._kept.items() if is_same and one.local == local}
 
     def choose(self, number: int) -> None:
         """Take up a plan that is kept; each rank must, with the same number."""
-        place = [one.number for one in self._kept].index(number)
-        chosen = self._kept[place]
-        del self._kept[place]
-        self._kept.append(chosen)
+        self._kept[number] = self._kept.pop(number)
 
-    def make(
-        self,
-        local: SavePlan,
-        planner: SavePlanner,
-        writer: StorageWriter,
-        group: Collectives | None,
-    ) -> None:
+    def make(self, local: SavePlan, planner: SavePlanner, group: Collectives | None) -> None:
         """Plan with the other ranks, each of which must call."""
         if group is not self._group:
             self._kept.clear()
+        elif len(self._kept) == _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
         locals_ = [local] if group is None else group.all_gather_object(local)
         made: tuple[list[SavePlan], str] = [], ""
         metadata = None
         if group is None or group.rank == 0:
-            made, metadata = _global(locals_, planner, writer)
+            made, metadata = _global(locals_, planner)
         if group is not None:
             made = group.broadcast_object(made, src=0)
         plans, failure = made
@@ -135,18 +149,17 @@ class SavePlans:
             )
         final = planner.finish_plan(plans[0 if group is None else group.rank])
         self.num_made, self._group = self.num_made + 1, group
-        self._kept.append(_Plan(self.num_made, local, final, metadata))
+        self._kept[self.num_made] = _Plan(local, final, metadata)
 
 
 def _global(
-    locals_: list[SavePlan], planner: SavePlanner, writer: StorageWriter
+    locals_: list[SavePlan], planner: SavePlanner
 ) -> tuple[tuple[list[SavePlan], str], Metadata | None]:
     try:
         plans, metadata = planner.create_global_plan(locals_)
-        made: Any = writer.prepare_global_plan(plans)
     except Exception as error:  # torch's, of plans that do not fit together
         return ([], repr(error)), None
-    return (made, ""), metadata
+    return (plans, ""), metadata
 
 
 _ALIGNMENT = 64  # bytes
@@ -162,7 +175,8 @@ class StagedItems:
     """What one rank writes, as it was when this was made, copied into memory that `buffers` lends.
 
     Each copy is at a multiple of 64 bytes, and has a storage of its own size: a view would be
-    written with all of the buffer.
+    written with all of the buffer. Without buffers nothing is copied: the items are written as they
+    are then.
 
     Attributes:
         num_bytes: Bytes of all copied tensors.
@@ -174,7 +188,7 @@ class StagedItems:
         self,
         items: Iterable[WriteItem],
         resolve: Callable[[WriteItem], Tensor | io.BytesIO],
-        buffers: HostBuffers,
+        buffers: HostBuffers | None,
     ) -> None:
         self._items = list(items)
         resolved = {item.index: resolve(item) for item in self._items}
@@ -182,9 +196,11 @@ class StagedItems:
         self.num_bytes = sum(map(_num_bytes, tensors.values()))
         self.num_written = 0
         self.cancelled = Event()
-        self._buffers = buffers
-        self._buffer: Tensor | None = buffers.lend(sum(map(_aligned_bytes, tensors.values())))
-        self._staged: dict[MetadataIndex, Any] = {**resolved, **_copied(tensors, self._buffer)}
+        self._buffers, self._buffer = buffers, None
+        self._staged: dict[MetadataIndex, Any] = resolved
+        if buffers is not None:
+            self._buffer = buffers.lend(sum(map(_aligned_bytes, tensors.values())))
+            self._staged |= _copied(tensors, self._buffer)
 
     def resolve_data(self, item: WriteItem) -> Any:
         """Return what the writer asks for; called by the writer's thread."""
@@ -207,7 +223,7 @@ class StagedItems:
     def give_back(self) -> None:
         """Let the next save have the memory; nothing reads it any more."""
         self._staged = {}
-        if self._buffer is not None:
+        if self._buffers is not None and self._buffer is not None:
             self._buffers.give_back(self._buffer)
             self._buffer = None
 
@@ -254,8 +270,10 @@ def _aligned_bytes(tensor: Tensor) -> int:
     return -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
 
 
-Staging: TypeAlias = Callable[[SavePlan, SavePlanner], StagedItems | None]
-"""Copies what a rank writes by a plan; None where an earlier copy does not hold the same."""
+Staging: TypeAlias = Callable[
+    [Sequence[WriteItem], Callable[[WriteItem], Tensor | io.BytesIO]], StagedItems | None
+]
+"""Copies what a rank writes; None where an earlier copy does not hold the same."""
 
 
 @dataclass(frozen=True)
@@ -267,28 +285,6 @@ class ToSave:
     meta: Mapping[str, Any] | None
 
 
-class StagedWriter(BoxWriter):
-    """Copies what this rank writes by a plan, and writes it when asked."""
-
-    def __init__(self, folder: OpenFolder, rank: int) -> None:
-        super().__init__(folder)
-        self.set_up_storage_writer(rank == 0, rank=rank)
-        self.staged: StagedItems | None = None
-        self._plan: SavePlan | None = None
-
-    def copy(self, plan: SavePlan, planner: SavePlanner, staging: Staging) -> bool:
-        """Copy what this rank writes; return False where an earlier copy does not hold the same."""
-        self._plan, self.staged = plan, staging(plan, planner)
-        return self.staged is not None
-
-    def write_staged(self) -> list[WriteResult]:
-        """Write this rank's file, and return where in it everything is."""
-        assert self._plan is not None
-        staged: Any = self.staged  # of a planner it has the one method that is asked for
-        results: list[WriteResult] = self.write_data(self._plan, staged).value()
-        return results
-
-
 class UnfinishedFolder:
     """A folder that has no name yet; each rank must make one, with the same path.
 
@@ -297,22 +293,34 @@ class UnfinishedFolder:
     write          this rank's file, and on rank 0 meta.pt: in the thread
     link           the same where another folder has the same elements: one file with two names
     complete       index, checksums and the folder's name: in rank 0's thread
+
+    `copies` says whether what Lightning keeps besides is pickled as it is now, in memory; a new
+    edition of a remote folder gets a name of its own where none is given.
     """
 
     def __init__(
-        self, saved: ToSave, collectives: Collectives | None, plans: SavePlans, staging: Staging
+        self,
+        saved: ToSave,
+        collectives: Collectives | None,
+        plans: SavePlans,
+        staging: Staging,
+        *,
+        copies: bool,
+        edition: str = "",
     ) -> None:
         self.path = saved.path
         self.written: Any = None
+        self._boxes: dict[str, Checksum] = {}
         self._rank = 0 if collectives is None else collectives.rank
         with ExitStack() as stack:
-            self._meta: memoryview | None = None
+            self._meta: Sequence[ArchiveRecord] = ()
             made: tuple[OpenFolder | None, str] = None, ""
             if self._rank == 0:
-                made = made_folder(saved.path, stack, partial(self._keep, saved.meta))
+                made = self._made(saved, stack, copies=copies, edition=edition)
             self._begin(made, saved.state, collectives, plans)
-            self._metadata = plans.metadata if self._rank == 0 else None
-            self.has_copy = self.writer.copy(plans.final, self._planner, staging)
+            _, final, self._metadata = plans.latest
+            self._items = final.items
+            self.staged = staging(final.items, self._planner.resolve_data)
             self._place = stack.pop_all()
 
     def _begin(
@@ -335,11 +343,10 @@ class UnfinishedFolder:
         if failed or local is None:
             raise CheckpointError(explained(failed))
         self._folder = folder
-        self.writer = StagedWriter(self._folder, self._rank)
         if standing := known.intersection(*(numbers for _, numbers, _ in told)):
             plans.choose(max(standing))
         else:
-            plans.make(local, self._planner, self.writer, collectives)
+            plans.make(local, self._planner, collectives)
 
     def _local_plan(self, state: Mapping[str, Any]) -> tuple[SavePlan | None, str]:
         """Return what there is to write on this rank, or None and why nobody can tell."""
@@ -350,34 +357,53 @@ class UnfinishedFolder:
         except Exception as error:  # torch's, of what it cannot save
             return None, repr(error)
 
-    def _keep(self, meta: Mapping[str, Any] | None, _: OpenFolder) -> None:
-        """Pickle what is meta.pt, as it is now."""
-        file = io.BytesIO()
-        torch.save(meta, file)
-        self._meta = file.getbuffer()
+    def _made(
+        self, saved: ToSave, stack: ExitStack, *, copies: bool, edition: str
+    ) -> tuple[OpenFolder | None, str]:
+        """Make the folder and pickle meta.pt, on rank 0; return None and why if that cannot be."""
+        try:
+            folder = stack.enter_context(new_folder(saved.path, edition=edition))
+            self._meta = records_of(saved.meta)
+            if copies:
+                self._meta = [
+                    one._replace(content=bytes(bytes_of(one.content, one.num_bytes)))
+                    for one in self._meta
+                ]
+        except CheckpointError as error:
+            return None, str(error)
+        except Exception as error:  # of an object that is pickled, any
+            return None, (
+                f"{saved.path} was not saved: {type(error).__name__}: {error}. What was there "
+                f"before is as it was. Let the module and callbacks keep what can be pickled."
+            )
+        return folder, ""
 
     def write(self) -> None:
         """Write this rank's files; runs in the thread."""
-        with _explaining(self.path):
+        with explaining_failures(self.path):
             meta = self._write_meta()
-            results = self.writer.write_staged()
-            self.written = results, self.writer.checksums | meta
+            results, self._boxes = self.write_boxes()
+            self.written = results, self._boxes | meta
+
+    def write_boxes(self) -> tuple[list[WriteResult], dict[str, Checksum]]:
+        """Write what was copied, or is as it was."""
+        assert self.staged is not None
+        return write_boxes(self._folder, self._rank, self._items, self.staged.resolve_data)
 
     def link(self, other: "UnfinishedFolder") -> None:
         """Give this rank's files in `other`, which has the same elements, second names here."""
-        with _explaining(self.path):
+        with explaining_failures(self.path):
             meta = self._write_meta()
-            names = self._folder.take_over(other._folder, list(other.writer.checksums))
-            results, sums = other.written
-            found = {names[name]: one for name, one in sums.items() if name in names}
-            self.written = renamed(results, names), {**found, **meta}
+            self._folder.take_over(other._folder, other._boxes)
+            results, _ = other.written
+            self.written = results, other._boxes | meta
 
     def complete(self, written: Sequence[Any]) -> None:
         """Complete the folder from what all ranks have written, and give it its name."""
-        with _explaining(self.path):
+        with explaining_failures(self.path):
             assert self._metadata is not None
-            self.writer.finish(self._metadata, [results for results, _ in written])
-            index = self.writer.index
+            places = [results for results, _ in written]
+            index = index_of(self._metadata, places, self._folder.path)
             sums = {name: one for _, each in written for name, one in each.items()}
             complete_folder(self._folder, index, sums)
             self._place.close()
@@ -388,25 +414,14 @@ class UnfinishedFolder:
             raise SaveCancelledError
 
     def _write_meta(self) -> dict[str, Checksum]:
-        if self._meta is None:
+        if not self._meta:
             return {}
-        content, self._meta = self._meta, None
+        records, self._meta = self._meta, ()
         name = self._folder.named(META_FILE)
-        return {name: write_checked(self._folder, name, content)}
-
-
-@contextmanager
-def _explaining(path: Any) -> Iterator[None]:
-    """Raise the operating system's reason where there is one: torch tells another story."""
-    try:
-        yield
-    except BaseException as error:
-        found: BaseException | None = error
-        while found is not None and not isinstance(found, OSError):
-            found = found.__cause__ or found.__context__
-        if found is None:
-            raise
-        raise not_saved(path, found) from error
+        with closing(self._folder.create(name)) as file:
+            archive = write_archive(cast("BinaryIO", file), records)
+            file.finish()
+            return {name: {"bytes": file.tell(), "crc32": f"{archive.crc:08x}"}}
 
 
 def explained(failed: Mapping[int, str]) -> str:
@@ -414,30 +429,50 @@ def explained(failed: Mapping[int, str]) -> str:
     own = {rank: one for rank, one in failed.items() if SaveCancelledError.__name__ not in one}
     told = "; ".join(f"rank {rank}: {one}" for rank, one in (own or failed).items())
     return (
-        f"A checkpoint that was being written while training went on was not saved ({told}). "
-        f"Earlier checkpoints are as they were."
+        f"A checkpoint was not saved ({told}). Mend that, and save again; earlier checkpoints are "
+        f"as they were."
     )
 
 
+class _AtOnce(Executor):
+    """Does what it is given in the thread that gives it."""
+
+    @override
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 class SaveInFlight:
-    """A checkpoint that is copied, then written; collective, with one path."""
+    """A checkpoint that is copied, then written; collective, with one path.
+
+    Without buffers to copy to it is written by the ranks' own threads, where they call.
+    """
 
     def __init__(
-        self, saved: ToSave, collectives: Collectives | None, buffers: HostBuffers, plans: SavePlans
+        self,
+        saved: ToSave,
+        collectives: Collectives | None,
+        buffers: HostBuffers | None,
+        plans: SavePlans,
     ) -> None:
         self._collectives = None if collectives is None or collectives.size == 1 else collectives
         self._rank = 0 if self._collectives is None else self._collectives.rank
-
-        def staging(plan: SavePlan, planner: SavePlanner) -> StagedItems:
-            return StagedItems(plan.items, planner.resolve_data, buffers)
-
-        first = UnfinishedFolder(saved, self._collectives, plans, staging)
-        assert first.writer.staged is not None
-        self.staged = first.writer.staged
+        staging = partial(StagedItems, buffers=buffers)
+        copies = buffers is not None
+        first = UnfinishedFolder(saved, self._collectives, plans, staging, copies=copies)
+        assert first.staged is not None
+        self.staged = first.staged
         self._folders, self._plans = [first], plans
         self._afterwards: deque[Callable[[], None]] = deque()
         self._is_placing = False
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="async-save")
+        self._executor: Executor = _AtOnce()
+        if copies:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="async-save")
         self._jobs: list[Future[None]] = []
         self.is_started = False
 
@@ -465,13 +500,15 @@ class SaveInFlight:
         if not on_one_filesystem(saved.path, self.paths[0]):
             return False
 
-        def staging(plan: SavePlan, planner: SavePlanner) -> StagedItems | None:
-            same = self.staged.holds(plan.items, planner.resolve_data)
-            return self.staged if same else None
+        def staging(*items: Any) -> StagedItems | None:
+            return self.staged if self.staged.holds(*items) else None
 
         first = self._folders[0]
-        folder = UnfinishedFolder(saved, self._collectives, self._plans, staging)
-        if not all(self._gather(folder.has_copy)):
+        edition = first._folder.edition  # so that the files have the same names
+        folder = UnfinishedFolder(
+            saved, self._collectives, self._plans, staging, copies=True, edition=edition
+        )
+        if not all(self._gather(folder.staged is not None)):
             folder.discard()
             return False
         self._folders.append(folder)
@@ -494,7 +531,9 @@ class SaveInFlight:
         """Go to the next phase, once all ranks are ready or one has failed; each rank must call."""
         if has_failed:
             self.staged.cancelled.set()
-        told = self._gather((self._wait(), [folder.written for folder in self._folders]))
+        failure = self._wait()
+        written = [] if self._is_placing else [folder.written for folder in self._folders]
+        told = self._gather((failure, written))
         failed = {rank: one for rank, (one, _) in enumerate(told) if one is not None}
         if failed:
             self.discard()
@@ -557,6 +596,23 @@ class SaveInFlight:
         return [own] if self._collectives is None else self._collectives.all_gather_object(own)
 
 
+def write_folder(
+    path: Any,
+    state: Mapping[str, Any],
+    meta: Mapping[str, Any] | None,
+    collectives: Collectives | None,
+    plans: SavePlans | None = None,
+) -> None:
+    """Write a checkpoint, which takes its place once it is whole on disk; collective."""
+    save = SaveInFlight(ToSave(path, state, meta), collectives, None, plans or SavePlans())
+    try:
+        save.start()
+        save.finish()
+    except BaseException:
+        save.discard()
+        raise
+
+
 class BackgroundSaves:
     """The saves of one rank, the last of which may be in flight."""
 
@@ -607,7 +663,7 @@ class BackgroundSaves:
         """
         if step is None or not self._is_open:
             self.finish()
-            write_folder(path, state, meta, collectives)
+            write_folder(path, state, meta, collectives, self._plans)
             return
         saved = ToSave(path, state, meta)
         may_join = step == self._step and os.fspath(path) not in self._to_remove

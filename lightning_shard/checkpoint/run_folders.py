@@ -42,7 +42,6 @@ from lightning_shard.checkpoint.sharded.run_state import (
     read_weights,
     weight_misfits,
 )
-from lightning_shard.checkpoint.sharded.writing import verify_share
 from lightning_shard.checkpoint.unread import has_unread
 from lightning_shard.core.mesh import ParallelMesh
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -156,7 +155,7 @@ def load_folder(
     With `in_full` weights are read, full, since others than this package look at them.
     """
     folder = StoredFolder(path, weights_only)
-    verify_share(folder, run.rank, run.mesh.world_size)
+    folder.verify_share(run.rank, run.mesh.world_size)
     return checkpoint_of(folder, in_full=in_full)
 
 

@@ -45,13 +45,12 @@ from lightning_shard.checkpoint.section import (
     writable_section,
 )
 from lightning_shard.checkpoint.sharded.entries import checkpoint_of
-from lightning_shard.checkpoint.sharded.folder import StoredFolder
+from lightning_shard.checkpoint.sharded.folder import StoredFolder, verify_whole
 from lightning_shard.checkpoint.sharded.run_state import (
     loads_plainly,
     module_boxes,
     optimizer_boxes,
 )
-from lightning_shard.checkpoint.sharded.writing import verify_whole
 from lightning_shard.checkpoint.streamed import StreamedFile, StreamedState
 from lightning_shard.core.extensions import instead
 from lightning_shard.data_parallel.engine import DataParallelEngine

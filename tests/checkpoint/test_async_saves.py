@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_shard import AsyncSGDStrategy, ElasticStrategy, LocalSGDStrategy, ZeRO2Strategy
 from lightning_shard.backends.in_process.world import current_rank
-from lightning_shard.checkpoint.background_saves import SaveInFlight, StagedWriter
+from lightning_shard.checkpoint.background_saves import SaveInFlight, UnfinishedFolder
 from lightning_shard.checkpoint.host_buffers import HostBuffers
 from lightning_shard.errors import CheckpointError, ConfigError
 from tests.checkpoint.saved_sections import is_sharded_folder
@@ -94,13 +94,13 @@ def names_in(folder: Path) -> list[str]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Hold writers back until the gate opens."""
     gate = Gate()
-    real = StagedWriter.write_staged
+    real = UnfinishedFolder.write_boxes
 
-    def write_staged(self: StagedWriter) -> Any:
+    def write_boxes(self: UnfinishedFolder) -> Any:
         assert gate.is_open.wait(60)
         return real(self)
 
-    monkeypatch.setattr(StagedWriter, "write_staged", write_staged)
+    monkeypatch.setattr(UnfinishedFolder, "write_boxes", write_boxes)
     yield gate
     gate.is_open.set()
 
@@ -150,14 +150,14 @@ def test_a_save_is_complete_while_training_goes_on(tmp_path: Path) -> None:
 
 
 def failing_on(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = StagedWriter.write_staged
+    real = UnfinishedFolder.write_boxes
 
-    def write_staged(self: StagedWriter) -> Any:
-        if self.rank == rank:
+    def write_boxes(self: UnfinishedFolder) -> Any:
+        if self._rank == rank:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(self)
 
-    monkeypatch.setattr(StagedWriter, "write_staged", write_staged)
+    monkeypatch.setattr(UnfinishedFolder, "write_boxes", write_boxes)
 
 
 @pytest.mark.usefixtures("prompt")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_shard.checkpoint.background_saves import SaveInFlight, StagedWriter
+from lightning_shard.checkpoint.background_saves import SaveInFlight, UnfinishedFolder
 from tests.checkpoint.saved_sections import is_sharded_folder
 from tests.checkpoint.sharded.runs import NUM_STEPS, fit
 from tests.checkpoint.test_async_saves import made, sharded
@@ -22,17 +22,17 @@ def test_the_last_has_the_files_of_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, joined = [], []
-    write_staged, join = StagedWriter.write_staged, SaveInFlight.join
+    write_boxes, join = UnfinishedFolder.write_boxes, SaveInFlight.join
 
-    def writing(self: StagedWriter) -> Any:
-        written.append(self.rank)
-        return write_staged(self)
+    def writing(self: UnfinishedFolder) -> Any:
+        written.append(self._rank)
+        return write_boxes(self)
 
     def joining(self: SaveInFlight, *args: Any) -> bool:
         joined.append(join(self, *args))
         return joined[-1]
 
-    monkeypatch.setattr(StagedWriter, "write_staged", writing)
+    monkeypatch.setattr(UnfinishedFolder, "write_boxes", writing)
     monkeypatch.setattr(SaveInFlight, "join", joining)
     writer = ModelCheckpoint(
         tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1, save_last=True

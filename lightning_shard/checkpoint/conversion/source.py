@@ -34,8 +34,7 @@ from lightning_shard.checkpoint.sharded.entries import (
     parts_of,
     stored_entries,
 )
-from lightning_shard.checkpoint.sharded.folder import StoredFolder
-from lightning_shard.checkpoint.sharded.writing import verify_whole
+from lightning_shard.checkpoint.sharded.folder import StoredFolder, verify_whole
 from lightning_shard.checkpoint.unread import (
     bytes_in,
     exchanged,

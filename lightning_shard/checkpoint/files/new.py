@@ -60,8 +60,6 @@ from lightning_shard.checkpoint.files.places import (
 )
 from lightning_shard.errors import CheckpointError
 
-_OF_CHECKPOINTS = (INDEX_FILE, "meta.pt", "*.distcp")
-_OTHERS_OF_CHECKPOINTS = ("checksums*.json", "*.part")
 _AT_FDCWD = -100
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -204,11 +202,11 @@ def new_file(path: Any) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def new_folder(path: Any, *, own: Sequence[str] = ()) -> Iterator[OpenFolder]:
+def new_folder(path: Any, *, own: Sequence[str] = (), edition: str = "") -> Iterator[OpenFolder]:
     """Write a folder that is there when the block ends, whole, and not at all if it raises.
 
     One rank enters this, and tells the others the folder; all have written when it leaves. Its
-    files are flushed to the disk here.
+    files are flushed to the disk here. `edition` is that of a remote folder, a new one by default.
     """
     with explaining_failures(path):
         place = local_path(path)
@@ -217,12 +215,11 @@ def new_folder(path: Any, *, own: Sequence[str] = ()) -> Iterator[OpenFolder]:
                 raise _is_another(path, "a folder of checkpoints")
             if own:
                 remove_own(path, own)
-            with new_edition(path) as folder:
+            with new_edition(path, edition) as folder:
                 yield folder
             return
         _make_room(place)
-        own = (*_OF_CHECKPOINTS, *own)
-        if place.is_dir() and not _holds(place, own) and any(place.iterdir()):
+        if holds_others(place, own):
             raise _is_another(place, "a folder of checkpoints")
         part = part_of(place)
         part.mkdir()
@@ -233,14 +230,10 @@ def new_folder(path: Any, *, own: Sequence[str] = ()) -> Iterator[OpenFolder]:
             put_in_place(part, place)
 
 
-def _holds(folder: Path, patterns: Sequence[str]) -> bool:
-    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
-
-
 @contextmanager
 def _local_file(place: Path) -> Iterator[BinaryIO]:
     _make_room(place)
-    if _is_folder(place) and not _holds(place, _OF_CHECKPOINTS):
+    if _is_folder(place) and not any(_is_own(name) for name in _names(place)):
         raise _is_another(place, "a file")
     part = part_of(place)
     with _removed_unless_done(part):
@@ -274,7 +267,7 @@ def _keep_others(place: Path, part: Path, own: Sequence[str]) -> None:
     if not _is_folder(place):
         return
     for path in place.iterdir():
-        if any(map(path.match, (*own, *_OTHERS_OF_CHECKPOINTS))):
+        if _is_own(path.name, (*own, "*.part")):
             continue
         with suppress(FileNotFoundError):  # somebody has just removed it
             if _is_folder(path):
@@ -323,9 +316,9 @@ _SAVING = "saving"
 
 
 @contextmanager
-def new_edition(path: Any) -> Iterator[OpenFolder]:
+def new_edition(path: Any, edition: str = "") -> Iterator[OpenFolder]:
     """Write a remote folder, which is the one before until its index is put."""
-    folder = OpenFolder(str(path), uuid4().hex[:8])
+    folder = OpenFolder(str(path), edition or uuid4().hex[:8])
     with as_system_errors():
         filesystem, inner = fresh_place(path)
         inner = inner.rstrip("/")
@@ -346,7 +339,7 @@ def new_edition(path: Any) -> Iterator[OpenFolder]:
 
 
 def holds_others(path: Any, own: Sequence[str] = ()) -> bool:
-    """Whether a remote folder holds files, and none of a checkpoint or of these patterns."""
+    """Whether a folder holds files, and none of a checkpoint or of these patterns."""
     names = _names(path)
     return bool(names) and not any(_is_own(name, own) for name in names)
 
@@ -367,7 +360,7 @@ def _names(path: Any) -> list[str]:
     return names_in(filesystem, inner) if filesystem.isdir(inner) else []
 
 
-def _is_own(name: str, own: Sequence[str]) -> bool:
+def _is_own(name: str, own: Sequence[str] = ()) -> bool:
     return bool(_WRITTEN.fullmatch(name)) or any(fnmatch(name, one) for one in own)
 
 

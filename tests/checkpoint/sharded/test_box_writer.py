@@ -11,11 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from lightning_shard.checkpoint.background_saves import write_folder
 from lightning_shard.checkpoint.files import torch_archive
 from lightning_shard.checkpoint.files.open_folder import checksum_of, read_checksums, verify_folder
 from lightning_shard.checkpoint.files.torch_archive import parts_of
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
-from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.core.layout import Box
 from lightning_shard.errors import CheckpointError
 

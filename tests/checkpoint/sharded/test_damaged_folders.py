@@ -18,7 +18,6 @@ from lightning_shard.checkpoint.conversion.loading import load_safetensors
 from lightning_shard.checkpoint.conversion.source import describe, whole_checkpoint
 from lightning_shard.checkpoint.sharded.entries import checkpoint_of
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_all, read_index
-from lightning_shard.checkpoint.sharded.writing import verify_share
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.files.archives import damage, same
 from tests.checkpoint.sharded.runs import LAYOUTS, Model, fit, saving
@@ -34,7 +33,7 @@ def loaded(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """Return all that ranks would load of a folder, each of which compares its share."""
     folder = StoredFolder(path, weights_only)
     for rank in range(NUM_RANKS):
-        verify_share(folder, rank, NUM_RANKS)
+        folder.verify_share(rank, NUM_RANKS)
     checkpoint = checkpoint_of(folder, in_full=True)
     states = [read_all(one) for one in checkpoint.pop("optimizer_states")]
     return {**in_memory(checkpoint), "optimizer_states": states}

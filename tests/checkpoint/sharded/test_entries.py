@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_shard import DDPStrategy, LocalSGDStrategy
+from lightning_shard.checkpoint.background_saves import write_folder
 from lightning_shard.checkpoint.conversion.consolidating import consolidate
 from lightning_shard.checkpoint.files.reading import read_file
 from lightning_shard.checkpoint.sharded.entries import (
@@ -19,7 +20,6 @@ from lightning_shard.checkpoint.sharded.entries import (
     take_out_entries,
 )
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
-from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.data_parallel.compression import TopK
 from tests.checkpoint.interrupted import RANKS, SaveAt, deviation, fit, with_a_break
 from tests.checkpoint.kept_runs import DILOCO
@@ -183,8 +183,8 @@ def test_each_rank_writes_its_own_entry(of_two_ranks: Path) -> None:
 
 
 def test_entries_of_other_forms_come_back(tmp_path: Path) -> None:
+    from lightning_shard.checkpoint.background_saves import write_folder
     from lightning_shard.checkpoint.by_rank import in_memory
-    from lightning_shard.checkpoint.sharded.writing import write_folder
     from tests.checkpoint.test_by_rank import assert_same, entry_of
 
     entries = {f"rank_{rank}": {**entry_of(rank), "a": {"b.c": torch.ones(1)}, "a.b": {

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from typing_extensions import override
 
+from lightning_shard.checkpoint.background_saves import write_folder
 from lightning_shard.checkpoint.sharded import folder as folder_module
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, read_part
-from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.core.layout import Box, whole
 from lightning_shard.errors import CheckpointError
 

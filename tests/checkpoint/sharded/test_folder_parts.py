@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
+from lightning_shard.checkpoint.background_saves import write_folder
 from lightning_shard.checkpoint.sharded.entries import parts_of
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, StoredTensor
-from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.sharded.peers import Peer, peer, stepped
 from tests.checkpoint.sharded.runs import LAYOUTS, fit, quiet_trainer

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_shard import ZeRO2Strategy
+from lightning_shard.checkpoint.background_saves import write_folder
 from lightning_shard.checkpoint.conversion.consolidating import Consolidation, consolidate
 from lightning_shard.checkpoint.sharded.folder import StoredFolder, key_of, text_of, with_keys
-from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.errors import CheckpointError
 from tests.strategies.parity import ignoring, quiet_trainer
 from tests.strategies.schemes import OfRanks

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_shard.checkpoint.background_saves import write_folder
 from lightning_shard.checkpoint.files import open_folder, torch_archive
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import StoredFolder
-from lightning_shard.checkpoint.sharded.writing import write_folder
 from lightning_shard.core.layout import Box, whole
 from tests.benchmarks.checkpoints import peak_above
 
