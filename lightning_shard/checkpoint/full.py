@@ -76,7 +76,7 @@ def module_shapes(module: nn.Module, engine: DataParallelEngine) -> dict[str, An
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
         is_param = isinstance(value, nn.Parameter)
-        state[name] = _shape_of(value, engine) if is_param else detached(value, engine)
+        state[name] = without_elements(value, engine) if is_param else detached(value, engine)
     join_entries(module, state)
     return state
 
@@ -88,7 +88,7 @@ def optimizer_shapes(optimizer: Optimizer, engine: DataParallelEngine) -> dict[s
     packed["state"] = {
         index: joined(
             {
-                key: _shape_of(params[index], engine, value.dtype, elements)
+                key: without_elements(params[index], engine, value.dtype, elements)
                 if (elements := elements_of(key, value, params[index], engine))
                 else full_form(value, params[index], engine)
                 for key, value in flattened(entries).items()
@@ -101,19 +101,22 @@ def optimizer_shapes(optimizer: Optimizer, engine: DataParallelEngine) -> dict[s
     return packed
 
 
-def _shape_of(
+def without_elements(
     param: nn.Parameter,
     engine: DataParallelEngine,
     dtype: torch.dtype | None = None,
     elements: int = 1,
 ) -> Tensor:
-    shape: Sequence[int] = engine.split.full_shapes.get(param, param.shape)
-    if param not in engine.split.full_shapes and engine.split.is_here(param):
-        flat, index = engine.owner(param)
-        shape, dtype = flat.layout.slots[index].shape, dtype or flat.master_dtype
-    if elements > 1:
-        shape = part_shape(shape, elements)
-    return torch.empty(tuple(shape), dtype=dtype or param.dtype, device="meta")
+    """Return a full parameter on "meta", by default in the format in which the engine gives it.
+
+    With `elements` it is a tensor that has one for so many of the parameter's.
+    """
+    if dtype is None:
+        is_here = engine.split.is_here(param)
+        dtype = engine.owner(param)[0].master_dtype if is_here else param.dtype
+    shape = engine.full_shape(param)
+    shape = part_shape(shape, elements) if elements > 1 else shape
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def detached(value: Any, engine: DataParallelEngine) -> Any:

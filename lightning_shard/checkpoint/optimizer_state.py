@@ -24,6 +24,7 @@ from lightning_shard.checkpoint.arriving import (
     of_split,
     slices_of,
 )
+from lightning_shard.checkpoint.misfits import length_misfits
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ranks_of
@@ -91,12 +92,9 @@ def local_state_dict(
 
 
 def _check_groups(full: Mapping[str, Any], optimizer: Optimizer) -> None:
-    saved = [len(group["params"]) for group in full["param_groups"]]
-    expected = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != expected:
+    for misfit in length_misfits(full["param_groups"], optimizer):
         raise CheckpointError(
-            f"The checkpoint's state of {type(optimizer).__name__} has groups of {saved} "
-            f"parameters, expected {expected}. Resume with the model and the groups that it was "
+            f"The {misfit.removeprefix('the ')}. Resume with the model and the groups that it was "
             f"saved with, or load only the weights."
         )
 

@@ -26,7 +26,7 @@ from lightning_shard.checkpoint.files.torch_archive import (
     records_awaiting,
     untouched,
 )
-from lightning_shard.checkpoint.full import detached
+from lightning_shard.checkpoint.full import detached, without_elements
 from lightning_shard.checkpoint.optimizer_state import FullOptimizerState
 from lightning_shard.checkpoint.section import frozen_entries
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -143,15 +143,13 @@ class StreamedState:
         self._module = module
         self._engine.adopt_assigned()  # what user code has replaced is the model's again
         places = {param: place for place, param in enumerate(self._engine.model.parameters())}
-        dtypes = _full_dtypes(self._engine)
         state = module.state_dict(keep_vars=True)
         values = dict(state)
         for name, value in values.items():  # in place: torch's own mapping knows module versions
             if isinstance(value, nn.Parameter) and value in places:
+                place, full = places[value], without_elements(value, self._engine)
                 state[name] = self._file.await_tensor(
-                    ("parameter", self._number, places[value]),
-                    self._engine.full_shape(value),
-                    dtypes.get(value, value.dtype),
+                    ("parameter", self._number, place), full.shape, full.dtype
                 )
             else:
                 state[name] = detached(value, self._engine)
@@ -180,13 +178,3 @@ class StreamedState:
         for number, optimizer in enumerate(self._optimizers):
             for place, full in optimizer.tensors():
                 yield ("state", self._number, number, *place), full
-
-
-def _full_dtypes(engine: DataParallelEngine) -> dict[nn.Parameter, torch.dtype]:
-    """Return the format in which the engine gives each full parameter that is here."""
-    return {
-        param: flat.master_dtype
-        for flat in engine.flats
-        for param in flat.params
-        if engine.split.is_here(param)
-    }

@@ -5,8 +5,9 @@
                         "data_offsets": [0, 24]}, ...}
 
 A file is written one tensor at a time, and read so from any filesystem of fsspec's. The package
-`safetensors` can do neither: `save_file` takes all tensors of a file at once, and `safe_open` a
-local path; torch's `HuggingFaceStorageWriter` holds each file twice.
+`safetensors` can do neither: `save_file` takes all tensors of a file at once (384 MB for three of
+134 MB from a folder, 140 MB here), and `safe_open` a local path; torch's `HuggingFaceStorageWriter`
+holds each file twice.
 
 Source:
     https://huggingface.co/docs/safetensors, "Format".

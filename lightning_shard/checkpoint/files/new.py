@@ -14,6 +14,9 @@ On object stores nothing is renamed and folders are but names:
                               the edition before goes, and who has written
 
 What a killed writer has left goes with the next save beside it.
+
+fsspec's transactions are of single objects, and are used so; of a local file one is a move that
+flushes nothing to the disk, and that leaves what a killed writer has begun.
 """
 
 import ctypes
@@ -42,7 +45,7 @@ from lightning_shard.checkpoint.files.open_folder import (
     put,
 )
 from lightning_shard.checkpoint.files.parts import (
-    SILENT_SECONDS,
+    changed_lately,
     is_leftover,
     part_of,
     remove,
@@ -56,7 +59,6 @@ from lightning_shard.checkpoint.files.places import (
     local_path,
     names_in,
     remote_place,
-    written_at,
 )
 from lightning_shard.errors import CheckpointError
 
@@ -394,14 +396,8 @@ def _make(filesystem: Any, folder: str) -> None:
 
 def _has_changed(filesystem: Any, saving: str, inner: str) -> bool:
     """Whether something that is written has changed within an hour, or nobody can tell."""
-    probe = f"{saving}.clock"
-    filesystem.pipe_file(probe, b"now")
-    now = written_at(filesystem, probe)
-    filesystem.rm_file(probe)
-    names = names_in(filesystem, inner)
-    places = [saving, *(posixpath.join(inner, name) for name in names)]
-    times = [written_at(filesystem, one) for one in places]
-    return now is None or any(one is None or now - one < SILENT_SECONDS for one in times)
+    places = [saving, *(posixpath.join(inner, name) for name in names_in(filesystem, inner))]
+    return changed_lately(filesystem, f"{saving}.clock", places)
 
 
 def _settle(filesystem: Any, inner: str, edition: str) -> None:

@@ -32,6 +32,7 @@ from lightning_shard.checkpoint.files.places import (
     inside,
     local_path,
     names_in,
+    remote_place,
     written_at,
 )
 
@@ -121,18 +122,26 @@ def writer_lives(name: str, has_changed: Callable[[], bool]) -> bool:
     return pid == os.getpid() or 0 < _began(pid) == int(found["began"])
 
 
-def _changed(path: Path, folder: Path) -> bool:
-    """Whether something of a leftover has changed within the last hour."""
-    probe = part_of(folder / "clock")
+def changed_lately(filesystem: Any, probe: str, places: Iterable[str]) -> bool:
+    """Whether something has changed within an hour by the filesystem's clock, or nobody can tell.
+
+    `probe` is the name of a file that is made and removed to see what time it is there.
+    """
     try:
-        probe.touch()
-        now = probe.stat().st_mtime
-        probe.unlink()
-        inside = [Path(top) / name for top, _, names in os.walk(path) for name in names]
-        newest = max(one.lstat().st_mtime for one in (path, *inside))
+        filesystem.pipe_file(probe, b"now")
+        now = written_at(filesystem, probe)
+        filesystem.rm_file(probe)
     except OSError:
         return True
-    return now - newest < SILENT_SECONDS
+    times = [written_at(filesystem, one) for one in places]
+    return now is None or any(one is None or now - one < SILENT_SECONDS for one in times)
+
+
+def _changed(path: Path, folder: Path) -> bool:
+    """Whether something of a leftover has changed within the last hour."""
+    filesystem, inner = remote_place(path)
+    probe = str(part_of(folder / "clock"))
+    return changed_lately(filesystem, probe, [inner, *filesystem.find(inner)])
 
 
 @cache

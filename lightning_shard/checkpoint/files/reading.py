@@ -10,7 +10,8 @@ lengths and checksum are zeros in the directory. A file that torch was told to w
 checksums has zeros in their place, and is taken as it is, as is one of torch before 1.6.
 
 An archive's list of tensors is read without running code: something inert is in the place of every
-class. What torch calls to make a tensor again is private, and a test fails when it changes.
+class. `torch.load` onto "meta" tells shapes and places as well, but refuses other classes or runs
+their code. What torch calls to make a tensor again is private, and a test fails when it changes.
 """
 
 import io

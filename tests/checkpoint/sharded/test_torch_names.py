@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._checkpointable import _Checkpointable
-from torch.distributed.checkpoint import planner_helpers
+from torch.distributed.checkpoint import FileSystemWriter, planner_helpers
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_shard.checkpoint.sharded.box_writer import index_of
 from lightning_shard.checkpoint.sharded.boxed_tensor import BoxedTensor
 from lightning_shard.checkpoint.sharded.folder import read_index
 from lightning_shard.checkpoint.sharded.run_state import loads_plainly
@@ -22,6 +27,20 @@ def test_boxes_follow_the_protocol_that_torch_asks_for() -> None:
     assert isinstance(boxes, _Checkpointable)
     asked = inspect.getsource(planner_helpers)
     assert all(name in asked for name in ("__create_write_items__", "__create_chunk_list__"))
+
+
+def test_an_index_is_the_one_that_torch_writes(tmp_path: Path) -> None:
+    metadata = Metadata({"a": BytesStorageMetadata()}, planner_data={"a": ("a",)})
+    place = WriteResult(MetadataIndex("a"), 7, _StorageInfo("__0_0.distcp", 3, 7))
+    writer = FileSystemWriter(tmp_path)
+    writer.set_up_storage_writer(is_coordinator=True)
+    writer.finish(copy(metadata), [[], [place]])
+    theirs = pickle.loads((tmp_path / ".metadata").read_bytes())
+    ours = pickle.loads(index_of(metadata, [[], [place]], str(tmp_path)))
+    assert str(theirs.storage_meta.checkpoint_id) == ours.storage_meta.checkpoint_id
+    assert type(theirs.storage_meta.save_id) is type(ours.storage_meta.save_id) is str
+    theirs.storage_meta = ours.storage_meta
+    assert ours == theirs
 
 
 def test_modules_have_the_hooks_that_are_looked_for() -> None:
