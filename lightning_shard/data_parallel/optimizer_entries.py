@@ -78,6 +78,8 @@ class EntryForm:
         """Return the entry of this form that has these parts."""
         if self.kind is dict:
             return dict(parts)
+        if not torch.Size(self.shape).numel():
+            return torch.empty(self.shape)  # some classes cannot be without a block
         strides = torch.empty(self.shape, device="meta").stride()
         return self.kind.__tensor_unflatten__(parts, self.context, self.shape, strides)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_shard import (
     DDPStrategy,
     HybridParallelStrategy,
+    LocalSGDStrategy,
     PipelineParallelStrategy,
     ZeRO1Strategy,
     ZeRO2Strategy,
@@ -31,6 +32,7 @@ ON_RANKS: dict[str, Any] = {
     "zero2": (4, ZeRO2Strategy, {}),
     "zero3": (4, ZeRO3Strategy, {}),
     "pipeline": (2, PipelineParallelStrategy, {"num_microbatches": 1}),
+    "local_sgd": (2, LocalSGDStrategy, {"sync_every": 1}),
     "two copies": (4, HybridParallelStrategy, {"zero_stage": 2, "data_parallel_size": (2, 2)}),
 }
 

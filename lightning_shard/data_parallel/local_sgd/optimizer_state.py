@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.local_sgd.rules import mean_over_ranks
+from lightning_shard.data_parallel.optimizer_entries import tensors_of
 
 _StateKey = tuple[int, str]  # the parameter's number and the key of its state
 
@@ -18,7 +19,8 @@ _StateKey = tuple[int, str]  # the parameter's number and the key of its state
 def averaged_state(optimizer: Optimizer, collectives: Collectives) -> Iterator[None]:
     """Let an optimizer hold the mean of the ranks' states inside; each rank must enter.
 
-    The mean of a parameter is over the ranks that have state. Counters stay each rank's own.
+    The mean of a parameter is over the ranks that have state. Counters stay each rank's own, and so
+    does a state in few bits.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     own, shown = dict(optimizer.state), dict[nn.Parameter, dict[str, Any]]()
@@ -90,7 +92,7 @@ def _means(
         (index, key): value
         for index, param in enumerate(params)
         for key, value in optimizer.state.get(param, {}).items()
-        if _belongs_to_elements(key, value, param)
+        if _belongs_to_elements(key, value, param) and not _has_codes(optimizer.state[param])
     }
     kinds = {place: (tuple(value.shape), value.dtype) for place, value in mine.items()}
     on_ranks = collectives.all_gather_object(kinds)
@@ -104,6 +106,11 @@ def _means(
         (mean,) = mean_over_ranks([value], collectives)
         means[place] = (mean * (len(on_ranks) / len(having))).to(dtype)
     return means
+
+
+def _has_codes(entries: Mapping[str, Any]) -> bool:
+    """Whether a state lies in few bits, whose scales by themselves have no mean."""
+    return any(not one.is_floating_point() and one.ndim for one in tensors_of(entries))
 
 
 def _belongs_to_elements(key: str, value: Any, param: nn.Parameter) -> bool:
