@@ -60,6 +60,7 @@ from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import noting_reentrance
+from lightning_shard.data_parallel.same_bits.tree_sum import TreeExchange
 from lightning_shard.data_parallel.torch_private import BatchNorm, gradient_hooks
 from lightning_shard.data_parallel.units.full_values import (
     FullValues,
@@ -273,6 +274,12 @@ class DataParallelEngine:
         """Return the exchange that averages the gradient of `param`; None without compression."""
         place = self._positions.get(param) if self.options.compression is not None else None
         return None if place is None else self.gradients[place[0]].exchange
+
+    def count_micro_batches(self, number: int) -> None:
+        """Where sums have one order, say how many micro-batches of a step count."""
+        for one in self.gradients:
+            if isinstance(one.exchange, TreeExchange):
+                one.exchange.num_micro_batches = number
 
     def slot_of(self, param: nn.Parameter) -> int:
         """Return the index of `param` in its buffer of gradients."""

@@ -147,6 +147,7 @@ class DataAssignment:
         global_batch_size: Samples of an optimizer step; None for what those ranks would have.
         scaling: How the learning rate follows the number of ranks, where each rank's batch is held;
             None holds the global batch.
+        in_order: Whether a step has micro-batches of one size, dealt by their numbers.
     """
 
     def __init__(
@@ -155,10 +156,12 @@ class DataAssignment:
         first_ranks: int,
         global_batch_size: int | None = None,
         scaling: Literal["linear", "sqrt"] | None = None,
+        *,
+        in_order: bool = False,
     ) -> None:
         self._global_batch_size = self._global_batch = global_batch_size
         self._asked_batch = 0  # the samples of a step by the options of this run
-        self._scaling = scaling
+        self._scaling, self._in_order = scaling, in_order
         self._trainer = trainer
         self._first_ranks = first_ranks
         self._user_accumulation = trainer.accumulate_grad_batches
@@ -213,13 +216,32 @@ class DataAssignment:
             assigns["max_samples"] = self._max_samples(len(order), limit, drop_last)
             assigns["drop_last"] = drop_last and len(order) < self._first_batch  # all of it
         assigns["step_batches"] = self._step_batches
+        assigns["in_order"] = self._in_order
         self._sampler = ElasticBatchSampler(order, **assigns)
+        if self._in_order:
+            self._check_whole_steps(self._sampler)
         self._num_ranks = num_ranks
         epoch = epoch_of_samplers(self._trainer)
         is_present = self._position.epoch == epoch  # else the loader was made anew between epochs
         self._resume(self._position if is_present else Position(epoch=epoch))
         self._remove = install(loader, self._sampler)
         self._trainer.accumulate_grad_batches = self._sampler.accumulation
+
+    def _check_whole_steps(self, sampler: ElasticBatchSampler) -> None:
+        """Refuse an epoch, or a step, whose last micro-batch has fewer samples."""
+        step, size = sampler.global_batch, sampler.rank_batch
+        if step % size or sampler.num_samples % step:
+            raise ConfigError(
+                f"same_bits=True, but an epoch has {sampler.num_samples} samples in steps of "
+                f"{step} and micro-batches of {size}, expected whole ones. Pass global_batch_size, "
+                f"DataLoader(..., drop_last=True) or limit_train_batches."
+            )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step on all ranks, where they are dealt by their numbers."""
+        assert self._sampler is not None
+        return self._sampler.global_batch // self._sampler.rank_batch
 
     def _max_samples(self, num_samples: int, limit: float | None, drop_last: bool) -> int | None:
         """Return the samples of an epoch, by batches of the first ranks; None where it has all."""

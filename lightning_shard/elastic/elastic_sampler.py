@@ -33,6 +33,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         drop_last: bool = False,
         max_samples: int | None = None,
         step_batches: int = 1,
+        in_order: bool = False,
     ) -> None:
         if (global_batch is None) == (accumulation is None):
             raise ConfigError(
@@ -50,6 +51,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         self.drop_last = drop_last
         self._max_samples = max_samples
         self._step_batches = step_batches
+        self._in_order = in_order  # micro-batches of one size, by their numbers
         self._global_batch = global_batch
         self._accumulation = accumulation
         self.rescale(rank, num_ranks)
@@ -91,6 +93,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
             samples_done=start.samples,
             steps_done=start.steps,
             step_batches=self._step_batches,
+            in_order=self._in_order,
         )
 
     def rescale(self, rank: int, num_ranks: int) -> None:

@@ -21,6 +21,8 @@ many batches as a whole step has, and each batch is a mean: the last one has sha
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from lightning_shard.errors import LayoutError
 
 
@@ -119,6 +121,36 @@ class StepShares:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OrderedShares(StepShares):
+    """One optimizer step's micro-batches of one size, by their numbers: r, r + N ... for rank r.
+
+    Those that a rank has beyond the last one have the first one's samples, and count for nothing.
+    """
+
+    @property
+    @override
+    def num_microbatches(self) -> int:
+        return self.accumulation
+
+    def _number(self, microbatch: int, rank: int) -> int:
+        number = microbatch * self.num_ranks + rank
+        return number if number * self.rank_batch < self.num_samples else -1
+
+    @override
+    def size(self, microbatch: int, rank: int) -> int:
+        return 0 if self._number(microbatch, rank) < 0 else self.rank_batch
+
+    @override
+    def places(self, microbatch: int, rank: int) -> range:
+        first = max(self._number(microbatch, rank), 0) * self.rank_batch
+        return range(first, first + self.rank_batch)
+
+    @override
+    def weight(self, microbatch: int, rank: int) -> float:
+        return 1.0  # what the engine adds up is divided by their number
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochShares:
     """An epoch from where it is taken up, at one number of ranks."""
 
@@ -130,6 +162,7 @@ class EpochShares:
     samples_done: int = 0
     steps_done: int = 0
     step_batches: int = 1
+    in_order: bool = False
 
     @property
     def accumulation(self) -> int:
@@ -170,7 +203,8 @@ class EpochShares:
         """Return how one of the steps that are left is assigned, or raise LayoutError."""
         num_samples = self.begin(step + 1) - self.begin(step)
         batch, odd = divmod(self.step_samples, self.step_batches)
-        return StepShares(
+        shares = OrderedShares if self.in_order else StepShares
+        return shares(
             num_samples=num_samples,
             num_ranks=self.num_ranks,
             rank_batch=self.rank_batch,

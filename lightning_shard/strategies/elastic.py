@@ -173,7 +173,9 @@ class ElasticHooks(SchemeHooks):
             strategy=strategy,
             trainer=trainer,
             ranks=ranks.of_job,
-            data_assignment=DataAssignment(trainer, first_size, batch_size, scaling),
+            data_assignment=DataAssignment(
+                trainer, first_size, batch_size, scaling, in_order=rules.same_bits
+            ),
             hook_values=HookValues(trainer),
             snapshot_every=rules.snapshot_every,
             max_failures=rules.max_failures,
@@ -186,6 +188,11 @@ class ElasticHooks(SchemeHooks):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         check_trainer(trainer, averaging_callbacks(callbacks, fitting=True))
         self.strategy.elastic_run.begin_fit()
+
+    @override
+    def num_micro_batches(self) -> int:
+        found: int = self.strategy.elastic_run.data_assignment.num_micro_batches
+        return found
 
     @override
     def compares_start(self) -> bool:

@@ -413,10 +413,12 @@ class ElasticOptions(SharedOptions):
                 f"learning_rate_scaling={scaling!r} lets the global batch change with the ranks, "
                 f"but global_batch_size={batch} holds it. Leave one of them out."
             )
-        if self.same_bits:
+        if self.same_bits and (self.stage < 2 or scaling is not None):
             raise ConfigError(
-                "same_bits=True deals out micro-batches of one size, but elastic training gives "
-                "each rank its share of a step's samples. Leave same_bits out."
+                f"same_bits=True lets any number of ranks have any number of a step's "
+                f"micro-batches, got scheme={self.scheme!r} and learning_rate_scaling={scaling!r}, "
+                f"expected 'zero2' or 'zero3', which add up each micro-batch by itself, and a "
+                f"global batch that is held."
             )
 
     @property

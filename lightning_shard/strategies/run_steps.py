@@ -232,7 +232,10 @@ class RunSteps(RunPart):
         with self.run.setup.hidden():
             self.run.setup.follow_formats()  # before the optimizer runs, which may call the step
             with self.bytes.counting(), self.memory.told("optimizer_step"):
-                return step(optimizer, seen if strategy.dimensions else closure)
+                result = step(optimizer, seen if strategy.dimensions else closure)
+            if self.run.same_bits.is_on:
+                self.run.same_bits.end_update()
+            return result
 
     # --- batches ----------------------------------------------------------------------------------
 
@@ -249,7 +252,8 @@ class RunSteps(RunPart):
         if groups.seed is not None and isinstance(sampler, DistributedSampler):
             sampler.seed = groups.seed  # with another, ranks would draw from different orders
         ranks = strategy.collectives
-        if self.run.same_bits.is_on and module is not None and not is_predicting:
+        deals = self.run.same_bits.is_on and not strategy.assigns_samples
+        if deals and module is not None and not is_predicting:
             loader = self.run.same_bits.dealt(loader, is_training=bool(module.trainer.training))
         lengths = lengths_on_ranks(loader, ranks)
         if is_predicting:  # Lightning gives each rank its own samples, none twice

@@ -13,7 +13,8 @@ begins with those of the step's beginning; means of what is logged are exact.
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import lightning.pytorch as pl
@@ -60,13 +61,44 @@ class DealtBatches:
             yield order[number * size : (number + 1) * size]
 
 
-def begin_random_numbers(*of: int) -> None:
+def begin_random_numbers(*of: int, device: torch.device | None = None) -> None:
     """Let torch's, numpy's and Python's random numbers follow from the job's seed and these."""
     word = np.random.SeedSequence((settings.global_seed(), *of)).generate_state(1)
     seed = int(word[0])
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed notes a stack for each device
+    if device is not None and device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+_asking = Lock()
+_before: list[tuple[bool, bool, bool]] = []  # as it was when the first of several runs has asked
+_num_asking = 0
+
+
+@contextmanager
+def only_deterministic() -> Iterator[None]:
+    """Let torch refuse, inside, each operation of which it has no deterministic form, by name."""
+    global _num_asking
+    of_memory: Any = torch.utils.deterministic
+    with _asking:
+        _num_asking += 1
+        if _num_asking == 1:
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            is_on = torch.are_deterministic_algorithms_enabled()
+            _before.append((is_on, warns, of_memory.fill_uninitialized_memory))
+            torch.use_deterministic_algorithms(True)
+            of_memory.fill_uninitialized_memory = is_on and _before[0][2]  # which takes long
+    try:
+        yield
+    finally:
+        with _asking:
+            _num_asking -= 1
+            if not _num_asking:
+                is_on, warns, fills = _before.pop()
+                torch.use_deterministic_algorithms(is_on, warn_only=warns)
+                of_memory.fill_uninitialized_memory = fills
 
 
 def number_in_step(rank: int, num_ranks: int, index: int, *, num_own: int, stage: int) -> int:
@@ -81,13 +113,15 @@ class SameBits(RunPart):
         super().__init__(run)
         self._means = ExactMeans()
 
-    def in_run(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
-        """Inside, means of what is logged are exact, where the option is set."""
+    @contextmanager
+    def in_run(self, trainer: "pl.Trainer") -> Iterator[None]:
+        """Inside, where the option is set, means are exact and operations deterministic."""
         if not self.is_on:
-            return nullcontext()
-        return self._means.inside(
-            trainer, lambda: self.strategy.data_collectives, lambda: self._num_own
-        )
+            yield
+            return
+        ranks, num_own = (lambda: self.strategy.data_collectives), (lambda: self._num_own)
+        with only_deterministic(), self._means.inside(trainer, ranks, num_own):
+            yield
 
     def values_of_epoch(self, key: str, of_epoch: bool) -> Sequence[Logged]:
         """Return what this rank has logged, where its sum is to be exact."""
@@ -226,9 +260,19 @@ class SameBits(RunPart):
         own, index = self._num_own, trainer.fit_loop.epoch_loop.batch_idx % self._num_own
         stage = self.run.options.stage
         place = number_in_step(ranks.rank, ranks.size, index, num_own=own, stage=stage)
-        begin_random_numbers(_TRAINING, trainer.global_step, place)
+        device = self.strategy.root_device
+        begin_random_numbers(_TRAINING, trainer.global_step, place, device=device)
+        if self.strategy.assigns_samples:
+            number = self.run.hooks.num_micro_batches()
+            self.run.engine.count_micro_batches(number)
+            self._means.counts = place < number
         if own > 1:
             self.run.engine.buffers.begin_micro_batch(is_first=index == 0)
+
+    def end_update(self) -> None:
+        """Where ranks may be lost, let each have the buffers that all go on from; collective."""
+        if self.strategy.assigns_samples:
+            self.run.engine.buffers.broadcast_changing()
 
     def end_backward(self) -> None:
         """Take a micro-batch's buffers back, but for those of the first one at the step's end."""
@@ -239,7 +283,8 @@ class SameBits(RunPart):
     def begin_evaluation_step(self, batch_idx: int) -> None:
         """Begin a batch of an evaluation with its own random numbers."""
         ranks = self.strategy.data_collectives
-        begin_random_numbers(_EVALUATION, batch_idx * ranks.size + ranks.rank)
+        number = batch_idx * ranks.size + ranks.rank
+        begin_random_numbers(_EVALUATION, number, device=self.strategy.root_device)
 
 
 def _has(objects: Any, kind: type | Callable[..., Any]) -> bool:

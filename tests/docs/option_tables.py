@@ -40,6 +40,7 @@ SEE = {
     "compression": "[compression](compression.md)",
     "offload": "[offload](offload.md)",
     "quantized_gathers": "[the wire](low_precision.md#the-wire)",
+    "same_bits": "[the same bits](same_bits.md)",
     "plan": "[plans](tensor_parallel.md#options)",
     "schedule": "[schedules](pipeline_parallel.md#options)",
     "batch_lists": "[lists in batches](pipeline_parallel.md#lists-in-batches)",

@@ -64,9 +64,11 @@ class TreeExchange(Exchange):
 
     Attributes:
         ends_step: Whether what begins to travel is the last of a step on this rank.
+        num_micro_batches: Of a step on all ranks; what comes beyond them counts for nothing.
     """
 
     ends_step = True
+    num_micro_batches: int | None = None
 
     def __init__(self, buffer: FlatBuffer, groups: DataGroups) -> None:
         super().__init__(buffer)
@@ -136,7 +138,8 @@ class TreeExchange(Exchange):
             self._first = None
         came, self._came = self._came, []
         if self._copies is None:
-            self._take(came, 1)
+            most = self.num_micro_batches or self._all.count + len(came)
+            self._take(came[: most - self._all.count], 1)
             return
         of_copy = TreeSum()
         for part in came:

@@ -22,7 +22,13 @@ Logged = tuple[float, float]  # a value and its number of samples
 
 
 class ExactMeans:
-    """Keeps each value that this rank's steps have logged in an epoch."""
+    """Keeps each value that this rank's steps have logged in an epoch.
+
+    Attributes:
+        counts: Whether the present micro-batch counts.
+    """
+
+    counts = True
 
     def __init__(self) -> None:
         self._values: dict[str, list[tuple[Tensor, int]]] = {}
@@ -50,8 +56,9 @@ class ExactMeans:
     def _note(self, key: str, value: Any, batch_size: int, *, is_first: bool) -> None:
         if is_first:
             self._values[key] = []
+        size = batch_size if self.counts else 0
         if isinstance(value, Tensor):
-            self._values.setdefault(key, []).append((value.detach().clone(), batch_size))
+            self._values.setdefault(key, []).append((value.detach().clone(), size))
 
     def of(self, key: str, *, last: int = 0) -> list[Logged]:
         """Return what was logged under a key, or the last of it, with the numbers of samples."""
