@@ -237,6 +237,13 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
                 f"got a reduce_dtype of {self.dtypes.reduce}. Leave one of them out."
             )
 
+        if self.quantized_gathers is not None:
+            raise ConfigError(
+                f"same_bits=True gathers parameters as they are, got "
+                f"quantized_gathers={self.quantized_gathers!r}, whose scales are of blocks that "
+                f"end where shards do. Leave one of them out."
+            )
+
     def _check_quantized_gathers(self) -> None:
         if self.stage == 0:
             raise ConfigError(

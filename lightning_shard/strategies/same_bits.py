@@ -32,6 +32,7 @@ from lightning_shard.strategies.parts import RunPart
 from lightning_shard.strategies.trainer.exact_means import ExactMeans, Logged
 
 _TRAINING, _EVALUATION = range(2)
+_ADDING = {"pp": "add up gradients of a pipeline's microbatches as the schedule brings them"}
 
 
 class DealtBatches:
@@ -180,9 +181,10 @@ class SameBits(RunPart):
                 "expected one number. Pass Trainer(accumulate_grad_batches=...)."
             )
         for one in self.strategy.dimensions if self.run.groups.splits_model else ():
+            how = _ADDING.get(one.axis, "add up parts of sums that one device adds in one go")
             yield (
-                f"the ranks of the axis {one.axis!r} add up parts of sums that one device adds in "
-                f"one go, expected ranks that have whole samples. Use data parallel or ZeRO."
+                f"the ranks of the axis {one.axis!r} {how}, expected ranks that have whole samples "
+                f"and the whole model. Use data parallel or ZeRO."
             )
         own, in_copy = self._num_own, self.strategy.shard_size
         if in_copy not in (1, num_ranks) and in_copy & (in_copy - 1):

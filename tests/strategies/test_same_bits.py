@@ -20,7 +20,10 @@ from lightning_shard import (
     ElasticStrategy,
     HybridParallelStrategy,
     LocalSGDStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
     ZeRO2Strategy,
+    ZeRO3Strategy,
 )
 from tests.strategies.models import MODELS, warm_up
 from tests.strategies.parity import SMALL_BUCKET_MB, STRATEGIES, UPSTREAM_WARNINGS
@@ -237,13 +240,14 @@ def refused(
     match: str,
     module: L.LightningModule | None = None,
     *,
+    kind: Any = ZeRO2Strategy,
     size: int = 48,
     loader: Any = None,
     **options: Any,
 ) -> None:
     """Expect a fit to be refused."""
     module = Images() if module is None else module
-    strategy = ZeRO2Strategy(backend="in_process", num_ranks=2, same_bits=True, announce=False)
+    strategy = kind(backend="in_process", num_ranks=2, same_bits=True, announce=False)
     given = {"accumulate_grad_batches": 4, "max_steps": 2, **SILENT, **options}
     if loader is None:
         loader = DataLoader(Images().data(size), batch_size=BATCH)
@@ -259,6 +263,8 @@ def test_what_cannot_have_the_same_bits_is_refused_before_training() -> None:
     refused("GradientAccumulationScheduler", callbacks=[GradientAccumulationScheduler({0: 2})])
     refused("a loss of the samples of all ranks", OfAllRanks())
     refused("returned no loss", NoLoss())
+    refused("the axis 'tp' add up parts of sums", kind=TensorParallelStrategy)
+    refused("the axis 'pp' add up gradients", kind=PipelineParallelStrategy)
 
 
 def test_samples_that_cannot_be_dealt_by_their_numbers_are_refused() -> None:
@@ -276,6 +282,8 @@ def test_options_that_cannot_have_the_same_bits_are_refused() -> None:
         ZeRO2Strategy(same_bits=True, compression="int8")
     with pytest.raises(ConfigError, match="reduce_dtype"):
         ZeRO2Strategy(same_bits=True, reduce_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="whose scales are of blocks"):
+        ZeRO3Strategy(same_bits=True, quantized_gathers="int8")
     with pytest.raises(ConfigError, match="let ranks train apart"):
         LocalSGDStrategy(same_bits=True, sync_every=4)
     with pytest.raises(ConfigError, match="add up each micro-batch by itself"):
@@ -311,3 +319,14 @@ def test_operations_are_deterministic_in_a_fit_and_as_before_after_it(tmp_path: 
     fit(tmp_path, model="deterministic", num_ranks=2, num_steps=2)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_processes_have_the_bits_of_one_rank(backend: str, tmp_path: Path) -> None:
+    """Backends that add up by themselves only carry what is added here."""
+    one, logged, _ = fit(tmp_path / "one")
+    for strategy in ("shard_ddp", "zero3"):
+        place = tmp_path / strategy
+        found = fit(place, strategy=strategy, backend=backend, num_ranks=2)
+        assert found[:2] == (one, logged)
