@@ -32,7 +32,12 @@ pytestmark = [
 ]
 PAGE = "docs/recipes.md"
 FOLDER = ROOT / "examples" / "recipes"
-OF_ZOO = {"lora": "peft", "diffusion": "diffusers", "forecast": "neuralforecast"}
+OF_ZOO = {
+    "lora": "peft",
+    "qlora": "bitsandbytes",
+    "diffusion": "diffusers",
+    "forecast": "neuralforecast",
+}
 QUICK = ["long_context"]
 TOLERANCE = 0.05  # another processor rounds otherwise, and trains a little otherwise
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -68,7 +73,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, command: str, folder: Path) -> Non
 def test_every_recipe_has_a_section_and_120_lines_at_most() -> None:
     files = {path for path in FOLDER.iterdir() if path.suffix in (".py", ".sh")}
     assert {path.stem for path in files} - {"__init__"} == set(recipes())
-    assert len(recipes()) == 8
+    assert len(recipes()) == 9
     assert all(len(path.read_text().splitlines()) <= 120 for path in files)
 
 
