@@ -330,6 +330,23 @@ def count_saved(memory: Tensor, ends: Iterable[Tensor], most: int) -> int:
     return found
 
 
+def kept_by_contexts(memory: Tensor, ends: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors at a memory that contexts of autograd functions in graphs have kept.
+
+    A function may set them on its context, and not save them: torch neither counts nor frees them.
+    """
+    key, found, seen, nodes = storage_key(memory), [], set[Any](), [one.grad_fn for one in ends]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves = tree_leaves([*getattr(node, "__dict__", {}).values()])
+        found += [one for one in leaves if isinstance(one, Tensor) and storage_key(one) == key]
+        nodes += [one for one, _ in node.next_functions]
+    return found
+
+
 def are_held_alone(tensors: list[Tensor]) -> bool:
     """Whether nobody but a list holds its tensors; others may hold their memory."""
     references, uses = map(getrefcount, tensors), map(Tensor._use_count, tensors)  # type: ignore[attr-defined]

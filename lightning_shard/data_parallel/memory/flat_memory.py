@@ -12,6 +12,7 @@ import gc
 import warnings
 from collections.abc import Sequence
 from itertools import compress
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from lightning_shard.core.layout import FlatLayout
 from lightning_shard.data_parallel.torch_private import (
     FakeTensor,
     count_saved,
+    kept_by_contexts,
     storage_uses,
     tensors_at,
 )
@@ -98,6 +100,7 @@ class MemoryHolders:
 
     1 full, n views                     the engine's own
     2 saved by the block's graphs       counted once in the graph, then known by their number
+    1 set on a function's context       looked for in the graph: bitsandbytes' packed weights
     1 `self.kept = weight.detach()`     user code's: the memory may not be freed
     """
 
@@ -105,6 +108,7 @@ class MemoryHolders:
         self._names, self._own = names, 1 + len(names)
         self._saved: dict[int, int] = {}  # by graphs, by the number of all others who hold it
         self._before = 0  # what graphs had saved the last time
+        self._of_contexts: list[ref[Tensor]] = []
         self._looked_at = set[int]()  # the numbers of holders of which was said who they are
 
     def are_there(self, memory: Tensor, ends: Sequence[Tensor] | None) -> bool:
@@ -115,7 +119,10 @@ class MemoryHolders:
         """
         if isinstance(memory, FakeTensor):  # of a dry run, in which the simulation holds some, too
             return False
-        others, before = storage_uses(memory) - self._own, self._before
+        others, before = self._num_others(memory), self._before
+        if ends and others > 0 and others not in self._saved:
+            self._of_contexts += map(ref, kept_by_contexts(memory, ends))
+            others = self._num_others(memory)
         if ends and others > 0 and others not in self._saved:
             found = count_saved(memory, ends, others)
             goes_on = found > before  # from the calls before, else it is another graph beside them
@@ -123,9 +130,16 @@ class MemoryHolders:
         self._before = 0 if ends is None else self._saved.get(others, 0)
         return others > self._before
 
+    def _num_others(self, memory: Tensor) -> int:
+        """Return how often the memory is held by others than the engine and contexts."""
+        alive = {id(one): one for known in self._of_contexts if (one := known()) is not None}
+        self._of_contexts = [ref(one) for one in alive.values()]
+        return storage_uses(memory) - self._own - len(alive)
+
     def warn(self, memory: Tensor, views: Sequence[Tensor]) -> None:
         """Say of which parameters, with these views, user code holds memory after an update."""
         others, own = storage_uses(memory), {id(memory), *map(id, views)}
+        own |= {id(known()) for known in self._of_contexts}
         if others in self._looked_at:  # the search takes long
             return
         self._looked_at.add(others)
