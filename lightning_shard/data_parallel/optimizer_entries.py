@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.errors import CheckpointError
+
 
 def of_parameters(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield each parameter that an optimizer keeps something of, with that."""
@@ -128,6 +130,18 @@ class StateBlocks:
         is_counter = not value.shape and key == "step"  # of a scalar parameter
         return int(tuple(value.shape) == tuple(shape) and not is_counter)
 
+    def elements_of_full(self, key: str, value: "_Shaped", shape: Sequence[int]) -> int:
+        """Return the same of a part of a full state, which may have been saved in other blocks."""
+        elements, numel = self.elements_of(key, value, shape), torch.Size(shape).numel()
+        expected, got = -(-numel // max(elements, 1)), torch.Size(value.shape).numel()
+        if elements and got != expected:
+            raise CheckpointError(
+                f"{key!r} in a state of the optimizer has {got} elements for a parameter of "
+                f"{numel}, expected {expected}, since the optimizer keeps one for {elements}. "
+                f"Resume with the settings of the optimizer that it was saved with."
+            )
+        return elements
+
     def part(self, key: str, value: Any, shape: Sequence[int], own: range) -> Any:
         """Return what belongs to a range of elements, in memory of its own; `value` is full."""
         form = EntryForm.of(value)
@@ -138,7 +152,7 @@ class StateBlocks:
             }
             is_cut = form.shape == tuple(shape) and form.kind is not dict
             return (form.of_shape((len(own),)) if is_cut else form).joined(parts)
-        elements = self.elements_of(key, value, shape) if isinstance(value, Tensor) else 0
+        elements = self.elements_of_full(key, value, shape) if isinstance(value, Tensor) else 0
         if not elements:
             return value.clone() if isinstance(value, Tensor) else value
         return value.flatten()[own.start // elements : -(-own.stop // elements)].clone()

@@ -88,4 +88,4 @@ class WorldOptions(Description):
     """The options that all ranks of a simulated world have in common."""
 
     step: Step
-    state_values: int
+    state_values: float

@@ -205,7 +205,8 @@ class SimulatedRank:
         engine = self.engine
         with engine.optimizer_view():
             counted = held(engine, ())
-            state = self.options.state_values * sum(param.data.nbytes for param in self._trained)
+            trained_bytes = sum(param.data.nbytes for param in self._trained)
+            state = round(self.options.state_values * trained_bytes)
         engine.publish(self._trained)
         is_sharded, in_pipeline = self.options.engine.stage == 3, self.options.cut is not None
         gathered = max(self._gathered, largest_units(engine)) if is_sharded else 0

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_shard import (
+    CheckpointError,
     DDPStrategy,
     HybridParallelStrategy,
     LocalSGDStrategy,
@@ -19,6 +20,7 @@ from lightning_shard import (
     ZeRO3Strategy,
 )
 from lightning_shard.checkpoint.conversion.consolidating import Consolidation, consolidate
+from tests.optim import blockwise_optimizers
 from tests.optim.blockwise_optimizers import OPTIMIZERS
 from tests.strategies.parity import ignoring
 from tests.strategies.stacks import WIDTH, Stack, fit, trainer_of
@@ -154,3 +156,15 @@ def test_one_file_has_the_codes_of_one_device(
         for path in (alone, one_file if layout == "sharded" else saved)
     )
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("layout", ["full", "sharded"])
+def test_a_state_of_other_blocks_is_refused(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = Saves(tmp_path / "saved")
+    fit(style("entries"), strategy_of("zero2", checkpoint_format=layout), [saved], max_epochs=1)
+    monkeypatch.setattr(blockwise_optimizers, "BLOCK", 32)
+    with pytest.raises(CheckpointError, match=r"'scale' in a state .* has 4 elements .* of 64"):
+        resumed("entries", "zero2", saved.path)

@@ -37,7 +37,6 @@ from lightning_shard.data_parallel.optimizer_entries import (
     with_joined,
 )
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
-from lightning_shard.errors import CheckpointError
 
 _SHARDS = (ParameterShard, ShardView)
 
@@ -284,16 +283,8 @@ def _elements_of(key: str, stored: Any, param: nn.Parameter, engine: DataParalle
     """
     if not isinstance(stored, StoredTensor):
         return 0
-    full = engine.full_shape(param)
     blocks = engine.options.blocks.get(param, StateBlocks({}))
-    elements = blocks.elements_of(key, stored, full)
-    if elements > 1 and tuple(stored.shape) != part_shape(full, elements):
-        raise CheckpointError(
-            f"{key!r} in the optimizer's state has shape {tuple(stored.shape)} for a parameter of "
-            f"{tuple(full)}, expected {part_shape(full, elements)}, for blocks of {elements} "
-            f"elements. Resume with the optimizer's settings that it was saved with."
-        )
-    return elements
+    return blocks.elements_of_full(key, stored, engine.full_shape(param))
 
 
 def placeholders(states: Sequence[Mapping[str, Any]]) -> list[Any]:
