@@ -229,6 +229,15 @@ def first_values(
     return full, shard, host, None
 
 
+def _laid_out(
+    shapes: Sequence[tuple[str, tuple[int, ...]]], owners: Sequence[int], **sizes: int
+) -> FlatLayout:
+    """Return a layout that is cut evenly, or between parameters that have owners."""
+    if owners:
+        return build_owned_layout(shapes, owners, **sizes)
+    return build_layout(shapes, **sizes)
+
+
 class FlatParameters:
     """The parameters of one unit that share format and `requires_grad`.
 
@@ -293,13 +302,8 @@ class FlatParameters:
         num_shards = groups.shard.size if stage > 0 else 1
         align = max(align_bytes // min(compute_dtype.itemsize, master_dtype.itemsize), 1)
         gathers_in = gathers_in if num_shards > 1 else None
-        align = align if gathers_in is None else BLOCK
-        align = lcm(align, block_size)
-        self.layout = (
-            build_owned_layout(shapes, owners, num_shards=num_shards, align=align)
-            if owners
-            else build_layout(shapes, num_shards=num_shards, align=align)
-        )
+        align = lcm(align, block_size, 1 if gathers_in is None else BLOCK)
+        self.layout = _laid_out(shapes, owners, num_shards=num_shards, align=align)
         self._quantized = (
             None if gathers_in is None else QuantizedGather(gathers_in, self.layout, groups.shard)
         )

@@ -151,6 +151,17 @@ def test_losses_stay_near_those_of_exact_gathers(name: str, model: str, precisio
     torch.testing.assert_close(quantized, dense, rtol=2e-2, atol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*CPU ranks")
+@pytest.mark.parametrize("name", STAGES)
+def test_masters_may_lie_in_host_memory(name: str) -> None:
+    runs = [
+        train(build("gpt"), strategy=strategy(name, offload=one), devices=2, num_steps=_NUM_STEPS)
+        for one in (None, "optimizer")
+    ]
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
+
+
 SPLITS: dict[str, dict[str, Any]] = {
     "copies": {"data_parallel_size": (2, 2)},
     "layers": {"tensor_parallel_size": 2},
