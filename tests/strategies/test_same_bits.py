@@ -319,14 +319,3 @@ def test_operations_are_deterministic_in_a_fit_and_as_before_after_it(tmp_path: 
     fit(tmp_path, model="deterministic", num_ranks=2, num_steps=2)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_processes_have_the_bits_of_one_rank(backend: str, tmp_path: Path) -> None:
-    """Backends that add up by themselves only carry what is added here."""
-    one, logged, _ = fit(tmp_path / "one")
-    for strategy in ("shard_ddp", "zero3"):
-        place = tmp_path / strategy
-        found = fit(place, strategy=strategy, backend=backend, num_ranks=2)
-        assert found[:2] == (one, logged)
