@@ -58,6 +58,7 @@ class RunLoops(RunPart):
     def compare_over(self, collectives: Collectives) -> None:
         """Compare what hooks and schedulers change over a group of all ranks."""
         numbers = "" if self.strategy.meets_at_steps else "lr "
+        self.strategy.precision_plugin.clipped_by = None  # newcomers have clipped nothing
         self._settings = SettingsOfSteps(collectives, numbers)
 
     def begin(self, trainer: "pl.Trainer") -> None:

@@ -114,6 +114,14 @@ def test_options_of_the_trainer_stay_in_force(trainer_options: Any, scheme: Any)
     assert journal.losses() == pytest.approx(expected.losses(), rel=rel)
 
 
+def test_a_newcomer_at_an_epochs_end_has_clipped_nothing_yet() -> None:
+    """The job ended: ranks compared what they had clipped by last, and it had done no step."""
+    options = {"gradient_clip_val": 0.5, "limit_train_batches": 6, "limit_val_batches": 0}
+    faults = [Fault(4, 1, "add", at_step=4), Fault(0, 1, "leave", at_step=6)]
+    _, trainer = fit(faults, snapshot_every=3, scheme="zero3", trainer_options=options)
+    assert trainer.current_epoch == trainer.max_epochs
+
+
 @pytest.mark.slow
 def test_the_rest_of_an_epoch_weighs_the_same_on_fewer_ranks() -> None:
     options = {"accumulate_grad_batches": 3}  # 48 samples in a step, and 4 in the last one
