@@ -290,7 +290,8 @@ class FlatGradients:
         self.buffer = GradientBuffer(flat)
         self.states, self.accumulates = self.buffer.states, self.buffer.accumulates
         self.own = OwnGradients(self.buffer, groups.dp)
-        self._groups = groups
+        self._in_order = exchange if isinstance(exchange, TreeExchange) else None
+        self.reduce_over(groups)
         self.arrivals = Arrivals(flat.params)
         self._seen: dict[int, None] = {}  # arrived in this backward, in their order
         self._expected = 0  # of _seen; a lower bound while backward runs
@@ -303,6 +304,9 @@ class FlatGradients:
     def reduce_over(self, groups: DataGroups) -> None:
         """Average over other ranks from now on; nothing may be in flight."""
         self._groups, self.own.ranks = groups, groups.dp
+        self._copies_differ = (  # what is averaged first is that of one copy; see `_Travel`
+            self.flat.stage > 0 and groups.replicate is not None and self._in_order is None
+        )
 
     def close(self) -> None:
         """Note that backward has left the unit's modules."""
@@ -477,12 +481,6 @@ class FlatGradients:
             work = groups.shard.reduce_scatter(out, sent, "avg", sizes=sizes, async_op=True)
         self._travel = _Travel(work, out, synchronised, self._copies_differ)
 
-    @property
-    def _copies_differ(self) -> bool:
-        """Whether what is averaged first is that of one copy of the state; see `_Travel`."""
-        adds_copies = isinstance(self.exchange, TreeExchange)
-        return self.flat.stage > 0 and self._groups.replicate is not None and not adds_copies
-
     @unrecorded
     def _sent(self, *, synchronised: bool) -> Tensor | None:
         """Return what a collective averages; None where an exchange of one's own has begun."""
@@ -495,8 +493,8 @@ class FlatGradients:
         if not self._seen:  # else the first has done so
             self.buffer.renew()
         full = self.buffer.allocate()
-        if isinstance(self.exchange, TreeExchange):
-            self.exchange.ends_step = synchronised
+        if self._in_order is not None:
+            self._in_order.ends_step = synchronised
             self._show_added()
         self.own.send_along(self.buffer.observe_all())
         if self.buffer.is_plain:
@@ -520,12 +518,12 @@ class FlatGradients:
     @unrecorded
     def add_in_order(self) -> None:
         """Where sums have one order, add what a backward has only accumulated to those before."""
-        if not (isinstance(self.exchange, TreeExchange) and self.accumulates and self.is_trained):
+        if self._in_order is None or not (self.accumulates and self.is_trained):
             return
         full = self.buffer.allocate()
         used = self._contributions()
         self._clear_unused(used)
-        self.exchange.add(full)
+        self._in_order.add(full)
         self._added = bytes(map(or_, self._added or bytes(len(used)), used))
         self.states.all_leave()
         if self.buffer.is_plain:
@@ -617,7 +615,7 @@ class FlatGradients:
         travel.work.wait()
         self._travel = None
         self.buffer.free_sent()
-        if isinstance(travel.work, TreeExchange) and not travel.is_synchronised:
+        if self._in_order is not None and not travel.is_synchronised:
             self.buffer.release()
             return
         if self.flat.stage == 0:

@@ -64,7 +64,7 @@ class TreeExchange(Exchange):
 
     Attributes:
         ends_step: Whether what begins to travel is the last of a step on this rank.
-        num_micro_batches: Of a step on all ranks; what comes beyond them counts for nothing.
+        num_micro_batches: How many a step has on all ranks; those beyond them count for nothing.
     """
 
     ends_step = True
