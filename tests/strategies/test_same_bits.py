@@ -1,6 +1,8 @@
 """Trainings with `same_bits=True` have the same bits on one rank, two, four and eight."""
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -25,6 +27,7 @@ from lightning_shard import (
     ZeRO2Strategy,
     ZeRO3Strategy,
 )
+from tests.patience import patient
 from tests.strategies.models import MODELS, warm_up
 from tests.strategies.parity import SMALL_BUCKET_MB, STRATEGIES, UPSTREAM_WARNINGS
 from tests.trainers import SILENT
@@ -167,6 +170,17 @@ def digests(folder: Path, cases: Sequence[tuple[str, int]], **options: Any) -> s
 def test_bits_are_those_of_one_rank(tmp_path: Path) -> None:
     """Sums in the order of ranks, and random numbers of each rank, made each size another run."""
     assert len(digests(tmp_path, [("shard_ddp", 1), ("zero3", 2)], num_steps=2)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_processes_have_the_bits_of_one_rank(strategy: str, backend: str, tmp_path: Path) -> None:
+    """Backends carry parts; that they are added here, in one order, is the same on all."""
+    command = f"-m tests.strategies.same_bits_job {backend} {strategy} 2 {tmp_path}".split()
+    subprocess.run([sys.executable, *command], check=True, timeout=patient(120))
+    saved, logged, _ = fit(tmp_path / "one")
+    assert (tmp_path / "digest").read_text() == saved + logged
 
 
 @pytest.mark.slow
