@@ -44,6 +44,7 @@ from lightning_shard.data_parallel.gradients.reducer import (
     Reducer,
     always,
 )
+from lightning_shard.data_parallel.gradients.tree_sum import TreeExchange
 from lightning_shard.data_parallel.gradients.usage import agreement
 from lightning_shard.data_parallel.memory.adoption import Adoption
 from lightning_shard.data_parallel.memory.equal_weights import EqualWeights
@@ -60,7 +61,6 @@ from lightning_shard.data_parallel.optimizer_view import OptimizerView
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import noting_reentrance
-from lightning_shard.data_parallel.same_bits.tree_sum import TreeExchange
 from lightning_shard.data_parallel.torch_private import BatchNorm, gradient_hooks
 from lightning_shard.data_parallel.units.full_values import (
     FullValues,

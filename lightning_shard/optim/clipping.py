@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import shards_over
-from lightning_shard.data_parallel.same_bits.exact_norm import exact_norm
 from lightning_shard.errors import ConfigError
+from lightning_shard.optim.exact_norm import exact_norm
 
 
 @torch.no_grad()

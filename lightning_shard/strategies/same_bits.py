@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core import settings
 from lightning_shard.elastic.data_loaders import replace_samplers
 from lightning_shard.errors import ConfigError
@@ -120,7 +121,7 @@ class SameBits(RunPart):
         if not self.is_on:
             yield
             return
-        ranks, num_own = (lambda: self.strategy.data_collectives), (lambda: self._num_own)
+        ranks, num_own = self._ranks_of_samples, self._num_own
         with only_deterministic(), self._means.inside(trainer, ranks, num_own):
             yield
 
@@ -128,7 +129,7 @@ class SameBits(RunPart):
         """Return what this rank has logged, where its sum is to be exact."""
         if not self.is_on:
             return ()
-        return self._means.of(key, last=0 if of_epoch else self._num_own)
+        return self._means.of(key, last=0 if of_epoch else self._num_own())
 
     @property
     def is_on(self) -> bool:
@@ -139,7 +140,10 @@ class SameBits(RunPart):
     def _has_neighbours(self) -> bool:
         return bool(self.run.options.stage < 2)
 
-    @property
+    def _ranks_of_samples(self) -> Collectives:
+        ranks: Collectives = self.strategy.data_collectives
+        return ranks
+
     def _num_own(self) -> int:
         """Micro-batches of a step on each rank."""
         accumulated: int = self.run.trainer.accumulate_grad_batches
@@ -186,7 +190,7 @@ class SameBits(RunPart):
                 f"the ranks of the axis {one.axis!r} {how}, expected ranks that have whole samples "
                 f"and the whole model. Use data parallel or ZeRO."
             )
-        own, in_copy = self._num_own, self.strategy.shard_size
+        own, in_copy = self._num_own(), self.strategy.shard_size
         if in_copy not in (1, num_ranks) and in_copy & (in_copy - 1):
             yield (
                 f"each copy of the state is in shards on {in_copy} ranks, whose sum is no part of "
@@ -201,7 +205,7 @@ class SameBits(RunPart):
 
     def check_batches(self) -> None:
         """Refuse an epoch whose last step has fewer micro-batches than the others."""
-        num_batches, own = self.run.trainer.num_training_batches, self._num_own
+        num_batches, own = self.run.trainer.num_training_batches, self._num_own()
         if num_batches == float("inf") or num_batches % own:
             raise self.error(
                 f"each rank has {num_batches} batches of an epoch, so that its last step has fewer "
@@ -237,7 +241,7 @@ class SameBits(RunPart):
     ) -> Sequence[int]:
         """Return the numbers of this rank's batches among those of an epoch."""
         ranks, rank = self.strategy.data_collectives.size, self.strategy.data_collectives.rank
-        own = self._num_own if is_training else 1
+        own = self._num_own() if is_training else 1
         num_steps, rest = divmod(num_batches, own * ranks)
         if is_training and (rest or not is_even) and not drop_last:
             raise self.error(
@@ -259,7 +263,8 @@ class SameBits(RunPart):
     def begin_training_step(self) -> None:
         """Begin a micro-batch with its own random numbers, and with the step's buffers."""
         trainer, ranks = self.run.trainer, self.strategy.data_collectives
-        own, index = self._num_own, trainer.fit_loop.epoch_loop.batch_idx % self._num_own
+        own = self._num_own()
+        index = trainer.fit_loop.epoch_loop.batch_idx % own
         stage = self.run.options.stage
         place = number_in_step(ranks.rank, ranks.size, index, num_own=own, stage=stage)
         device = self.strategy.root_device
@@ -278,7 +283,10 @@ class SameBits(RunPart):
 
     def end_backward(self) -> None:
         """Take a micro-batch's buffers back, but for those of the first one at the step's end."""
-        own, index = self._num_own, self.run.trainer.fit_loop.epoch_loop.batch_idx % self._num_own
+        own, index = (
+            self._num_own(),
+            self.run.trainer.fit_loop.epoch_loop.batch_idx % self._num_own(),
+        )
         if own > 1:
             self.run.engine.buffers.end_micro_batch(is_first=index == 0, is_last=index == own - 1)
 

@@ -27,10 +27,10 @@ from lightning_shard.core.states import State
 from lightning_shard.data_parallel.compression.compressor import Compressor, Exchange, FlatBuffer
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.gradients.gradient_buffer import GradientBuffer
+from lightning_shard.data_parallel.gradients.tree_sum import TreeExchange
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.data_parallel.options import EngineOptions
-from lightning_shard.data_parallel.same_bits.tree_sum import TreeExchange
 from lightning_shard.data_parallel.torch_private import after_gradient
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
