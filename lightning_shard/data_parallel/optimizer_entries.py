@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.data_parallel.memory.inner_tensors import is_composed
 from lightning_shard.errors import CheckpointError
 
 
@@ -60,7 +61,7 @@ class EntryForm:
             has_tensors = any(isinstance(one, Tensor) for one in value.values())
             return cls(dict, tuple(value)) if has_tensors else None
         own = type(value)
-        if not hasattr(own, "__tensor_flatten__") or own.__module__.startswith("torch."):
+        if not is_composed(value):
             return None
         names, context = value.__tensor_flatten__()
         return cls(own, tuple(names), context, tuple(value.shape))

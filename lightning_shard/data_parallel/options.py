@@ -236,7 +236,6 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
                 f"same_bits=True sends gradients as backward made them and adds them in float32, "
                 f"got a reduce_dtype of {self.dtypes.reduce}. Leave one of them out."
             )
-
         if self.quantized_gathers is not None:
             raise ConfigError(
                 f"same_bits=True gathers parameters as they are, got "
@@ -256,12 +255,6 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
                 f"quantized_gathers={self.quantized_gathers!r} gathers shards that the device "
                 f"keeps, got offload='parameters', whose shards lie in host memory. Use "
                 f"offload='optimizer', or leave one of them out."
-            )
-        if self.same_bits:
-            raise ConfigError(
-                f"quantized_gathers={self.quantized_gathers!r} rounds what travels, got "
-                f"same_bits=True, under which one rank, of which nothing travels, has the same "
-                f"bits. Leave one of them out."
             )
 
     def _check_compression(self) -> None:

@@ -87,9 +87,9 @@ class SchemeHooks(RunPart):
         """Make the context in which ranks hold the same weights; each rank must enter."""
         return nullcontext()
 
-    def num_micro_batches(self) -> int:
-        """Return the micro-batches of a step that count, of ranks that may have more."""
-        raise NotImplementedError
+    def num_micro_batches(self) -> int | None:
+        """Return how many micro-batches of a step count, of ranks that may have more; None: all."""
+        return None
 
     def kept_besides(self) -> Mapping[str, Any]:
         """Return what this rank keeps for checkpoints; no communication, and no copies."""

@@ -149,6 +149,12 @@ class SameBits(RunPart):
         accumulated: int = self.run.trainer.accumulate_grad_batches
         return accumulated
 
+    @property
+    def _index(self) -> int:
+        """Number of the present micro-batch among this rank's of the step."""
+        batches: int = self.run.trainer.fit_loop.epoch_loop.batch_idx
+        return batches % self._num_own()
+
     # --- refusals ---------------------------------------------------------------------------------
 
     def error(self, why: str) -> ConfigError:
@@ -263,14 +269,13 @@ class SameBits(RunPart):
     def begin_training_step(self) -> None:
         """Begin a micro-batch with its own random numbers, and with the step's buffers."""
         trainer, ranks = self.run.trainer, self.strategy.data_collectives
-        own = self._num_own()
-        index = trainer.fit_loop.epoch_loop.batch_idx % own
+        own, index = self._num_own(), self._index
         stage = self.run.options.stage
         place = number_in_step(ranks.rank, ranks.size, index, num_own=own, stage=stage)
         device = self.strategy.root_device
         begin_random_numbers(_TRAINING, trainer.global_step, place, device=device)
-        if self.strategy.assigns_samples:
-            number = self.run.hooks.num_micro_batches()
+        number = self.run.hooks.num_micro_batches()
+        if number is not None:
             self.run.engine.count_micro_batches(number)
             self._means.counts = place < number
         if own > 1:
@@ -283,10 +288,7 @@ class SameBits(RunPart):
 
     def end_backward(self) -> None:
         """Take a micro-batch's buffers back, but for those of the first one at the step's end."""
-        own, index = (
-            self._num_own(),
-            self.run.trainer.fit_loop.epoch_loop.batch_idx % self._num_own(),
-        )
+        own, index = self._num_own(), self._index
         if own > 1:
             self.run.engine.buffers.end_micro_batch(is_first=index == 0, is_last=index == own - 1)
 

@@ -89,9 +89,13 @@ def check_archive(file: BinaryIO, share: Share = ALL) -> None:
     if not records:
         raise DamagedError("it holds no records")
     has_sums = any(one.CRC for one in records)
+    if begin := records[0].header_offset:
+        raise DamagedError(f"it begins at byte {begin}, expected 0", records[0].filename)
     for one, limit in zip(records, limits, strict=True):
         if one.external_attr & _IS_FOLDER or one.volume:
             raise DamagedError("the archive's list says that it is no record", one.filename)
+        if one.compress_type == zipfile.ZIP_STORED and one.compress_size != one.file_size:
+            raise DamagedError("its lengths contradict each other", one.filename)
         try:
             with archive.open(one) as content:  # which compares its header with the list
                 _check_descriptor(file, one, limit)

@@ -46,6 +46,13 @@ class QuantizedGather:
         self._forms = [form_of(shapes[numel]) for numel in self._numels]
         self._row: Tensor | None = None  # what the full parameters have of this rank's shard
 
+    @classmethod
+    def of(
+        cls, kind: QuantizedGathers | None, layout: FlatLayout, ranks: Collectives
+    ) -> "QuantizedGather | None":
+        """Return one, or None where shards travel as they are."""
+        return None if kind is None else cls(kind, layout, ranks)
+
     @property
     def row_bytes(self) -> int:
         """Bytes that this rank sends to each other one, and keeps until `forget`."""

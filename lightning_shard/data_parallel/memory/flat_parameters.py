@@ -304,9 +304,7 @@ class FlatParameters:
         gathers_in = gathers_in if num_shards > 1 else None
         align = lcm(align, block_size, 1 if gathers_in is None else BLOCK)
         self.layout = _laid_out(shapes, owners, num_shards=num_shards, align=align)
-        self._quantized = (
-            None if gathers_in is None else QuantizedGather(gathers_in, self.layout, groups.shard)
-        )
+        self._quantized = QuantizedGather.of(gathers_in, self.layout, groups.shard)
         self.full, self.shard, self.host, self.common = first_values(
             self.params,
             self.layout,

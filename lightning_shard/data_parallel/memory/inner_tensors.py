@@ -56,7 +56,7 @@ class _Composition:
         return joined
 
 
-def is_composed(tensor: Tensor) -> bool:
+def is_composed(tensor: Any) -> bool:
     """Whether a tensor is made of several, by a class that is not torch's own."""
     kind = type(tensor)
     known = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")

@@ -114,11 +114,7 @@ def prove(
         join=join,
         options=dict(trainer_options or {}),
     )
-    if not dropout:
-        subject = replace(subject, module=subject.fresh_module(changes.without_dropout))
-    name = strategy_name(strategy_in_process(strategy, num_ranks))
-    verdict = Verdict(outcome="equal", strategy=name, num_ranks=num_ranks)
-    found = _judge(subject, verdict, to_the_bit=to_the_bit)
+    found = _judge(subject, dropout=dropout, to_the_bit=to_the_bit)
     return replace(found, seconds=time.perf_counter() - began, remarks=(*told, *found.remarks))
 
 
@@ -143,7 +139,11 @@ def _check_counts(**counts: int | None) -> None:
             raise ConfigError(f"prove got {name}={value}, expected 1 or more.")
 
 
-def _judge(subject: Subject, verdict: Verdict, *, to_the_bit: bool) -> Verdict:
+def _judge(subject: Subject, *, dropout: bool, to_the_bit: bool) -> Verdict:
+    if not dropout:
+        subject = replace(subject, module=subject.fresh_module(changes.without_dropout))
+    name = strategy_name(strategy_in_process(subject.strategy, subject.num_ranks))
+    verdict = Verdict(outcome="equal", strategy=name, num_ranks=subject.num_ranks)
     try:
         if to_the_bit:
             return proved_to_the_bit(subject, verdict)

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 import torch
 
-from lightning_shard.checkpoint.files.reading import check_archive, read_file
+from lightning_shard.checkpoint.files.reading import DamagedError, check_archive, read_file
 from lightning_shard.checkpoint.files.torch_archive import records_of, write_archive
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 from tests.checkpoint.files.archives import checkpoint, damage, same
@@ -186,4 +186,13 @@ def test_a_packed_archive_is_unpacked_and_compared(tmp_path: Path) -> None:
         for name in one.namelist():
             other.writestr(name, one.read(name))
     with packed.open("rb") as file:
+        check_archive(file)
+
+
+def test_an_archive_begins_at_its_first_byte(tmp_path: Path) -> None:
+    """Python's zipfile passes over what stands before the first record."""
+    torch.save({"weight": torch.ones(4)}, tmp_path / "whole.pt")
+    damaged = tmp_path / "damaged.pt"
+    damaged.write_bytes(b"before" + (tmp_path / "whole.pt").read_bytes())
+    with damaged.open("rb") as file, pytest.raises(DamagedError, match="at byte 6, expected 0"):
         check_archive(file)
