@@ -79,6 +79,18 @@ class Backend(ABC):
         """Set what the backend reads as the ranks meet at this store; nothing, as a rule."""
         return
 
+    def of_all_ranks(self, timeout: timedelta) -> Collectives:
+        """Wrap the default group, or where that has another backend one beside it; all must call.
+
+        A process keeps the default group that its first run, or its launcher, has made.
+        """
+        group, there = dist.group.WORLD, dist.get_backend()
+        assert group is not None
+        if self.name not in there and there != dist.Backend.UNDEFINED:  # also "cpu:gloo,cuda:nccl"
+            group = dist.new_group(backend=self.c10d_name, timeout=timeout)
+            assert group is not None
+        return self.collectives(group)
+
     def collectives(self, group: dist.ProcessGroup) -> Collectives:
         """Wrap `group` in the algorithms that suit this backend."""
         return Collectives(group)

@@ -144,18 +144,20 @@ class Collectives:
         Returns:
             The collectives of the new group, which count into the same `traffic`.
         """
-        ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(
-            ranks, timeout=timeout, backend=self._own_backend, use_local_synchronization=True
-        )
-        duplicate = type(self)(group)
+        duplicate = self.beside(dist.get_process_group_ranks(self.group), timeout)
         duplicate.traffic = self.traffic
         return duplicate
 
-    @property
-    def _own_backend(self) -> str | None:
-        """Name in c10d of the group's backend; None where it is that of the default group."""
-        return None
+    def beside(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Self:
+        """Make a group of ranks of the world over the same backend; they must call, no others."""
+        own = dist.get_backend(self.group)
+        group = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=None if own == dist.get_backend() else own,  # None is all of the default's
+            use_local_synchronization=True,
+        )
+        return type(self)(group)
 
     def new_empty(
         self,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_shard.backends.base import Backend
+from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.debug_wrapper import debug_name
 from lightning_shard.backends.gloo import GlooBackend
 from lightning_shard.backends.in_process import InProcessBackend
@@ -59,6 +60,13 @@ def get_backend(name: str) -> Backend:
     raise ConfigError(
         f"Unknown backend {name!r}; expected one of {', '.join(_BACKENDS)}, or 'auto'.{hint}"
     )
+
+
+def collectives_over(group: dist.ProcessGroup, usual: Backend) -> Collectives:
+    """Wrap a group, which may be a user's own, in the algorithms that suit the backend it has."""
+    there = dist.get_backend(group)  # "shm", with the debug check "checked_shm"
+    fitting = [one for one in (usual, *_BACKENDS.values()) if one.name in there]
+    return (fitting or [usual])[0].collectives(group)
 
 
 def auto_backend(device: torch.device, *, are_neighbours: bool = False) -> Backend:

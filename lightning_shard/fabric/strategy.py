@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
+from lightning_shard.backends.registry import collectives_over
 from lightning_shard.core.options import takes
 from lightning_shard.data_parallel.agreement import check_same_optimizers
 from lightning_shard.data_parallel.bucket_choice import BucketChoice, Links, choose
@@ -127,9 +128,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         reset_seed()
         self._take_place()
         self.local_ranks.enter_groups(self)
-        group = dist.group.WORLD
-        assert group is not None
-        self._collectives = self.backend.collectives(group)
+        self._collectives = self.backend.of_all_ranks(self.local_ranks.timeout)
         check_same_settings(self, self._collectives)
         common_seed(self._collectives)
         self._in_launch.enter_context(asking(self._differentiation))
@@ -206,7 +205,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
     def _group(self, group: Any) -> Collectives:
         is_default = group is None or group == dist.group.WORLD
-        return self.collectives if is_default else self.backend.collectives(group)
+        return self.collectives if is_default else collectives_over(group, self.backend)
 
     @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

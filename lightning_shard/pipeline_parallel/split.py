@@ -81,9 +81,9 @@ class PipelineSplit(ModelSplit):
         for ranks in sorted({ranks for ranks in self._ranks.values() if len(ranks) > 1}):
             members = ranks if own in ranks else (own,)
             known = [dist.get_process_group_ranks(self.group.group)[rank] for rank in members]
-            group = dist.new_group(known, use_local_synchronization=True)
+            group = self.group.beside(known)
             if own in ranks:
-                made[ranks] = type(self.group)(group)
+                made[ranks] = group
         return made
 
     @property

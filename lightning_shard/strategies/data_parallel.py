@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.in_process.world import current_world
+from lightning_shard.backends.registry import collectives_over
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.core import settings
 from lightning_shard.core.mesh import AXES, Axis, KnownAxis, NodePlacement, ParallelMesh
@@ -233,8 +234,7 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if self.run.groups.present is None or not isinstance(tensor, Tensor):
             return tensor
-        collectives = self.data_collectives if group is None else self.backend.collectives(group)
-        return reduced(tensor, reduce_op, collectives)
+        return reduced(tensor, reduce_op, self._over(group))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -266,10 +266,12 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
             one.check_gather(tensor, sync_grads=sync_grads)
         if self.run.groups.present is None:
             return tensor
+        return gathered(tensor, self._over(group), sync_grads=sync_grads)
+
+    def _over(self, group: Any) -> Collectives:
         # LightningModule.all_gather passes the default group where its caller names none
         is_default = group is None or group == dist.group.WORLD
-        collectives = self.data_collectives if is_default else self.backend.collectives(group)
-        return gathered(tensor, collectives, sync_grads=sync_grads)
+        return self.data_collectives if is_default else collectives_over(group, self.backend)
 
     @override
     def barrier(self, name: str | None = None) -> None:

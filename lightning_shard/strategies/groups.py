@@ -218,7 +218,11 @@ class MeshGroups(RunPart):
         """Talk over the default group there is; each rank must call."""
         group = dist.group.WORLD
         assert group is not None
-        self.everybody = self.strategy.backend.collectives(group)
+        backend, known = self.strategy.backend, self.everybody
+        if known is not None and self._made_beside is group:
+            self.everybody = backend.collectives(known.group)
+        else:
+            self.everybody = backend.of_all_ranks(self.strategy.local_ranks.timeout)
         self.run.loops.compare_over(self.everybody)
         if self.run.hooks.compares_start():  # before groups are made that depend on it
             trainer = self.run.trainer
@@ -277,10 +281,7 @@ class MeshGroups(RunPart):
 
     def _group(self, ranks: Sequence[int]) -> Collectives:
         """Make a group; the ranks of it must call."""
-        timeout = self.strategy.local_ranks.timeout
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-        found: Collectives = self.strategy.backend.collectives(group)
-        return found
+        return self.all_ranks.beside(ranks, self.strategy.local_ranks.timeout)
 
     def forget(self) -> None:
         """Refer to no group any more; Gloo aborts when somebody does as one is destroyed."""

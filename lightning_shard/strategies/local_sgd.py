@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -87,8 +86,7 @@ class LocalSGDRounds(LocalUpdates):
 
     @override
     def make_groups(self) -> None:
-        own = dist.new_group([self.strategy.mesh_rank], use_local_synchronization=True)
-        self._alone = DataGroups.of(self.strategy.backend.collectives(own))
+        self._alone = DataGroups.of(self.run.groups.all_ranks.beside([self.strategy.mesh_rank]))
 
     @override
     def forget_groups(self) -> None:

@@ -1,10 +1,16 @@
 """Over shared memory and under mpirun, every stage trains as a single device does."""
 
+import warnings
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
+from lightning_shard import ZeRO2Strategy
 from lightning_shard.backends.shm import backend as shm_backend
 from tests.mpirun import run_mpi
 from tests.processes import rank_and_world_size, run_processes
@@ -99,3 +105,39 @@ def test_ranks_of_several_hosts_train_as_a_single_device(hosts: str, strategies:
         assert_parity(runs[0], single_device(case))
         for other in runs[1:]:
             assert_bitwise_equal(other, runs[0])
+
+
+def train_in_turn(backends: list[str]) -> list[Run]:
+    return [train_cases(QUICK, one)[0] for one in backends]
+
+
+@pytest.mark.parametrize("backends", [["gloo", "shm", "gloo"], ["shm", "gloo"]], ids=str)
+def test_a_script_goes_on_over_another_backend(backends: list[str]) -> None:
+    """A run over `shm` after one over Gloo ended with an AttributeError of the group that stood."""
+    [case] = QUICK
+    for run in run_processes(train_in_turn, 2, backends=backends)[0]:
+        assert_parity(run, single_device(case))
+
+
+def gather_over(backends: list[str]) -> list[float]:
+    """Gather in a run over the first backend what a group of the second one has."""
+    warnings.simplefilter("ignore")
+    usual, own = backends
+    found = []
+
+    class Gathers(pl.LightningModule):
+        def validation_step(self, _: Any) -> None:
+            group = dist.new_group(backend=own)
+            found.extend(self.all_gather(torch.tensor(float(self.global_rank)), group).tolist())
+
+    strategy = ZeRO2Strategy(backend=usual, announce=False)
+    options = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(strategy=strategy, devices=2, accelerator="cpu", **options)
+    trainer.validate(Gathers(), DataLoader(torch.zeros(2, 1)))
+    return found
+
+
+@pytest.mark.parametrize("backends", [["shm", "gloo"], ["gloo", "shm"]], ids=str)
+def test_a_group_of_ones_own_may_have_another_backend(backends: list[str]) -> None:
+    """`all_gather` over a Gloo group failed under shared memory, whose algorithms it was given."""
+    assert run_processes(gather_over, 2, backends=backends) == [[0.0, 1.0]] * 2

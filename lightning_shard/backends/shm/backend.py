@@ -344,11 +344,6 @@ class ShmCollectives(Collectives):
         is_here = values.device.type == "cpu" and _has_memory(values)
         return share(self, values, start, stop) if can and is_here else None
 
-    @property
-    @override
-    def _own_backend(self) -> str | None:
-        return self._group.getBackendName()
-
     @override
     def _reduce_scatter_dtype(
         self, output: Tensor, source: Tensor, op: ReduceOpName
