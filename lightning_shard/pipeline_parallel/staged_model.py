@@ -21,7 +21,7 @@ from lightning_shard.core.placeholders import Placeholder
 from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.memory.assigned import taken_out
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import without_reentrance
-from lightning_shard.data_parallel.views.sharded_parameter import show_kept
+from lightning_shard.data_parallel.views.sharded_parameter import shards_as_they_are, show_kept
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.partition import Partition, Stages, buffer_stages
 from lightning_shard.pipeline_parallel.skipped_blocks import (
@@ -131,7 +131,8 @@ class StagedModel:
     @property
     def trainable(self) -> tuple[bool, ...]:
         """Whether each parameter of the model requires a gradient now."""
-        return tuple(param.requires_grad for param in self._param_stages)
+        with shards_as_they_are():  # which need not ask who calls
+            return tuple(param.requires_grad for param in self._param_stages)
 
     def hide(self) -> None:
         """Put every parameter back in its place until the next run."""
@@ -268,11 +269,12 @@ class _StandIn:
     def __init__(self, home: dict[str, Any], name: str, other: Tensor) -> None:
         self.home, self.name, self.other = home, name, other
         self.place = home[name]  # the tensor whose place it takes
+        self._is_param = isinstance(self.place, nn.Parameter)
 
     def swap(self) -> None:
         """Exchange the tensor and its stand-in."""
         self.home[self.name], self.other = self.other, self.home[self.name]
-        if isinstance(self.place, nn.Parameter):
+        if self._is_param:
             stand_in = self.home[self.name]
             show_kept(self.place, None if stand_in is self.place else stand_in)
 

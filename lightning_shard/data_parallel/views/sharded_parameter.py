@@ -164,7 +164,8 @@ class KeptParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func not in OF_TRAINING and is_called_by_user(_COMPUTES):
                 given = _as_seen(given)
-            if any(type(one) is cls for one in tree_leaves(given)):
+            first = next(iter(given[0]), None)  # mostly it is this one, and spares a walk
+            if type(first) is cls or any(type(one) is cls for one in tree_leaves(given)):
                 if AveragedGradient not in types:
                     return func(*given[0], **given[1])
                 others = set(types) - {cls, nn.Parameter, AveragedGradient}
@@ -201,7 +202,7 @@ def show_kept(
         return
     before = vars(param).pop(_KEPT, (None, None))
     after = (before[0] if stand_in is ... else stand_in, before[1] if look is ... else look)
-    if after != (None, None):
+    if after[0] is not None or after[1] is not None:  # `!=` would compare elements
         vars(param)[_KEPT] = after
     present([param], sharded=type(param) is ShardedParameter)
 
