@@ -25,6 +25,7 @@ from lightning_shard.core.states import setting
 from lightning_shard.data_parallel.agreement import check_same_model
 from lightning_shard.data_parallel.buffers import BufferSync
 from lightning_shard.data_parallel.compression.compressor import Exchange
+from lightning_shard.data_parallel.compression.float8_gather import Float8Scales
 from lightning_shard.data_parallel.data_groups import DataGroups, Sole
 from lightning_shard.data_parallel.gradients.early_clipping import EarlyClipping
 from lightning_shard.data_parallel.gradients.flat_gradients import (
@@ -138,8 +139,10 @@ class DataParallelEngine:
         self.owners = share_out(
             model, self.groups, self.split, stage=options.stage, owned=options.owned
         )
+        self._scales = Float8Scales.of(model, options.gather_dtype)
+        owners = self.owners.of_shards
         self.units = build_units(
-            model, self.groups, options, self.split, self.owners.of_shards, self.copier
+            model, self.groups, options, self.split, owners, self._scales, self.copier
         )
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self._unshards = options.stage == 3 and not exist_once(self.units)
@@ -189,8 +192,8 @@ class DataParallelEngine:
         if self.options.stage != 3:
             return None
         ahead = 1 if self.options.prefetch is None else self.options.prefetch
-        taken_back = self._lent.take_all_back
-        return Unsharder(self.model, self.units, self._close, ahead, self.phases, taken_back)
+        args = self.model, self.units, self._close, ahead, self.phases, self._lent.take_all_back
+        return Unsharder(*args, self._scales)
 
     def _made_adoption(self) -> Adoption:
         weights, rank, phases = self._weights, self.collectives.rank, self.phases

@@ -13,7 +13,7 @@ from lightning_shard.core.options import AtLeastZero, ClassNames, Limit, Options
 from lightning_shard.data_parallel.bucket_sizes import BucketMB, default_mb
 from lightning_shard.data_parallel.compression import Compression, Compressor
 from lightning_shard.data_parallel.compression.compressor import unscaled
-from lightning_shard.data_parallel.compression.quantized_gather import QuantizedGathers
+from lightning_shard.data_parallel.compression.quantized_gather import GatherDType, QuantizedGathers
 from lightning_shard.data_parallel.memory.flat_parameters import ValuesAtStart
 from lightning_shard.data_parallel.memory.inner_tensors import is_inner
 from lightning_shard.data_parallel.memory.quantised import is_quantised
@@ -81,10 +81,14 @@ class WireOptions(Options):
         quantized_gathers: "int8": parameters are gathered in 8 bits with a scale for each 128
             values, after an update (stages 1 and 2) or at each unshard (stage 3); the shards that
             the optimizer updates, and checkpoints, stay exact. None gathers them as they are.
+        gather_dtype: "float8": stage 3 gathers weights of layers in float8 (torchao's) as these
+            round them, by scales of the full weights, which one reduction finds for all of a step.
+            None gathers them like all others.
     """
 
     compression: Compression = None
     quantized_gathers: QuantizedGathers | None = None
+    gather_dtype: GatherDType | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +195,9 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
             self._check_offload()
         if self.same_bits:
             self._check_same_bits()
-        if self.quantized_gathers is not None:
-            self._check_quantized_gathers()
+        for name in ("quantized_gathers", "gather_dtype"):
+            if getattr(self, name) is not None:
+                self._check_gathers(name)
         if self.prefetch is not None and self.stage < 3:
             raise ConfigError(
                 f"prefetch={self.prefetch} says how many units are unsharded ahead, got ZeRO stage "
@@ -236,25 +241,31 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
                 f"same_bits=True sends gradients as backward made them and adds them in float32, "
                 f"got a reduce_dtype of {self.dtypes.reduce}. Leave one of them out."
             )
-        if self.quantized_gathers is not None:
-            raise ConfigError(
-                f"same_bits=True gathers parameters as they are, got "
-                f"quantized_gathers={self.quantized_gathers!r}, whose scales are of blocks that "
-                f"end where shards do. Leave one of them out."
-            )
 
-    def _check_quantized_gathers(self) -> None:
+    def _check_gathers(self, name: str) -> None:
+        given = f"{name}={getattr(self, name)!r}"
         if self.stage == 0:
             raise ConfigError(
-                f"quantized_gathers={self.quantized_gathers!r} gathers parameters in few bits, got "
-                f"ZeRO stage 0, whose ranks update all of them and gather none. Use "
-                f"strategy='zero1' or a higher stage, or leave it out."
+                f"{given} gathers parameters in few bits, got ZeRO stage 0, whose ranks update "
+                f"all of them and gather none. Use strategy='zero1' or a higher stage, or leave "
+                f"it out."
+            )
+        if self.stage < 3 and name == "gather_dtype":
+            raise ConfigError(
+                f"{given} gathers weights for the layers that round them so, got ZeRO stage "
+                f"{self.stage}, whose ranks have full weights at all times. Use strategy='zero3', "
+                f"or quantized_gathers='int8'."
             )
         if self.offload == "parameters":
             raise ConfigError(
-                f"quantized_gathers={self.quantized_gathers!r} gathers shards that the device "
-                f"keeps, got offload='parameters', whose shards lie in host memory. Use "
-                f"offload='optimizer', or leave one of them out."
+                f"{given} gathers shards that the device keeps, got offload='parameters', whose "
+                f"shards lie in host memory. Use offload='optimizer', or leave one of them out."
+            )
+        if self.same_bits:
+            raise ConfigError(
+                f"same_bits=True gathers parameters as they are, got {given}, whose scales are of "
+                f"blocks that end where shards do, or of weights that one rank alone does not "
+                f"round. Leave one of them out."
             )
 
     def _check_compression(self) -> None:

@@ -36,6 +36,7 @@ SOME_STAGES: dict[str, Sequence[Any]] = {
     "offload": ["optimizer", "parameters"],
     "prefetch": [1],
     "quantized_gathers": ["int8"],
+    "gather_dtype": ["float8"],
 }
 """By option that not every ZeRO stage takes, values one of which a stage that takes it does."""
 UNITS = re.compile(

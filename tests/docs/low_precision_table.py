@@ -14,23 +14,30 @@ BEGIN = "<!-- python -m tests.docs.low_precision_table writes this -->\n"
 END = "<!-- until here -->\n"
 OPTIONS: dict[str, Any] = {
     'quantized_gathers="int8"': {"quantized_gathers": "int8"},
+    'gather_dtype="float8"': {"gather_dtype": "float8"},
     'compression="int8"': {"compression": "int8"},
     'compression="int4"': {"compression": "int4"},
 }
+GIVEN = {"hybrid_parallel": {"zero_stage": 3}}
 SCHEMES = [name for name in OF_TRAINER if name not in ("shard_fsdp", "shard_auto")]
 
 
 def table() -> str:
     """Return the table: a row for each scheme, a column for each option."""
     head = ["scheme", *(f"`{one}`" for one in OPTIONS)]
-    rows = [[f"`{name}`", *(_taken(name, one) for one in OPTIONS.values())] for name in SCHEMES]
+    rows = [[_shown(name), *(_taken(name, one) for one in OPTIONS.values())] for name in SCHEMES]
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def _shown(name: str) -> str:
+    given = "".join(f", `{key}={value}`" for key, value in GIVEN.get(name, {}).items())
+    return f"`{name}`{given}"
+
+
 def _taken(name: str, options: dict[str, Any]) -> str:
     try:
-        OF_TRAINER[name](**options)
+        OF_TRAINER[name](**options, **GIVEN.get(name, {}))
     except ConfigError as error:
         return "no such option" if "has no option" in str(error) else "refused"
     return "yes"

@@ -39,6 +39,7 @@ SEE = {
     "full_parameters_after_fit": "[the end of a fit](zero3.md#the-end-of-a-fit)",
     "compression": "[compression](compression.md)",
     "offload": "[offload](offload.md)",
+    "gather_dtype": "[layers in float8](low_precision.md#layers-in-float8)",
     "quantized_gathers": "[the wire](low_precision.md#the-wire)",
     "same_bits": "[the same bits](same_bits.md)",
     "plan": "[plans](tensor_parallel.md#options)",

@@ -95,6 +95,32 @@ def test_float8_layers_train_near_one_device(recipe: str, scheme: str) -> None:
     assert difference.abs().max() < 5e-3
 
 
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "shards": {},
+    "copies": {"data_parallel_size": (2, 2)},
+    "layers": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2, "num_microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("split", HYBRIDS)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_weights_of_float8_layers_travel_as_the_layers_round_them(recipe: str, split: str) -> None:
+    """To the bit where a scale is the whole weight's; else backward rounds twice."""
+    runs = []
+    for chosen in (None, "float8"):
+        options = {"zero_stage": 3, "gather_dtype": chosen, "num_ranks": 4}
+        strategy = ls.HybridParallelStrategy(**HYBRIDS[split], **options, **RANKS)
+        module = train(partial(models.float8, recipe), strategy, lr=0.05)
+        weights = {key: one.detach() for key, one in module.named_parameters()}
+        runs.append((torch.tensor(module.losses), weights))
+    (expected, before), (losses, after) = runs
+    torch.testing.assert_close(losses, expected, rtol=5e-4, atol=0)
+    if recipe == "tensorwise":
+        assert torch.equal(losses, expected)
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_quantised_base_trains_as_on_one_device(name: str, scheme: str) -> None:

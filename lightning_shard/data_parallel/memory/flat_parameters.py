@@ -43,10 +43,9 @@ from lightning_shard.core.layout import (
     build_owned_layout,
 )
 from lightning_shard.data_parallel.compression.quantized_gather import (
-    BLOCK,
     QuantizedArrival,
     QuantizedGather,
-    QuantizedGathers,
+    ShardCodec,
 )
 from lightning_shard.data_parallel.content import sum_of_bits
 from lightning_shard.data_parallel.data_groups import DataGroups
@@ -255,7 +254,7 @@ class FlatParameters:
         keeps_shard: Whether the device keeps a shard beside that on the host.
         start: Knows the values of parameters on meta, which get memory here.
         align_bytes: Parameters and shards begin at multiples of this.
-        gathers_in: In how few bits shards travel; None for those of the full parameters.
+        gathers_in: Makes shards smaller that travel; None sends them as full parameters are.
         block_size: Shards, and parameters, begin at multiples of so many elements.
 
     Attributes:
@@ -286,7 +285,7 @@ class FlatParameters:
         keeps_shard: bool = True,
         start: ValuesAtStart | None = None,
         align_bytes: int = ALIGN_BYTES,
-        gathers_in: QuantizedGathers | None = None,
+        gathers_in: ShardCodec | None = None,
         block_size: int = 1,
     ) -> None:
         self.params = [param for _, param in named_params]
@@ -302,7 +301,7 @@ class FlatParameters:
         num_shards = groups.shard.size if stage > 0 else 1
         align = max(align_bytes // min(compute_dtype.itemsize, master_dtype.itemsize), 1)
         gathers_in = gathers_in if num_shards > 1 else None
-        align = lcm(align, block_size, 1 if gathers_in is None else BLOCK)
+        align = lcm(align, block_size, 1 if gathers_in is None else gathers_in.align)
         self.layout = _laid_out(shapes, owners, num_shards=num_shards, align=align)
         self._quantized = QuantizedGather.of(gathers_in, self.layout, groups.shard)
         self.full, self.shard, self.host, self.common = first_values(
@@ -354,6 +353,11 @@ class FlatParameters:
         return self.has_master or self._quantized is not None
 
     @property
+    def codec(self) -> ShardCodec | None:
+        """What makes shards smaller that travel; None where they travel as they are."""
+        return None if self._quantized is None else self._quantized.codec
+
+    @property
     def known_bytes(self) -> int:
         """Bytes that stay between steps to tell edits of full parameters from their rounding."""
         return 0 if self._quantized is None or self.reshards else self._quantized.row_bytes
@@ -363,6 +367,8 @@ class FlatParameters:
         if self.is_unsharded:
             self.take_in_edits()
         self.left = None
+        if self.codec is not None:
+            self.codec.forget()
         before, self.full = self.full, torch.empty_like(self.full, dtype=dtype)
         self.full_views = full_views(self.full, self.layout)
         if self.reduce_dtype == torch.float16:  # too narrow for what comes from outside autocast

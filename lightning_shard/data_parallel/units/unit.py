@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from lightning_shard.backends.pending import Pending
 from lightning_shard.core.states import State
-from lightning_shard.data_parallel.compression.quantized_gather import QuantizedArrival
+from lightning_shard.data_parallel.compression.float8_gather import Float8Codec, Float8Scales
+from lightning_shard.data_parallel.compression.quantized_gather import (
+    BlockCodec,
+    QuantizedArrival,
+    ShardCodec,
+)
 from lightning_shard.data_parallel.data_groups import DataGroups
 from lightning_shard.data_parallel.graph_borders import inputs_with_gradient, on_entry, on_exit
 from lightning_shard.data_parallel.memory.flat_parameters import ALIGN_BYTES, FlatParameters
@@ -313,11 +318,13 @@ def build_units(
     options: EngineOptions,
     split: ModelSplit,
     owners: Mapping[nn.Parameter, int],
+    scales: Float8Scales,
     copier: HostCopier | None = None,
 ) -> list[Unit]:
     """Lay a model's parameters out in flat buffers; each rank must call.
 
-    `owners` says which rank of the shard group has a parameter full, for those not in shards.
+    `owners` says which rank of the shard group has a parameter full, for those not in shards, and
+    `scales` which weights travel as their layers round them.
     """
     specs = find_units(
         model,
@@ -326,7 +333,7 @@ def build_units(
         is_here=split.is_here,
         undivided=split.undivided,
     )
-    units = [_build_unit(spec, groups, options, split, owners, copier) for spec in specs]
+    units = [_build_unit(spec, groups, options, split, owners, scales, copier) for spec in specs]
     all_stay = exist_once(units)
     for unit in units:
         unit.stays = unit.is_root or all_stay
@@ -339,6 +346,7 @@ def _build_unit(
     options: EngineOptions,
     split: ModelSplit,
     owners: Mapping[nn.Parameter, int],
+    scales: Float8Scales,
     copier: HostCopier | None,
 ) -> Unit:
     keeps_shard = options.offload == "optimizer"
@@ -350,7 +358,8 @@ def _build_unit(
         formats = map(str, (param.dtype, formats_of(param), travels_as(param)))
         is_apart = ranks_of(param, groups, split) is not groups
         flags = spec.matching.flags_of(param)
-        return *formats, flags, param in owners, is_apart, options.gathers_in(param) is not None
+        codec = options.gathers_in(param) is not None, param in scales.weights
+        return *formats, flags, param in owners, is_apart, *codec
 
     def place(item: tuple[str, nn.Parameter]) -> tuple[object, ...]:
         """Vectors come after matrices: optimizers' groups often part them, for weight decay.
@@ -380,15 +389,29 @@ def _build_unit(
             keeps_shard=keeps_shard,
             start=options.start,
             align_bytes=_ALIGN_BYTES_OF_VECTORS if options.same_bits else ALIGN_BYTES,
-            gathers_in=options.gathers_in(named[0][1]),
+            gathers_in=_codec(named, options, scales),
             block_size=options.block_size,
         )
         for named in alike
     ]
+    for flat in flats:
+        if isinstance(flat.codec, Float8Codec):
+            scales.add(flat.codec, flat, flat.groups.shard)
     unit = Unit(spec.name, spec.modules, flats)
     if options.start is not None and options.stage == 3:
         unit.reshard()  # before the next one gets memory
     return unit
+
+
+def _codec(
+    named: Sequence[tuple[str, nn.Parameter]], options: EngineOptions, scales: Float8Scales
+) -> ShardCodec | None:
+    """Return what makes the shards of a buffer smaller when they travel; None for nothing."""
+    params = [param for _, param in named]
+    if params[0] in scales.weights:
+        return scales.codec(params)
+    kind = options.gathers_in(params[0])
+    return None if kind is None else BlockCodec(kind)
 
 
 def exist_once(units: Iterable[Unit]) -> bool:

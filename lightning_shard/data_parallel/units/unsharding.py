@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.modules import hookable
 from lightning_shard.core.states import State
+from lightning_shard.data_parallel.compression.float8_gather import Float8Scales
 from lightning_shard.data_parallel.gradients.usage import UnshardRecord
 from lightning_shard.data_parallel.graph_borders import LeftGraphs, outputs_with_gradient
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
@@ -250,8 +251,9 @@ class Unsharder:
         units_ahead: int,
         phases: Phases,
         take_back: Callable[[], None],
+        scales: Float8Scales,
     ) -> None:
-        self._units, self._take_back = units, take_back
+        self._units, self._take_back, self._scales = units, take_back, scales
         self._units_ahead = units_ahead
         self._on_left = on_left
         self._staying = [unit for unit in units if unit.stays]
@@ -283,6 +285,8 @@ class Unsharder:
 
     def _begin_unshard(self, index: int, name: str) -> None:
         self._take_back()  # before the elements travel
+        if Phase.STEP not in self._phases.open and not self._awaits_backward:
+            self._scales.forget()  # since hooks may edit weights at any time
         self.record.note(index, name)
 
     def _shows_full(self) -> bool:
@@ -403,6 +407,7 @@ class Unsharder:
             self.reshard_all()
             self.since = self.since.to(Since.FIRST_STEP)
         self._follow_trace()
+        self._scales.forget()
         self._has_ended_in_step = False
         with self._phases.within(Phase.STEP):
             self.unshard_staying()
@@ -553,6 +558,7 @@ class Unsharder:
 
     def after_update(self) -> None:
         """Unshard anew what stays: in a step (manual optimization), or for graphs of user code."""
+        self._scales.forget()
         if Phase.STEP in self._phases.open:
             self.unshard_staying()
         for unit in (one for one in self._units if one.kept):
