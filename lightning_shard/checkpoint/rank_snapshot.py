@@ -23,10 +23,21 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.objects import CODE_BYTES, seal, unseal
 from lightning_shard.checkpoint.host_buffers import HostBuffers, SnapshotBuffers
-from lightning_shard.checkpoint.optimizer_state import is_on_other_ranks, is_shard, params_of
+from lightning_shard.checkpoint.optimizer_state import (
+    elements_of,
+    full_form,
+    is_on_other_ranks,
+    local_form,
+    params_of,
+)
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
-from lightning_shard.data_parallel.optimizer_entries import of_itself
+from lightning_shard.data_parallel.optimizer_entries import (
+    flattened,
+    joined,
+    of_itself,
+    tensors_of,
+)
 from lightning_shard.data_parallel.units.unit import HERE
 from lightning_shard.errors import CheckpointError
 
@@ -37,13 +48,17 @@ from lightning_shard.errors import CheckpointError
 # entries of p         Scalar(7.0)                 ShardMark      the elements themselves travel
 #                      the same on all ranks                      in a tensor entry
 #
+# Where it lies in blocks, a tensor entry has one element for so many of the parameter's, and one
+# tensor made of several has its form among the values, as `flattened` gives it.
+#
 # Single numbers are kept as numbers: a model has hundreds of step counters, mostly equal ones.
 
 
 class ShardMark(NamedTuple):
-    """Marks a tensor with an element for each of the parameter's, cut where the parameter is."""
+    """Marks a tensor that is cut where the parameter is, with one element for so many of its."""
 
     dtype: torch.dtype
+    elements: int = 1
 
 
 class Scalar(NamedTuple):
@@ -82,7 +97,10 @@ def describe(optimizer: Optimizer, engine: DataParallelEngine) -> list[Entries |
         if not state or is_on_other_ranks(*home):
             described.append(None)
             continue
-        entries = tuple((key, _entry(value, home, scalars)) for key, value in state.items())
+        entries = tuple(
+            (key, _entry(key, value, param, engine, scalars))
+            for key, value in flattened(state).items()
+        )
         described.append(known.setdefault(_likeness(entries), entries))
     return described
 
@@ -110,8 +128,8 @@ def _scalars(optimizer: Optimizer, engine: DataParallelEngine) -> dict[int, Scal
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for param in params_of(optimizer):
         if not is_on_other_ranks(*engine.owner(param)):
-            for value in optimizer.state.get(param, {}).values():
-                if isinstance(value, Tensor) and value.ndim == 0:
+            for value in tensors_of(optimizer.state.get(param, {})):
+                if value.ndim == 0:
                     alike[value.device, value.dtype].append(value)
     return {
         id(tensor): Scalar(value, dtype, device.type != "cpu")
@@ -120,13 +138,19 @@ def _scalars(optimizer: Optimizer, engine: DataParallelEngine) -> dict[int, Scal
     }
 
 
-def _entry(value: Any, home: tuple[FlatParameters, int], scalars: Mapping[int, Scalar]) -> Entry:
+def _entry(
+    key: str,
+    value: Any,
+    param: nn.Parameter,
+    engine: DataParallelEngine,
+    scalars: Mapping[int, Scalar],
+) -> Entry:
     if not isinstance(value, Tensor):
-        return CommonValue(value, on_device=False)
+        return CommonValue(full_form(value, param, engine), on_device=False)
     if value.ndim == 0:
         return scalars[id(value)]
-    if is_shard(value, *home):
-        return ShardMark(value.dtype)
+    if elements := elements_of(key, value, param, engine):
+        return ShardMark(value.dtype, elements)
     return CommonValue(value.detach().to("cpu", copy=True), value.device.type != "cpu")
 
 
@@ -155,17 +179,34 @@ class TensorKey(NamedTuple):
         flat: Number of the flat buffer.
         optimizer: Number of the optimizer, or PARAMETERS.
         name: Key of the optimizer's state; empty for the parameters.
+        elements: How many of the buffer's elements one of the entry stands for.
     """
 
     flat: int
     optimizer: int
     name: str
     dtype: torch.dtype
+    elements: int = 1
 
     @property
-    def order(self) -> tuple[int, int, str, str]:
+    def order(self) -> tuple[int, int, str, str, int]:
         """Sort key that orders tensor entries alike on all ranks."""
-        return self.flat, self.optimizer, self.name, str(self.dtype)
+        return self.flat, self.optimizer, self.name, str(self.dtype), self.elements
+
+    def zeros(self, flat: FlatParameters) -> tuple[Tensor, list[Tensor]]:
+        """Return a blank entry of this rank's shard, and by parameter what it has of it: views."""
+        entry = flat.shard.new_zeros(flat.shard.numel() // self.elements, dtype=self.dtype)
+        if self.elements == 1:
+            return entry, flat.shard_views(entry)
+        return entry, [entry[own] for own in self.places(flat)]
+
+    def places(self, flat: FlatParameters) -> list[slice]:
+        """Return by parameter where its elements lie, which begin at borders of blocks."""
+        parts = flat.layout.shard_slices(flat.shard_index)
+        return [
+            slice(one.shard_offset // self.elements, -(-one.shard_stop // self.elements))
+            for one in parts
+        ]
 
 
 class TensorEntry(NamedTuple):
@@ -314,12 +355,13 @@ def _sources(
     for number, (optimizer, described) in enumerate(zip(optimizers, states, strict=True)):
         for param, entries in zip(params_of(optimizer), described, strict=True):
             flat, index = engine.owner(param)
+            kept = flattened(optimizer.state.get(param, {}))
             for name, entry in entries or ():
                 if isinstance(entry, ShardMark):
-                    key = TensorKey(numbers[flat], number, name, entry.dtype)
+                    key = TensorKey(numbers[flat], number, name, *entry)
                     shards = sources.setdefault(key, {})
                     assert shards is not None  # only parameters are copied as a whole
-                    shards[index] = optimizer.state[param][name]
+                    shards[index] = kept[name]
     return sources
 
 
@@ -329,7 +371,7 @@ def _lay_out(
     """Return the place of each tensor entry, and where the metadata begin."""
     tensor_entries, end = {}, _ALIGN_BYTES
     for key in sources:
-        numel = flats[key.flat].shard.numel()
+        numel = flats[key.flat].shard.numel() // key.elements
         tensor_entries[key] = TensorEntry(offset=end, numel=numel)
         end += -(-numel * key.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
     return tensor_entries, end
@@ -348,6 +390,11 @@ def _copy(
         target = data[tensor_entry.offset : stop].view(key.dtype)
         if shards is None:
             target.copy_(flat.shard, non_blocking=True)
+            continue
+        if key.elements > 1:
+            for index, own in enumerate(key.places(flat)):
+                if index in shards:
+                    target[own].copy_(shards[index], non_blocking=True)
             continue
         for start, run in _runs(shards, flat):
             _copy_run(target[start:], run)
@@ -419,11 +466,9 @@ def load(snapshot: Snapshot, engine: DataParallelEngine, optimizers: Sequence[Op
     forget_state(optimizers)
     shards: dict[TensorKey, list[Tensor]] = {}
     for key, place in snapshot.metadata.tensor_entries.items():
-        flat = engine.flats[key.flat]
-        target = flat.shard
+        target = engine.flats[key.flat].shard
         if key.optimizer != PARAMETERS:
-            target = torch.zeros_like(flat.shard, dtype=key.dtype)
-            shards[key] = flat.shard_views(target)
+            target, shards[key] = key.zeros(engine.flats[key.flat])
         target.copy_(snapshot.elements(key, 0, place.numel).view(key.dtype))
     rebuild_optimizers(optimizers, [snapshot.metadata], engine, shards)
     engine.publish_shards()
@@ -433,7 +478,7 @@ def _check_place(saved: SnapshotMetadata, engine: DataParallelEngine) -> None:
     flats = engine.flats
     got = saved.shard, saved.num_shards
     expected = flats[0].shard_index, flats[0].layout.num_shards
-    sizes = {key.flat: one.numel for key, one in saved.tensor_entries.items()}
+    sizes = {key.flat: one.numel * key.elements for key, one in saved.tensor_entries.items()}
     is_alike = all(flats[number].shard.numel() == numel for number, numel in sizes.items())
     if got != expected or not is_alike:
         raise CheckpointError(
@@ -505,15 +550,17 @@ def _rebuild(
     merged = merge([metadata.states[number] for metadata in all_metadata])
     for param, entries in zip(params_of(optimizer), merged, strict=True):
         flat, index = engine.owner(param)
+        kept: dict[str, Any] = {}
         for name, entry in entries or ():
             if isinstance(entry, ShardMark):
-                key = TensorKey(flat=numbers[flat], optimizer=number, name=name, dtype=entry.dtype)
-                shard = shards[key][index]
+                shard = shards[TensorKey(numbers[flat], number, name, *entry)][index]
                 if flat.is_owned:  # full on this rank, in the shape that its optimizer needs
                     shard = shard.view(flat.layout.slots[index].shape)
-                optimizer.state[param][name] = shard
+                kept[name] = shard
             else:
-                optimizer.state[param][name] = rebuild(entry, param)
+                kept[name] = local_form(rebuild(entry, param), param, engine)
+        if kept:
+            optimizer.state[param].update(joined(kept))
     for group, saved in zip(optimizer.param_groups, all_metadata[0].groups[number], strict=True):
         for option, value in saved.items():
             if isinstance(value, Tensor) and isinstance(group.get(option), Tensor):

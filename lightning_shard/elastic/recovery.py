@@ -255,8 +255,7 @@ def restore(
         flat = engine.flats[key.flat]
         target = flat.shard
         if key.optimizer != PARAMETERS:
-            target = torch.zeros_like(flat.shard, dtype=key.dtype)
-            shards[key] = flat.shard_views(target)
+            target, shards[key] = key.zeros(flat)
         moves = _plan_entry(plan, all_metadata, key, flat, shard_indices)
         move_entry(collectives, key, mine, moves, target, flat)
     rebuild_optimizers(optimizers, all_metadata, engine, shards)
@@ -293,14 +292,15 @@ def _plan_entry(
     shard_indices: Sequence[int],
 ) -> list[Move]:
     """Return who sends what of one tensor entry; the same on every rank."""
-    end = flat.layout.slots[-1].stop
+    end = -(-flat.layout.slots[-1].stop // key.elements)
     old = {
         shard: (shard * tensor_entry.numel, min((shard + 1) * tensor_entry.numel, end))
         for shard, metadata in enumerate(all_metadata)
         if (tensor_entry := metadata.tensor_entries.get(key))
         is not None  # else no parameter there has it
     }
-    new = [flat.layout.shard_bounds(index) for index in shard_indices]
+    bounds = map(flat.layout.shard_bounds, shard_indices)
+    new = [(start // key.elements, stop // key.elements) for start, stop in bounds]
     return plan_moves(dict(enumerate(plan.holders)), old, new)
 
 
@@ -315,7 +315,7 @@ def move_entry(
 ) -> None:
     """Fill this rank's new shard, shape (S,), of one tensor entry by moves that all ranks know."""
     rank = collectives.rank
-    first = flat.layout.shard_bounds(flat.shard_index)[0]
+    first = flat.layout.shard_bounds(flat.shard_index)[0] // key.elements
     width = key.dtype.itemsize
     places = target.view(torch.uint8)
 

@@ -180,7 +180,7 @@ class AsyncSGDStrategy(DataParallelStrategy):
     keeps_optimizers = True
     lays_out_anew = False
     meets_at_steps = False
-    owns_matrices = False
+    owns_matrices = cuts_at_blocks = False
 
     @takes(AsyncSGDOptions)
     def __init__(self, options: AsyncSGDOptions) -> None:

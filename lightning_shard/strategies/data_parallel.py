@@ -80,6 +80,7 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
     keeps_optimizers: ClassVar[bool] = False  # from a fit's beginning to its end
     lays_out_anew: ClassVar[bool] = True  # layers that get another format before the first step
     owns_matrices: ClassVar[bool] = True  # a rank each, for optimizers that need full ones
+    cuts_at_blocks: ClassVar[bool] = True  # shards, for optimizers with state in blocks
     dry_run = dry_run
 
     @takes(DataParallelOptions)

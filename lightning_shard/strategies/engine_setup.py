@@ -420,7 +420,7 @@ class EngineSetup(RunPart):
         run, optimizers = self.run, self.strategy.optimizers
         updates = run.is_fitting() or run.end.has_states  # those of the fit
         blocks: Mapping[nn.Parameter, StateBlocks] = {}
-        if updates and split is None and run.options.stage > 0 and self.strategy.owns_matrices:
+        if updates and split is None and run.options.stage > 0 and self.strategy.cuts_at_blocks:
             blocks = states_in_blocks(optimizers, run.model)
         owned = self._parameters_to_own(split, blocks)
         if owned or blocks:  # ranks that lay parameters out differently could not compare models
