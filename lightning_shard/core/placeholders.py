@@ -27,6 +27,8 @@ from lightning_shard.core.states import having
 from lightning_shard.core.tensor_calls import (
     MOVES_MEMORY,
     OF_MEMORY,
+    OF_TRAINING,
+    SET_DATA,
     Args,
     Function,
     Kwargs,
@@ -137,9 +139,9 @@ class Placeholder(SeesCalls, SeesOperations):
     @override
     def called(cls, func: Function, types: Sequence[type], args: Args, kwargs: Kwargs) -> Any:
         """Compute with the values that are known, which autograd sees."""
-        if func == _SETS_DATA and isinstance(args[0], Placeholder):
+        if func == SET_DATA and isinstance(args[0], Placeholder):
             _note_write(args[0])
-        elif func == _SETS_DATA and is_placeholder(args[1]):
+        elif func == SET_DATA and is_placeholder(args[1]):
             with torch.no_grad():  # as torch sets data
                 return args[0].copy_(args[1])  # refused, since the elements are not known
         param = getattr(args[0], "param", None) if func in OF_TRAINING and args else None
@@ -262,14 +264,6 @@ def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
 
 
-_SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-OF_TRAINING: Any = (
-    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    Tensor.requires_grad_,
-    Tensor.detach_,
-    torch.detach_,
-)
 _OF_ELEMENTS = OF_MEMORY | MOVES_MEMORY | {"tolist"}
 _OF_GRADIENT: Any = (Tensor.register_hook, Tensor.retain_grad)  # which its own stage has
 

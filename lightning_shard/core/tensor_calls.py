@@ -1,20 +1,27 @@
-"""How torch asks classes of tensors that compute for themselves: two functions of one signature.
+"""What functions ask of tensors, in one table; how torch asks classes that compute for themselves.
 
     p.norm()   ──> __torch_function__ ──> called         what code asks, with autograd still to come
     aten.norm  ──> __torch_dispatch__ ──> dispatched     what is left of it below autograd
 
-Every class that stands for elements elsewhere answers one of the two, or both. Such a class has no
-memory of its own shape, and must not lead to another's: an address would be that of garbage.
+Every class that stands for elements elsewhere answers one of the two, or both, and reads the table:
 
-Of `tensor.data = value` torch asks the tensor's class alone; the property that this module puts in
-the place of `Tensor.data` asks the value's, too. Whoever compares with `Tensor.data.__set__` has to
-import this module first.
+    OF_FORMAT, OF_SHAPE        known without elements
+    OF_OBJECT, OF_TRAINING     of the tensor object, which is the same wherever its elements are
+    OF_GRAPH, SET_DATA ...     known by each class
+    OF_MEMORY, MOVES_MEMORY    refused, or answered with memory of the full tensor
+    writes, changed_by         what goes back to the elements
+    all others                 computed from elements: the full ones, but where a class knows better
+
+Such a class has no memory of its own shape, and must not lead to another's: an address would be
+that of garbage. Of `tensor.data = value` torch asks the tensor's class alone; the property that
+this module puts in the place of `Tensor.data` asks the value's, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,22 +31,6 @@ from lightning_shard.errors import ConfigError
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
-BY_OBJECT = frozenset({"numpy", "array", "dlpack", "to_dlpack"})
-"""Calls whose results keep a tensor's memory alive, by `name_of`."""
-
-OF_MEMORY = BY_OBJECT | {
-    *("data_ptr", "const_data_ptr", "untyped_storage", "storage", "typed_storage", "is_set_to"),
-    "cuda_array_interface",
-}
-"""Calls whose results lead to a tensor's memory."""
-
-MOVES_MEMORY = frozenset({"share_memory", "swap_tensors"})
-"""Calls that would move a tensor to other memory."""
-
-
-BY_PYTHON = frozenset({"apply", "map", "map2"})
-"""Calls that read and write each element by Python."""
 
 _TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
 _OWN_DATA = _TENSOR.data
@@ -62,6 +53,63 @@ class _Data(property):
 
 
 _TENSOR.data = _Data(_OWN_DATA.__get__, _set_data)
+
+
+def functions(names: str) -> frozenset[Any]:
+    """Return functions by names, which blanks part: methods, also torch's own of such a name.
+
+    Of a property it is what reads it, or with `=` behind its name what sets it.
+    """
+    found: set[Any] = set()
+    for name in names.split():
+        one = getattr(Tensor, name.rstrip("="))
+        if callable(one):
+            found |= {one, vars(torch).get(name, one)}
+        else:
+            found.add(one.__set__ if name.endswith("=") else one.__get__)
+    return frozenset(found)
+
+
+_KINDS = {one for one in dir(Tensor) if one.startswith("is_") and one != "is_leaf"}
+_PROPERTIES = {one for one in _KINDS if not callable(getattr(Tensor, one))}  # is_cpu, is_sparse ...
+OF_FORMAT = functions(" ".join(_PROPERTIES)) | functions(
+    "dtype device layout itemsize element_size get_device "
+    "is_floating_point is_complex is_signed is_conj is_neg is_inference"
+)
+OF_SHAPE = functions(
+    "shape ndim nbytes size dim ndimension numel nelement __len__ stride is_contiguous"
+)
+OF_TRAINING = functions("requires_grad requires_grad= requires_grad_ detach_")
+OF_OBJECT = OF_TRAINING | {_TENSOR.grad.__delete__}
+OF_OBJECT |= functions(
+    "grad grad_fn is_leaf retains_grad _version output_nr name __hash__ register_hook retain_grad "
+    "register_post_accumulate_grad_hook _post_accumulate_grad_hooks _post_accumulate_grad_hooks= "
+    "_backward_hooks _backward_hooks="
+)
+OF_GRAPH = functions("backward") | {torch.autograd.backward, torch.autograd.grad}
+(GET_DATA,), (SET_DATA,), (SET_GRAD,) = map(functions, ("data", "data=", "grad="))
+
+BY_OBJECT = frozenset({"numpy", "array", "dlpack", "to_dlpack"})
+"""Calls whose results keep a tensor's memory alive, by `name_of`."""
+
+OF_MEMORY = BY_OBJECT | {
+    *("data_ptr", "const_data_ptr", "untyped_storage", "storage", "typed_storage", "is_set_to"),
+    "cuda_array_interface",
+}
+"""Calls whose results lead to a tensor's memory."""
+
+MOVES_MEMORY = frozenset({"share_memory", "swap_tensors"})
+"""Calls that would move a tensor to other memory."""
+
+
+MADE_OF_ALL = frozenset({"tolist", "as_subclass"})
+"""Calls that make another object of all elements."""
+
+PICKLES = frozenset({"reduce", "reduce_ex"})
+"""Calls that pickle a tensor."""
+
+BY_PYTHON = frozenset({"apply", "map", "map2"})
+"""Calls that read and write each element by Python."""
 
 
 def name_of(func: Any) -> str:

@@ -44,8 +44,6 @@ _OF_A_GRAPH = 4  # references to a tensor that no code of Python has but this se
 _OF_A_LIST = 2  # references: the list's, and that of the function which counts
 MAY_SHARE_DATA: Any = torch._has_compatible_shallow_copy_type  # `Module._apply` asks it
 INITIALISERS = ("reset_parameters", "_reset_parameters")  # of torch's layers, by their name
-_BACKWARD_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
-ACCESS_TO_BACKWARD_HOOKS = (_BACKWARD_HOOKS.__get__, _BACKWARD_HOOKS.__set__)
 F = TypeVar("F", bound=Callable[..., Any])
 Hook = Callable[..., Any]
 

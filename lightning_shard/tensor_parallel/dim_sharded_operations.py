@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_shard.core.tensor_calls import writes
+from lightning_shard.core.tensor_calls import GET_DATA, OF_OBJECT, functions, writes
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.transforms import OF_RANKS, transform_refused
@@ -30,9 +30,7 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     DimShardedTensor,
     Part,
     full_tensor,
-    getters,
     own_part,
-    register_rules,
 )
 from lightning_shard.tensor_parallel.randomness import drawn_apart
 
@@ -395,16 +393,7 @@ def names_of_rules() -> frozenset[str]:
     return frozenset(_RULES)
 
 
-_OF_GRADIENTS = {getattr(Tensor.grad, one) for one in ("__get__", "__set__")}
-_OF_THE_PART = getters("data grad grad_fn is_leaf requires_grad retains_grad _version output_nr")
+_OF_GRADIENTS = functions("grad grad=")
+_OF_THE_PART = OF_OBJECT | {GET_DATA}
 
-IS_OF_WRAPPER = {
-    *getters("shape ndim dtype device layout is_cuda is_cpu itemsize nbytes is_sparse is_nested"),
-    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel),
-    *(Tensor.__len__, Tensor.stride, Tensor.element_size, Tensor.get_device),
-    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
-    Tensor.__hash__,
-}
-"""Operations that the wrapper answers itself: shapes and types are the full tensor's."""
-
-register_rules(IS_OF_WRAPPER, on_parts)
+DimShardedTensor.on_parts = staticmethod(on_parts)

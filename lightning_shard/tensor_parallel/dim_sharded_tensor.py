@@ -19,7 +19,7 @@ wrapper is a node of the graph that cuts the gradient, and `__torch_dispatch__` 
 Because a gather is collective, each rank must do the same with its part.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -32,7 +32,13 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.tensor_calls import (
     BY_ADDRESS,
     MOVES_MEMORY,
+    OF_FORMAT,
+    OF_GRAPH,
+    OF_OBJECT,
+    OF_SHAPE,
+    SET_DATA,
     changed_by,
+    functions,
     memory_refused,
     name_of,
     writes,
@@ -209,24 +215,6 @@ def full_tensor(value: Any) -> Any:
     return tree_map_only(DimShardedTensor, _gather, value)
 
 
-@dataclass
-class _Rules:
-    """The rules that `dim_sharded_operations`, which imports this module, has registered here."""
-
-    of_wrapper: Container[Any]
-    on_parts: Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
-
-
-_rules = _Rules(of_wrapper=(), on_parts=lambda func, args, kwargs: NotImplemented)
-
-
-def register_rules(
-    of_wrapper: Container[Any], on_parts: Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
-) -> None:
-    """Say which operations the wrapper answers itself, and what is done on the parts."""
-    _rules.of_wrapper, _rules.on_parts = of_wrapper, on_parts
-
-
 class DimShardedTensor(Tensor):
     """A tensor of which this rank has a part; see the module.
 
@@ -237,6 +225,8 @@ class DimShardedTensor(Tensor):
     _part: Part
     _link: "_Link"
     _shown: Tensor
+    on_parts: ClassVar[Callable[..., Any]]
+    """Does an operation by a rule of `dim_sharded_operations`, which registers this here."""
 
     @property
     def part(self) -> Part:
@@ -288,10 +278,10 @@ class DimShardedTensor(Tensor):
             raise memory_refused(func, args[0], "each rank of a layer has a part of it")
         if AveragedGradient in types and getattr(func, "__name__", "") != "__set__":
             return _with_gradients(func, args, kwargs)
-        if func in _rules.of_wrapper:
+        if func in OF_WRAPPER:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        result = _rules.on_parts(func, args, kwargs)
+        result = cls.on_parts(func, args, kwargs)
         return _on_full(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
@@ -386,7 +376,7 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 
 def _refuse_aliases(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raise where another tensor, which would be given a copy, is to lie in a weight's memory."""
-    if func != _SET_DATA or isinstance(args[0], nn.Parameter):
+    if func != SET_DATA or isinstance(args[0], nn.Parameter):
         return
     wide = args[1].of._wide if isinstance(args[1], ViewOfGathered) else args[1]
     local, weight = wide.part.local, wide.part.weight
@@ -487,10 +477,10 @@ class ViewOfGathered(Tensor):
         _refuse_aliases(func, args)
         homes = [*{id(one.of): one.of for one in views.values()}.values()]
         targets = [one for one in changed_by(func, args, kwargs) if id(one) in views]
-        if func in _OF_THE_GRAPH and DimShardedTensor in types:
+        if func in OF_GRAPH and DimShardedTensor in types:
             return DimShardedTensor.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _OF_THE_OBJECT or func in _OF_THE_GRAPH:
+            if func in _OF_VIEW or func in OF_GRAPH:
                 return func(*args, **kwargs)
             plain = {key: one.as_subclass(Tensor) for key, one in views.items()}
         with torch.no_grad():
@@ -534,19 +524,9 @@ def _shown(result: Any, homes: Sequence[Gathered]) -> Any:
     return tree_map_only(Tensor, shown, result) if homes else result
 
 
-def getters(names: str) -> set[Any]:
-    """Return the functions that read properties of tensors."""
-    return {getattr(Tensor, name).__get__ for name in names.split()}
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_OF_THE_GRAPH = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)  # of these nodes
-_OF_THE_OBJECT = {
-    *getters("shape ndim dtype device layout requires_grad grad_fn is_leaf _version output_nr"),
-    *getters("_base retains_grad"),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.__len__),
-    *(Tensor.register_hook, Tensor.retain_grad, Tensor.__hash__, Tensor.untyped_storage),
-}
+OF_WRAPPER = (OF_FORMAT | OF_SHAPE | {Tensor.__hash__}) - {Tensor.is_contiguous}
+"""What the wrapper answers itself; whether it is contiguous is the part's."""
+_OF_VIEW = OF_FORMAT | OF_SHAPE | OF_OBJECT | functions("_base untyped_storage")
 
 
 @dataclass

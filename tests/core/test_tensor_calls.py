@@ -1,13 +1,28 @@
 """Classes of tensors that compute for themselves: what torch hands over reaches their functions."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import get_testing_overrides, resolve_name
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_shard.core.tensor_calls import SeesCalls, SeesOperations, changed_by
+from lightning_shard.core import tensor_calls
+from lightning_shard.core.tensor_calls import (
+    OF_FORMAT,
+    OF_GRAPH,
+    OF_MEMORY,
+    OF_OBJECT,
+    OF_SHAPE,
+    PICKLES,
+    SeesCalls,
+    SeesOperations,
+    changed_by,
+    name_of,
+)
 
 
 def _empty(kind: type[Tensor]) -> Any:
@@ -78,3 +93,86 @@ def test_what_a_function_changes_is_known_however_it_is_told() -> None:
     assert changed is second
     several = changed_by(torch._foreach_add_, ([first, second], 1.0), {})
     assert all(one is other for one, other in zip(several, (first, second), strict=True))
+
+
+_KNOWN = OF_FORMAT | OF_SHAPE | OF_OBJECT | OF_GRAPH
+_OF_THE_FULL = {  # they tell of the full tensor as of any, and nobody calls them in a step
+    *("repr", "is_view", "cdata", "volatile", "grad_dtype", "type", "gradient", "sym_not"),
+    *("dense_dim", "sparse_dim", "dim_order", "storage_offset", "is_same_size"),
+    *("is_distributed", "is_pinned", "is_shared", "module_load"),
+}
+
+
+def _calls(made: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield arguments as functions take them, of tensors of the user's."""
+    yield (made(),)
+    for other in (made(), 0, 0.5):
+        yield made(), other
+    yield ([made(), made()],)
+    yield [made()], [made()]
+    yield [made()], 1.0
+
+
+def _answers(func: Any, made: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the first arguments with which a function can be called, and its answer."""
+    for args in _calls(made):
+        before = [(one, one._version) for one in tree_leaves(args) if isinstance(one, Tensor)]
+        try:
+            answer = func(*args)
+        except Exception:  # it takes others
+            continue
+        changed = [one for one, version in before if one._version != version]
+        yield (
+            answer,
+            [one for one in changed if all(one is not x for x in changed_by(func, args, {}))],
+        )
+        return
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_table_knows_each_function_of_tensors_that_its_default_does_not_fit() -> None:
+    """A new torch has functions of its own: by default one is computed from the full elements.
+
+    That does not fit what is known without elements, what changes a tensor under a name that does
+    not say so, and what leads to a tensor's memory.
+    """
+    unknown, num_called = set(), 0
+    for func in get_testing_overrides():
+        name = name_of(func)
+        if func in _KNOWN or name in _OF_THE_FULL | OF_MEMORY | PICKLES:
+            continue
+        for answer, _ in _answers(func, lambda: torch.empty(2, 2, device="meta")):
+            is_told = answer is not None and answer is not NotImplemented
+            if is_told and not any(isinstance(one, Tensor) for one in tree_leaves(answer)):
+                unknown.add(f"{resolve_name(func)} needs no elements")
+        for answer, changed in _answers(func, lambda: torch.full((2, 2), 0.5)):
+            num_called += 1
+            if changed:
+                unknown.add(f"{resolve_name(func)} writes")
+            if isinstance(answer, (torch.UntypedStorage, torch.TypedStorage)):
+                unknown.add(f"{resolve_name(func)} leads to memory")
+    assert unknown == set()
+    assert num_called > 500
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_properties_of_tensors_that_can_be_set_are_known() -> None:
+    """One that is not is set on a tensor that stands for the elements, and nobody hears of it."""
+    leaf = torch.ones(2)
+    settable = set()
+    for name in dir(Tensor):
+        one: Any = getattr(Tensor, name)
+        if callable(one) or not hasattr(one, "__set__") or name.startswith("__"):
+            continue
+        try:
+            one.__set__(leaf, one.__get__(leaf))
+        except (AttributeError, RuntimeError, TypeError):
+            continue
+        if one.__set__ not in _KNOWN | {tensor_calls.SET_DATA, tensor_calls.SET_GRAD}:
+            settable.add(name)
+    assert settable == {"_grad", "_grad_fn", "grad_dtype", "real", "volatile"}
+
+
+def test_each_function_is_of_one_kind() -> None:
+    kinds = [OF_FORMAT, OF_SHAPE, OF_OBJECT, OF_GRAPH]
+    assert sum(map(len, kinds)) == len(frozenset().union(*kinds))

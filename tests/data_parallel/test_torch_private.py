@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.data_parallel import torch_private
 from lightning_shard.data_parallel.torch_private import (
-    ACCESS_TO_BACKWARD_HOOKS,
     COMPILED_MODULE,
     GENERATES,
     GENERATES_TOGETHER,
@@ -351,13 +350,6 @@ def test_the_innermost_function_mode_is_the_one_entered_last() -> None:
 def test_which_operations_are_made_of_others() -> None:
     assert is_composite(torch.ops.aten.matmul.default)
     assert not is_composite(torch.ops.aten.mm.default)
-
-
-def test_hooks_of_a_gradient_are_read_and_set_through_these() -> None:
-    read, write = ACCESS_TO_BACKWARD_HOOKS
-    leaf = torch.ones(2, requires_grad=True)
-    write(leaf, {})
-    assert read(leaf) == {}
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])

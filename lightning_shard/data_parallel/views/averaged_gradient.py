@@ -22,14 +22,18 @@ from typing_extensions import override
 
 from lightning_shard.core.tensor_calls import (
     BY_PYTHON,
+    MADE_OF_ALL,
     MOVES_MEMORY,
     OF_MEMORY,
+    PICKLES,
+    SET_DATA,
     Args,
     Function,
     Kwargs,
     SeesCalls,
     SeesOperations,
     changed_by,
+    functions,
     name_of,
 )
 from lightning_shard.data_parallel.torch_private import is_traced
@@ -216,17 +220,9 @@ class AveragedGradient(SeesCalls, SeesOperations):
         raise refusal(func, stand_in.sharded())
 
 
-_OF_STAND_IN = (
-    Tensor.zero_,
-    torch.zero_,
-    torch._foreach_zero_,
-    Tensor.requires_grad_,
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    Tensor.__hash__,
-)
-_ITSELF = (Tensor.detach, Tensor.detach_, torch.detach, torch.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_ELEMENTS = OF_MEMORY | MOVES_MEMORY | BY_PYTHON | {"tolist", "as_subclass", "reduce_ex"}
+_OF_STAND_IN = functions("zero_ requires_grad_ requires_grad= __hash__") | {torch._foreach_zero_}
+_ITSELF = functions("detach detach_ data")
+_ELEMENTS = OF_MEMORY | MOVES_MEMORY | BY_PYTHON | PICKLES | MADE_OF_ALL
 
 
 _Found = dict[int, tuple[ShardedTensor, AveragedGradient]]
@@ -249,7 +245,7 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
     first, like = next(iter(found.values()))
     args, kwargs = _with_operands((args, kwargs), name, found, like)
-    if func == _SET_DATA:
+    if func == SET_DATA:
         args[0].copy_(args[1])
         return None
     if name == "__deepcopy__":
@@ -265,7 +261,7 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _plain_targets(func: Any, args: Sequence[Any], kwargs: Kwargs) -> list[Tensor]:
     """Return what an operation changes where that is no gradient."""
-    targets = [args[0]] if func == _SET_DATA else changed_by(func, args, kwargs)
+    targets = [args[0]] if func == SET_DATA else changed_by(func, args, kwargs)
     return [] if any(isinstance(one, AveragedGradient) for one in targets) else targets
 
 

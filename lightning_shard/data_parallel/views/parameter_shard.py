@@ -22,8 +22,17 @@ from typing_extensions import override
 from lightning_shard.core.call_site import reading
 from lightning_shard.core.tensor_calls import (
     BY_PYTHON,
+    GET_DATA,
+    MADE_OF_ALL,
     MOVES_MEMORY,
+    OF_FORMAT,
+    OF_GRAPH,
     OF_MEMORY,
+    OF_OBJECT,
+    OF_SHAPE,
+    PICKLES,
+    SET_DATA,
+    SET_GRAD,
     Args,
     Function,
     Kwargs,
@@ -154,43 +163,8 @@ class ShardView(_ComputedInFull):
         return on_full_copies(func, args, kwargs)
 
 
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_TENSOR: Any = Tensor  # whose properties are descriptors, which type checkers do not know
-OF_AUTOGRAD = frozenset(
-    {
-        Tensor.__hash__,
-        Tensor.backward,
-        Tensor.register_hook,
-        Tensor.requires_grad_,
-        Tensor.retain_grad,
-        _TENSOR.device.__get__,
-        _TENSOR.dtype.__get__,
-        _TENSOR.grad.__get__,
-        _TENSOR.grad.__delete__,
-        _TENSOR.grad_fn.__get__,
-        _TENSOR.is_cpu.__get__,
-        _TENSOR.is_cuda.__get__,
-        _TENSOR.is_leaf.__get__,
-        _TENSOR.is_meta.__get__,
-        _TENSOR.requires_grad.__get__,
-        _TENSOR.requires_grad.__set__,
-    }
-)
-"""Of any tensor itself, wherever its elements lie."""
-_OF_WRAPPER = OF_AUTOGRAD | {
-    MAY_SHARE_DATA,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.size,
-    torch.autograd.backward,
-    torch.autograd.grad,
-    _TENSOR.grad.__set__,
-    _TENSOR.ndim.__get__,
-    _TENSOR.shape.__get__,
-}
-_AS_FULL = ("tolist", "as_subclass")
-NEEDS_FULL = ("reduce_ex", "reduce", *MOVES_MEMORY)
+_OF_WRAPPER = OF_FORMAT | OF_SHAPE | OF_OBJECT | OF_GRAPH | {SET_GRAD, MAY_SHARE_DATA}
+NEEDS_FULL = PICKLES | MOVES_MEMORY
 """Calls that are refused, by `name_of`: see `pickling_refused`."""
 
 
@@ -209,9 +183,9 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
     for base in _bases((args, kwargs)):
         base.spread.lent.take_back(base)
-    if func == _DATA:
+    if func == GET_DATA:
         return args[0].detach()
-    if func == _SET_DATA or name in BY_PYTHON:
+    if func == SET_DATA or name in BY_PYTHON:
         return _written(func, args)
     if name == "deepcopy":
         return args[0].clone()
@@ -219,7 +193,7 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         raise pickling_refused(_bases(args)[0].spread.name, name)
     if name in OF_MEMORY:
         return func(*tree_map_only(Tensor, partial(_lent, name), args), **kwargs)
-    if name in _AS_FULL or _is_in_graph(args, kwargs) or wraps_tensors():
+    if name in MADE_OF_ALL or _is_in_graph(args, kwargs) or wraps_tensors():
         with outside_transforms():
             args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
     result = func(*args, **kwargs)
@@ -228,7 +202,7 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
     """Write what is assigned to the data of a tensor, or what Python makes of its elements."""
-    if func != _SET_DATA:
+    if func != SET_DATA:
         return args[0].copy_(func(*map(_full, args)))  # type: ignore[no-any-return]
     if _base(args[0]) is None:  # its memory is held by an object, as that of an array is
         func(args[0], _lent("array", args[1]))

@@ -24,20 +24,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_shard.core.call_site import is_called_by_user, reading
-from lightning_shard.core.placeholders import OF_TRAINING
 from lightning_shard.core.tensor_calls import (
+    GET_DATA,
+    OF_FORMAT,
     OF_MEMORY,
+    OF_OBJECT,
+    OF_SHAPE,
+    OF_TRAINING,
+    SET_DATA,
+    SET_GRAD,
     Args,
     Function,
     Kwargs,
     SeesOperations,
+    functions,
     name_of,
     writes,
 )
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.phases import UserCode, ValueSource
 from lightning_shard.data_parallel.torch_private import (
-    ACCESS_TO_BACKWARD_HOOKS,
     is_traced,
     outside_transforms,
     sees_subclasses,
@@ -46,7 +52,6 @@ from lightning_shard.data_parallel.torch_private import (
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient, GradientNote
 from lightning_shard.data_parallel.views.parameter_shard import (
     NEEDS_FULL,
-    OF_AUTOGRAD,
     ParameterShard,
     ShardView,
     computed,
@@ -301,47 +306,10 @@ class ShardedParameter(nn.Parameter):
 
 
 _CLASSES: tuple[type[nn.Parameter], ...] = (nn.Parameter, KeptParameter, ShardedParameter)
-_SET_GRAD = _TENSOR.grad.__set__
 _SHARDS = (ParameterShard, AveragedGradient, ShardView)
-_AS_IT_IS = OF_AUTOGRAD | {
-    Tensor.detach_,  # of a leaf: it is trained no more
-    torch.detach_,
-    Tensor.register_post_accumulate_grad_hook,
-    *ACCESS_TO_BACKWARD_HOOKS,
-    _TENSOR._version.__get__,
-    _TENSOR.name.__get__,
-}
-_OF_SHAPE = frozenset(
-    {
-        _TENSOR.shape.__get__,
-        _TENSOR.ndim.__get__,
-        _TENSOR.layout.__get__,
-        Tensor.dim,
-        Tensor.numel,
-        torch.numel,
-        Tensor.nelement,
-        Tensor.size,
-        Tensor.stride,
-        Tensor.element_size,
-        Tensor.is_contiguous,
-        Tensor.is_floating_point,
-        torch.is_floating_point,
-        Tensor.is_complex,
-        torch.is_complex,
-        Tensor.get_device,
-        Tensor.__len__,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.empty_like,
-    }
-)
-_NOT_RECORDED = _OF_SHAPE | {
-    _TENSOR.data.__get__,
-    _TENSOR.data.__set__,
-    _SET_GRAD,
-    Tensor.detach,
-    torch.detach,
-}
+_AS_IT_IS = OF_OBJECT | OF_FORMAT | {Tensor.backward}
+_OF_SHAPE = OF_SHAPE | {torch.zeros_like, torch.ones_like, torch.empty_like}
+_NOT_RECORDED = _OF_SHAPE | functions("data data= grad= detach")
 
 
 def _home_of(param: nn.Parameter) -> ParameterHome:
@@ -372,12 +340,12 @@ def _in_shards(
 ) -> Any:
     """Compute with the full parameters of which the arguments are shards."""
     refuse_recording()
-    if func == _TENSOR.data.__set__ and type(args[0]) is ShardedParameter:
+    if func == SET_DATA and type(args[0]) is ShardedParameter:
         return _assign(args[0], args[1])
     if func == torch.ops.aten.set_.source_Tensor and type(args[0]) is ShardedParameter:
         _assign(args[0], *args[1:])
         return args[0]
-    if func == _SET_GRAD:
+    if func == SET_GRAD:
         return _set_gradient(args[0], args[1])
     if (name := name_of(func)) in NEEDS_FULL:
         raise pickling_refused(_home_of(params[0]).spread.name, name)
@@ -424,7 +392,7 @@ def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
         edges = {param: gradient_edge(param) for param in left if param.requires_grad}
     given = tree_map_only(ShardedParameter, lambda param: edges.get(param, param), inputs)
     if len(edges) < len(left):  # torch says that these do not require a gradient
-        given = tree_map_only(ShardedParameter, _TENSOR.data.__get__, given)
+        given = tree_map_only(ShardedParameter, GET_DATA, given)
     return torch.autograd.grad(outputs, given, *args, **kwargs)
 
 
@@ -466,7 +434,7 @@ def _note_source(param: nn.Parameter, value: Tensor) -> None:
     other = named.get(base.spread.name) if isinstance(base, ParameterShard) else None
     if other is None or other in sources or not isinstance(base, ParameterShard):
         return
-    if storage_key(base.local) == storage_key(_TENSOR.data.__get__(other)):
+    if storage_key(base.local) == storage_key(GET_DATA(other)):
         places = torch.arange(base.numel()).view(base.shape)
         view = value.taken_from(places) if isinstance(value, ShardView) else places
         sources[param] = ValueSource(other, view.flatten())
@@ -488,17 +456,17 @@ def _set_gradient(param: nn.Parameter, value: Tensor | None) -> None:
                 f"shape {tuple(param.shape)}; expected gradients that autograd adds. Set them in "
                 f"on_after_backward, in manual optimization, or use strategy='zero2'."
             )
-        _SET_GRAD(param, value)
+        SET_GRAD(param, value)
         return
     if not isinstance(value, ParameterShard):
-        _SET_GRAD(param, _of_full(value, param, home))
+        SET_GRAD(param, _of_full(value, param, home))
         return
     if home.note is None or not is_alike(_shard_of(param), value):
         raise ConfigError(
             f".grad of {home.spread.name!r} was set to a tensor like {value.spread.name!r} of "
             f"shape {tuple(value.shape)}, expected one of its own shape {tuple(home.spread.shape)}."
         )
-    _SET_GRAD(param, AveragedGradient(param, home.note, ShardedTensor(value.local, home.spread)))
+    SET_GRAD(param, AveragedGradient(param, home.note, ShardedTensor(value.local, home.spread)))
 
 
 def _of_full(value: Tensor, param: nn.Parameter, home: ParameterHome) -> Tensor:

@@ -135,35 +135,12 @@ class ShardedTensor(SeesOperations):
 
 
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
-_BY_ELEMENT = frozenset(
-    {
-        "alias",
-        "bernoulli",
-        "bernoulli_",
-        "clone",
-        "copy_",
-        "detach",
-        "empty_like",
-        "exponential_",
-        "fill",
-        "fill_",
-        "floor_divide",
-        "floor_divide_",
-        "full_like",
-        "lift_fresh",
-        "log_normal_",
-        "masked_fill",
-        "masked_fill_",
-        "normal_",
-        "ones_like",
-        "rand_like",
-        "randn_like",
-        "uniform_",
-        "zero_",
-        "zeros_like",
-        "_to_copy",
-    }
-)  # which torch does not tag as such
+_NAMES = (
+    "alias clone copy_ detach _to_copy lift_fresh fill fill_ zero_ masked_fill masked_fill_ "
+    "floor_divide floor_divide_ bernoulli bernoulli_ exponential_ log_normal_ normal_ uniform_ "
+    "empty_like full_like ones_like zeros_like rand_like randn_like"
+)
+_BY_ELEMENT = frozenset(_NAMES.split())  # which torch does not tag as such
 
 
 def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:

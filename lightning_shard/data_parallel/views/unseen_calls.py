@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils import dlpack
 from torch.utils._pytree import tree_map_only
 
-from lightning_shard.core.tensor_calls import Args
+from lightning_shard.core.tensor_calls import SET_DATA, SET_GRAD, Args
 from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.torch_private import (
     TRANSFORM_ENTRANCES,
@@ -28,8 +28,6 @@ from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradie
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
 from lightning_shard.data_parallel.views.sharded_parameter import ShardedParameter
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _LOOKS_FULL = (ParameterShard, ShardView, ShardedParameter)
 
@@ -46,11 +44,11 @@ class SeesUnseenCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # which cannot compare with properties of ours
             return func(*args, **kwargs)
-        is_set = func == _SET_GRAD and not isinstance(args[0], _LOOKS_FULL)
+        is_set = func == SET_GRAD and not isinstance(args[0], _LOOKS_FULL)
         in_hook = Phase.HOOK in self._phases.open
         if in_hook and (is_set or (func in _MAKERS and _copies(func, *args, **kwargs))):
             args, kwargs = _in_full((tuple(args), kwargs))
-        if in_hook and func == _SET_DATA and type(args[1]) is AveragedGradient:
+        if in_hook and func == SET_DATA and type(args[1]) is AveragedGradient:
             args = (args[0], args[1].full_tensor())
         return func(*args, **kwargs)
 

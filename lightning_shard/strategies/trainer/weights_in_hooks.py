@@ -24,7 +24,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.core.call_site import reading
-from lightning_shard.core.tensor_calls import OF_MEMORY, changed_by, name_of
+from lightning_shard.core.tensor_calls import (
+    OF_FORMAT,
+    OF_MEMORY,
+    OF_OBJECT,
+    OF_SHAPE,
+    SET_DATA,
+    SET_GRAD,
+    changed_by,
+    name_of,
+)
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.torch_private import (
     innermost_function_mode,
@@ -129,10 +138,10 @@ class WeightsInHooks:
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do one operation of a hook, with full tensors in place of shards."""
-        if func == _SET_DATA:  # of which torch asks no class
+        if func == SET_DATA:  # of which torch asks no class
             value = args[1].full_tensor() if isinstance(args[1], _SHARDED) else args[1]
             args = (args[0], full_tensor(value))
-        if func not in _OF_THE_OBJECT and func not in _OF_THE_SHAPE:
+        if func not in _OF_THE_OBJECT and func not in OF_SHAPE:
             args, kwargs = self._up_to_date(args, kwargs)
         given = tree_leaves((args, kwargs))
         params = [one for one in given if self._is_spread(one)]
@@ -147,9 +156,9 @@ class WeightsInHooks:
             return self._on_shards(func, args, kwargs) if is_of_layers else func(*args, **kwargs)
         if name_of(func) == "swap_tensors":
             raise self._swap_refused(params[0])
-        if func == _SET_GRADIENT and self._is_spread(args[0]):
+        if func == SET_GRAD and self._is_spread(args[0]):
             return func(args[0], self._local(args[0], args[1]))
-        if func in _OF_THE_SHAPE:
+        if func in OF_SHAPE:
             return func(_shaped(args[0], self._shape(args[0])), *args[1:], **kwargs)
         args, kwargs = _with_full_gradients(func, args, kwargs)
         if any(isinstance(one, _SHARDED) for one in tree_leaves((args, kwargs))):
@@ -187,13 +196,13 @@ class WeightsInHooks:
 
         full_args, full_kwargs = tree_map_only(nn.Parameter, full, (tuple(args), kwargs))
         result = func(*full_args, **full_kwargs)
-        if func in _SETTERS and args[0] in fulls:
+        if func == SET_DATA and args[0] in fulls:
             fulls[args[0]].is_assigned = True
-        is_written = func in _SETTERS or bool(changed_by(func, args, kwargs))
+        is_written = func == SET_DATA or bool(changed_by(func, args, kwargs))
         for param, one in fulls.items():
             if param not in self._kept and is_written:
                 self._settle(one)
-            if _shows(result, one.tensor) or func == _SET_DATA or name_of(func) in OF_MEMORY:
+            if _shows(result, one.tensor) or func == SET_DATA or name_of(func) in OF_MEMORY:
                 self._kept[param] = one
         return tree_map_only(
             Tensor, lambda one: own[id(one)].param if id(one) in own else one, result
@@ -404,26 +413,5 @@ def _own_code_runs() -> bool:
     return sees_parts.get() or not sees_subclasses()
 
 
-def _getters(names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names.split()}
-
-
 _SHARDED = (AveragedGradient, ShardedTensor)
-_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_SETTERS = (_SET_DATA,)
-_OF_THE_SHAPE = {
-    *_getters("shape ndim nbytes"),
-    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel),
-    *(Tensor.__len__, Tensor.stride, Tensor.is_contiguous),
-}
-_OF_THE_OBJECT = {
-    *_getters("dtype device layout is_cuda is_cpu is_meta itemsize is_sparse grad grad_fn is_leaf"),
-    *_getters("requires_grad retains_grad _version output_nr"),
-    *_getters("_backward_hooks _post_accumulate_grad_hooks"),
-    *(Tensor.requires_grad.__set__, Tensor.requires_grad_),  # type: ignore[attr-defined]
-    *(Tensor.detach_, torch.detach_),  # of a leaf: it is trained no more
-    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
-    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
-    *(Tensor.get_device, Tensor.element_size, Tensor.__hash__),
-}
+_OF_THE_OBJECT = OF_OBJECT | OF_FORMAT
