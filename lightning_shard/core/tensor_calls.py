@@ -175,6 +175,32 @@ def memory_refused(func: Any, tensor: Tensor, held: str) -> ConfigError:
     )
 
 
+class Exchanged:
+    """Tensors that a function computes with in the place of others: full ones, or what is here.
+
+    Attributes:
+        pairs: By the id of the tensor, it and what stands in its place, which is made once.
+    """
+
+    def __init__(self, kinds: Any, made: Callable[[Any], Tensor]) -> None:
+        self._kinds, self._made = kinds, made
+        self.pairs: dict[int, tuple[Any, Tensor]] = {}
+
+    def given(self, values: Any) -> Any:
+        """Return values with others in the place of tensors of the kinds."""
+        return tree_map_only(self._kinds, self._other, values)
+
+    def _other(self, one: Any) -> Tensor:
+        if id(one) not in self.pairs:
+            self.pairs[id(one)] = one, self._made(one)
+        return self.pairs[id(one)][1]
+
+    def returned(self, result: Any) -> Any:
+        """Return a result with the tensors themselves in the place of others."""
+        back = {id(other): one for one, other in self.pairs.values()}
+        return tree_map_only(Tensor, lambda one: back.get(id(one), one), result)
+
+
 class SeesCalls(Tensor):
     """Tensors whose class computes what is called with one of them among the arguments."""
 

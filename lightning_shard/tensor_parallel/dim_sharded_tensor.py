@@ -37,6 +37,7 @@ from lightning_shard.core.tensor_calls import (
     OF_OBJECT,
     OF_SHAPE,
     SET_DATA,
+    Exchanged,
     changed_by,
     functions,
     memory_refused,
@@ -236,6 +237,12 @@ class DimShardedTensor(Tensor):
             self._part = replace(self._part, local=_Narrow.apply(self))  # type: ignore[no-untyped-call]
         return self._part
 
+    def take_over(self, full: Tensor) -> None:
+        """Write this rank's part of a full tensor, such as one that was gathered and changed."""
+        part = self.part
+        part.local.copy_(part.split(full.to(part.local.dtype), part.dim))
+        self.note_change()
+
     def note_change(self) -> None:
         """Remember that the part was changed in place: the wrapper's gradient is not its own."""
         self._link.is_broken = True
@@ -348,28 +355,24 @@ def _on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
     if name_of(func) in MOVES_MEMORY:
         raise memory_refused(func, args[0], "each rank of a layer has a part of it")
     _refuse_aliases(func, args)
-    gathered: dict[int, Tensor] = {}
 
     def full(sharded: DimShardedTensor) -> Tensor:
         sharded.part.note_gather(func)
-        return gathered.setdefault(id(sharded), _gather(sharded))
+        return _gather(sharded)
 
-    full_args, full_kwargs = tree_map_only(DimShardedTensor, full, (args, kwargs))
+    fulls = Exchanged(DimShardedTensor, full)
+    full_args, full_kwargs = fulls.given((args, kwargs))
     result = func(*full_args, **full_kwargs)
-    given = {id(one): one for one in tree_leaves((args, kwargs)) if id(one) in gathered}
-    targets = [one for one in changed_by(func, args, kwargs) if id(one) in gathered]
+    targets = [one for one in changed_by(func, args, kwargs) if id(one) in fulls.pairs]
     for target in targets:
-        part = target.part
-        written = gathered[id(target)].to(part.local.dtype)
-        part.local.copy_(part.split(written, part.dim))
-        target.note_change()
+        target.take_over(fulls.pairs[id(target)][1])
     if targets:
-        return targets[0] if isinstance(result, Tensor) else result
+        return fulls.returned(result)
     # In a graph torch itself refuses to write to views of weights, by which derivatives are taken.
     shown = [
-        Gathered(one, gathered[key])
-        for key, one in given.items()
-        if not (gathered[key].requires_grad and _is_of_leaf(one.part.local))
+        Gathered(one, full)
+        for one, full in fulls.pairs.values()
+        if not (full.requires_grad and _is_of_leaf(one.part.local))
     ]
     return _shown(result, shown)
 
@@ -440,8 +443,7 @@ class Gathered:
             part, full = self._wide.part, self.full
             if before is not None:
                 full = torch.where(full != before, full, part.gather())
-            part.local.copy_(part.split(full, part.dim))
-            self._wide.note_change()
+            self._wide.take_over(full)
         self._local_was, self._full_was = _version(self._wide.part.local), version
 
     def has(self, value: Tensor) -> bool:
@@ -473,25 +475,25 @@ class ViewOfGathered(Tensor):
         kwargs = dict(kwargs or {})
         if _writes_several(func, args):
             return _in_turn(func, args, kwargs)
-        views = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)}
+        views = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
         _refuse_aliases(func, args)
-        homes = [*{id(one.of): one.of for one in views.values()}.values()]
-        targets = [one for one in changed_by(func, args, kwargs) if id(one) in views]
+        homes = [*{id(one.of): one.of for one in views}.values()]
+        targets = [one for one in changed_by(func, args, kwargs) if isinstance(one, cls)]
         if func in OF_GRAPH and DimShardedTensor in types:
             return DimShardedTensor.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_VIEW or func in OF_GRAPH:
                 return func(*args, **kwargs)
-            plain = {key: one.as_subclass(Tensor) for key, one in views.items()}
+            plain = Exchanged(cls, lambda one: one.as_subclass(Tensor))
+            given = plain.given((args, kwargs))
         with torch.no_grad():
             for home in homes:
                 home.look(writes=bool(targets) or bool(kwargs.get("inplace")))
         before = [home.full.detach().clone() if homes[1:] else None for home in homes]
-        args, kwargs = tree_map_only(cls, lambda one: plain[id(one)], (args, kwargs))
-        result = func(*args, **kwargs)
+        result = func(*given[0], **given[1])
         for home, values in zip(homes, before, strict=True):
             home.take(is_written=bool(targets), before=values)
-        return targets[0] if targets and isinstance(result, Tensor) else _shown(result, homes)
+        return plain.returned(result) if targets else _shown(result, homes)
 
 
 def _writes_several(func: Callable[..., Any], args: Any) -> bool:

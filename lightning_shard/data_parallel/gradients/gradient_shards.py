@@ -67,8 +67,7 @@ class _Lent:
         if not torch.equal(own.view(torch.uint8), self.own.view(torch.uint8)):
             self.shard.local.copy_(own.view(self.shard.local.shape))
             self.own = own.clone()
-            if self.shard.on_change is not None:
-                self.shard.on_change()
+            self.shard.on_change()
 
     def renew(self, full: Tensor) -> None:
         """Let the memory have the elements as they are now."""

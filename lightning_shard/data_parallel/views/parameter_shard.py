@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_shard.core.call_site import reading
 from lightning_shard.core.tensor_calls import (
     BY_PYTHON,
     GET_DATA,
@@ -34,6 +33,7 @@ from lightning_shard.core.tensor_calls import (
     SET_DATA,
     SET_GRAD,
     Args,
+    Exchanged,
     Function,
     Kwargs,
     SeesCalls,
@@ -77,9 +77,7 @@ class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
 
     def full_tensor(self) -> Tensor:
         """Return the full tensor on every rank; each rank must call."""
-        with reading(self.spread.name):
-            full = self.spread.join(self.local.to(self.spread.device))
-        return full.view(self.shape).to(self.device)
+        return super().full_tensor().to(self.device)
 
     @classmethod
     @override
@@ -173,14 +171,8 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if func in _OF_WRAPPER:
         return func(*args, **kwargs)
     name = name_of(func)
-    gradients: dict[int, AveragedGradient] = {}
-
-    def sharded(gradient: AveragedGradient) -> ShardedTensor:
-        tensor = gradient.sharded()
-        gradients[id(tensor)] = gradient
-        return tensor
-
-    args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
+    gradients = Exchanged(AveragedGradient, AveragedGradient.sharded)
+    args, kwargs = gradients.given((args, kwargs))
     for base in _bases((args, kwargs)):
         base.spread.lent.take_back(base)
     if func == GET_DATA:
@@ -196,8 +188,7 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if name in MADE_OF_ALL or _is_in_graph(args, kwargs) or wraps_tensors():
         with outside_transforms():
             args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
-    result = func(*args, **kwargs)
-    return tree_map_only(ShardedTensor, lambda one: gradients.get(id(one), one), result)
+    return gradients.returned(func(*args, **kwargs))
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
@@ -296,7 +287,6 @@ def on_full_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     is_random = torch.Tag.nondeterministic_seeded in func.tags and func._schema.is_mutable
     overwrites = is_random and len(_bases((args, kwargs))) == 1
     fulls: dict[tuple[int, int], Tensor] = {}
-    values: dict[int, Tensor] = {}
 
     def full(base: ShardedTensor) -> Tensor:
         key = _elements(base)
@@ -305,35 +295,17 @@ def on_full_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
             fulls[key] = base.local.new_empty(base.shape) if unread else base.full_tensor().clone()
         return fulls[key].view(base.shape)
 
-    def value(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, ShardView):
-            taken = tensor.taken_from(full(tensor.base))
-        elif isinstance(tensor, ShardedTensor):
-            taken = full(tensor)
-        else:
-            return tensor
-        values[id(taken)] = tensor
-        return taken
+    def value(one: ShardView | ShardedTensor) -> Tensor:
+        return one.taken_from(full(one.base)) if isinstance(one, ShardView) else full(one)
 
-    full_args, full_kwargs = tree_map_only(Tensor, value, (tuple(args), kwargs))
+    values = Exchanged((ShardView, ShardedTensor), value)
+    full_args, full_kwargs = values.given((tuple(args), kwargs))
     result = func(*full_args, **full_kwargs)
-    for tensor in written:
-        base = tensor.base if isinstance(tensor, ShardView) else tensor
-        if isinstance(base, ShardedTensor):
-            _put_back(base, fulls[_elements(base)])
-    return tree_map_only(Tensor, lambda one: values.get(id(one), one), result)
+    for base in _bases(written):
+        base.take_over(fulls[_elements(base)])
+    return values.returned(result)
 
 
 def _elements(base: ShardedTensor) -> tuple[int, int]:
     """Return what is the same for all that show one tensor's elements."""
     return id(base.spread), storage_key(base.local)
-
-
-def _put_back(base: ShardedTensor, full: Tensor) -> None:
-    """Write the elements of a full copy to the shards."""
-    own = base.spread.cut(full.reshape(base.spread.shape), base.local)
-    assert own is not None
-    base.local.copy_(own.reshape(base.local.shape))
-    base.spread.lent.changed()
-    if base.on_change is not None:
-        base.on_change()

@@ -34,6 +34,7 @@ from lightning_shard.core.tensor_calls import (
     SET_DATA,
     SET_GRAD,
     Args,
+    Exchanged,
     Function,
     Kwargs,
     SeesOperations,
@@ -358,19 +359,8 @@ def _in_shards(
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
-    shards: dict[int, tuple[ParameterShard, nn.Parameter]] = {}
-
-    def shard(param: nn.Parameter) -> Tensor:
-        if type(param) is not ShardedParameter:
-            return param
-        if id(param) not in shards:
-            shards[id(param)] = _shard_of(param), param
-        return shards[id(param)][0]
-
-    args, kwargs = tree_map_only(nn.Parameter, shard, (args, kwargs))
-    result = computed(func, args, kwargs)
-    back = {id(one): param for one, param in shards.values()}
-    return tree_map_only(ParameterShard, lambda one: back.get(id(one), one), result)
+    shards = Exchanged(ShardedParameter, _shard_of)
+    return shards.returned(computed(func, *shards.given((args, kwargs))))
 
 
 def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

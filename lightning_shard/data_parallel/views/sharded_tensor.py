@@ -77,14 +77,14 @@ class ShardedTensor(SeesOperations):
         local: This rank's elements, in whatever shape they lie.
         norm_of_all: Returns the full tensor's norm of an order, together with other tensors'; None
             computes it for this tensor alone.
-        on_change: Called when the elements have been changed in place; None for no call.
+        on_change: Called when the elements have been changed in place.
     """
 
     gathers = False
     local: Tensor
     spread: Spread
     norm_of_all: Callable[[float], Tensor] | None
-    on_change: Callable[[], None] | None
+    on_change: Callable[[], object]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -95,7 +95,7 @@ class ShardedTensor(SeesOperations):
         spread: Spread,
         shape: Sequence[int] | None = None,
         norm_of_all: Callable[[float], Tensor] | None = None,
-        on_change: Callable[[], None] | None = None,
+        on_change: Callable[[], object] = lambda: None,
     ) -> "ShardedTensor":
         """Make a tensor that looks full, or of another `shape` of as many elements."""
         tensor: ShardedTensor = Tensor._make_wrapper_subclass(
@@ -112,6 +112,14 @@ class ShardedTensor(SeesOperations):
         """Return the full tensor on every rank; each rank must call."""
         with reading(self.spread.name):
             return self.spread.join(self.local).view(self.shape)
+
+    def take_over(self, full: Tensor) -> None:
+        """Write this rank's elements of a full tensor, such as a copy that was changed."""
+        own = self.spread.cut(full.reshape(self.spread.shape), self.local)
+        assert own is not None
+        self.local.copy_(own.reshape(self.local.shape))
+        self.spread.lent.changed()
+        self.on_change()
 
     def beside(self, local: Tensor) -> "ShardedTensor":
         """Return a tensor of other elements that is spread and looks like this one."""
@@ -186,7 +194,7 @@ def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     local_args, local_kwargs = tree_map_only(Tensor, part, (tuple(args), kwargs))
     result = func(*local_args, **local_kwargs)
     if target is not None:
-        if isinstance(target, ShardedTensor) and target.on_change is not None:
+        if isinstance(target, ShardedTensor):
             target.on_change()
         return target
 
@@ -218,8 +226,7 @@ def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*map(parts, args), **kwargs)
     if func._schema.is_mutable:
         for tensor in _sharded(list(args[0])):
-            if tensor.on_change is not None:
-                tensor.on_change()
+            tensor.on_change()
         return None
     if not isinstance(result, (list, tuple)) or len(result) != len(likes):
         raise refusal(func, first)

@@ -31,6 +31,7 @@ from lightning_shard.core.tensor_calls import (
     OF_SHAPE,
     SET_DATA,
     SET_GRAD,
+    Exchanged,
     changed_by,
     name_of,
 )
@@ -189,12 +190,12 @@ class WeightsInHooks:
         self, func: Callable[..., Any], args: Any, kwargs: Any, params: Sequence[nn.Parameter]
     ) -> Any:
         fulls = {param: self._full(param) for param in params}
-        own = {id(full.tensor): full for full in fulls.values()}
 
-        def full(value: Tensor) -> Tensor:
-            return fulls[value].tensor if value in fulls else value  # type: ignore[index]
+        def full(value: nn.Parameter) -> Tensor:
+            return fulls[value].tensor if value in fulls else value
 
-        full_args, full_kwargs = tree_map_only(nn.Parameter, full, (tuple(args), kwargs))
+        tensors = Exchanged(nn.Parameter, full)
+        full_args, full_kwargs = tensors.given((tuple(args), kwargs))
         result = func(*full_args, **full_kwargs)
         if func == SET_DATA and args[0] in fulls:
             fulls[args[0]].is_assigned = True
@@ -204,9 +205,7 @@ class WeightsInHooks:
                 self._settle(one)
             if _shows(result, one.tensor) or func == SET_DATA or name_of(func) in OF_MEMORY:
                 self._kept[param] = one
-        return tree_map_only(
-            Tensor, lambda one: own[id(one)].param if id(one) in own else one, result
-        )
+        return tensors.returned(result)
 
     def _full(self, param: nn.Parameter) -> _Full:
         self._take_what_was_set([param])
