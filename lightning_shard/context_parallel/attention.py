@@ -29,7 +29,6 @@ from lightning_shard.context_parallel.crossings import (
     exchange_together,
     heads_and_ring,
 )
-from lightning_shard.context_parallel.operations import gathered_for_part
 from lightning_shard.context_parallel.ring import Visible, ring_attention
 from lightning_shard.context_parallel.sequence_part import RULES, SequencePart, part_of
 from lightning_shard.tensor_parallel.dim_sharded_operations import combined
@@ -192,7 +191,7 @@ def _by_rows(
     is_causal: bool,
     drawn: AbstractContextManager[None],
 ) -> Any:
-    key, value = (gathered_for_part(one, part) for one in others)
+    key, value = (part.full_operand(one) for one in others)
     if key is NotImplemented or value is NotImplemented:
         return NotImplemented
     if is_causal:

@@ -26,6 +26,7 @@ from lightning_shard.tensor_parallel import dim_sharded_shapes as shapes
 from lightning_shard.tensor_parallel.dim_sharded_operations import (
     combined,
     elementwise,
+    matmul,
     named,
     reduced,
 )
@@ -34,17 +35,6 @@ from lightning_shard.tensor_parallel.dim_sharded_tensor import (
     full_tensor,
     wrapped,
 )
-from lightning_shard.tensor_parallel.regions import gather_to_region
-
-
-def gathered_for_part(value: Any, part: SequencePart) -> Any:
-    """Return a full operand for this rank's rows; gradients of all ranks' rows are summed."""
-    own = part_of(value)
-    if own is None:
-        return part.shared(value) if not isinstance(value, DimShardedTensor) else NotImplemented
-    if own.num_blocks > 1 or own.group is not part.group:
-        return NotImplemented
-    return own.without_padding(gather_to_region(own.local, own.dim, own.group), own.dim)
 
 
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
@@ -60,15 +50,12 @@ def _matmul(func: Any, left: Any, right: Any, **kwargs: Any) -> Any:
         return NotImplemented
     part, others = part_of(left), part_of(right)
     if part is not None and part.place == 2:
-        full = gathered_for_part(right, part)
+        full = part.full_operand(right)
         return full if full is NotImplemented else part.widen(func(part.local, full))
     if part is None and others is not None and others.place == 1:
         result = func(others.shared(full_tensor(left)), others.local)
         return others.widen(result, result.ndim - 1)
-    like = part or others
-    if like is None or like.place <= 2:
-        return NotImplemented
-    return combined(func, left if part else right, (left, right), {})
+    return matmul(func, left, right)
 
 
 def _baddbmm(
@@ -93,63 +80,6 @@ def _addmm(func: Any, input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Any:  
     if part is None or part.dim != 0 or input.ndim != 1 or isinstance(mat2, DimShardedTensor):
         return NotImplemented
     return part.widen(func(part.shared(input), part.local, part.shared(mat2), **kwargs))
-
-
-_SPARE = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def einsum(func: Any, equation: Any, *operands: Any) -> Any:
-    """Do einsum with this rank's positions, if the result has them.
-
-    bqhd, bkhd -> bhqk     q of this rank, all keys, which are gathered
-    bse, ef -> bsf         rows of this rank
-    """
-    tensors = (
-        operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
-    )
-    letters = _letters(equation, tensors) if isinstance(equation, str) else None
-    if letters is None:
-        return NotImplemented
-    inputs, output = letters
-    parts = [(part_of(one), each) for one, each in zip(tensors, inputs, strict=True)]
-    found = ((one, each[one.dim]) for one, each in parts if one is not None)
-    like, letter = next(((one, name) for one, name in found if name in output), (None, ""))
-    if like is None or like.num_blocks > 1:
-        return NotImplemented
-    own = [_own(one, each, like, letter) for one, each in zip(tensors, inputs, strict=True)]
-    if any(one is NotImplemented for one in own):
-        return NotImplemented
-    return like.widen(func(",".join(inputs) + "->" + output, *own), output.index(letter))
-
-
-def _own(tensor: Tensor, letters: str, like: SequencePart, letter: str) -> Any:
-    """Return what this rank needs of an operand for its positions along `letter`."""
-    part = part_of(tensor)
-    if part is None or letters[part.dim] != letter:
-        if letter not in letters:
-            return gathered_for_part(tensor, like)
-        is_plain = part is None and tensor.shape[letters.index(letter)] == like.width
-        return like.split(tensor, letters.index(letter)) if is_plain else NotImplemented
-    is_alike = (part.group, part.num_blocks, part.padding) == (like.group, 1, like.padding)
-    return part.local if is_alike and part.width == like.width else NotImplemented
-
-
-def _letters(equation: str, tensors: Sequence[Tensor]) -> tuple[list[str], str] | None:
-    """Return the letters of each operand and of the result, those of an ellipsis included."""
-    left, arrow, output = equation.replace(" ", "").partition("->")
-    inputs = left.split(",")
-    if not arrow or len(inputs) != len(tensors):
-        return None
-    spare = [one for one in _SPARE if one not in equation]
-    most = 0
-    for place, (each, tensor) in enumerate(zip(inputs, tensors, strict=True)):
-        num_more = tensor.ndim - len(each.replace("...", ""))
-        if "..." in each:
-            most = max(most, num_more)
-            each = inputs[place] = each.replace("...", "".join(spare[:num_more][::-1]))
-        if len(each) != tensor.ndim or len(set(each)) < len(each):
-            return None
-    return inputs, output.replace("...", "".join(spare[:most][::-1]))
 
 
 _ELEMENTWISE = (
@@ -283,31 +213,6 @@ def _like(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     shown = part.local.detach().new_empty(()).expand(tuple(part.full_shape))
     return func(shown, *args, **kwargs)
-
-
-def _joined(func: Any, tensors: Any, dim: int = 0) -> Any:
-    """Concatenate or stack along another dimension; tensors that are full are cut."""
-    is_stack = func.__name__ == "stack"
-    # torch passes over a cache that is empty yet
-    given = [one for one in tensors if part_of(one) is not None or tuple(one.shape) != (0,)]
-    part = next((part_of(one) for one in given if part_of(one) is not None), None)
-    if part is None:
-        return NotImplemented
-    if len(given) == 1 and not is_stack:
-        return part.widen(func([part.local], dim))
-    place = dim % (part.local.ndim + is_stack)
-    if (place == part.dim and not is_stack) or any(one.ndim != part.local.ndim for one in given):
-        return NotImplemented
-    own = [
-        part.split(one, part.dim) if _can_be_cut(one, part) else part.operand(one) for one in given
-    ]
-    if any(one is NotImplemented or one.shape[part.dim] != own[0].shape[part.dim] for one in own):
-        return NotImplemented
-    return part.widen(func(own, dim), part.dim + (is_stack and place <= part.dim))
-
-
-def _can_be_cut(value: Tensor, part: SequencePart) -> bool:
-    return not isinstance(value, DimShardedTensor) and value.shape[part.dim] == part.width
 
 
 def _triangle(func: Any, sharded: Any, diagonal: int = 0) -> Any:
@@ -484,7 +389,6 @@ RULES.update(
     linear=_linear,
     addmm=_addmm,
     baddbmm=_baddbmm,
-    einsum=einsum,
     pad=_pad,
     conv1d=_conv1d,
     prelu=_prelu,
@@ -497,7 +401,6 @@ RULES.update(
     **dict.fromkeys(_PLACE_OF_DIM, _along),
     **named(_by_index, "gather scatter scatter_add"),
     **named(_like, "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"),
-    **named(_joined, "cat concat stack"),
     **named(_triangle, "tril triu"),
     **named(_view_as, "view_as reshape_as"),
     **named(_loss, "cross_entropy nll_loss"),

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.context_parallel.crossings import cut_sequence, gather_sequence, share_full
 from lightning_shard.tensor_parallel.dim_sharded_tensor import DimShardedTensor, Part
-from lightning_shard.tensor_parallel.regions import own_slice
+from lightning_shard.tensor_parallel.regions import gather_to_region, own_slice
 
 
 class FullSequences:
@@ -111,6 +111,14 @@ class SequencePart(Part):
         if not follows or isinstance(value, nn.Parameter) or is_of_parameters(value):
             return value
         return share_full(value, self.group)
+
+    @override
+    def full_operand(self, value: Any) -> Any:
+        own = part_of(value)
+        if own is None or own.num_blocks > 1 or own.group is not self.group:
+            return super().full_operand(value)
+        full = gather_to_region(own.local, own.dim, own.group)
+        return own.without_padding(full, own.dim)  # its gradient is the sum of all ranks' rows'
 
     @override
     def wide_gradient(self, local: Any) -> Any:

@@ -10,7 +10,7 @@ Attentions whose heads are sharded are computed each rank with its heads:
     (H, T, T)              a bias of each head: its own part
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from inspect import Signature, signature
@@ -311,34 +311,64 @@ def attend(
         return part.widen(func(*local, **options, **kwargs))
 
 
+_SPARE = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
 def einsum(func: Any, equation: Any, *operands: Any) -> Any:
-    """Do einsum for each head: the sharded letter is one of the result's."""
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+    """Do einsum with this rank's part along a letter that is one of the result's.
+
+    bhqd, bhkd -> bhqk     heads of this rank
+    bqhd, bkhd -> bhqk     q of this rank's positions, all keys, which are gathered
+    """
+    is_listed = len(operands) == 1 and isinstance(operands[0], list | tuple)
+    tensors = operands[0] if is_listed else operands
+    letters = _letters(equation, tensors) if isinstance(equation, str) else None
+    if letters is None:
         return NotImplemented
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    names = inputs.split(",")
-    if [len(term) for term in names] != [one.ndim for one in operands]:
+    inputs, output = letters
+    terms = [*zip(inputs, tensors, strict=True)]
+    parts = [(each, one.part) for each, one in terms if isinstance(one, DimShardedTensor)]
+    found = ((part, each[part.dim]) for each, part in parts if each[part.dim] in output)
+    like, letter = next(found, (None, ""))
+    own = [] if like is None else [_term(like, letter, each, one) for each, one in terms]
+    if like is None or any(one is NotImplemented for one in own):
         return NotImplemented
-    terms = list(zip(names, operands, strict=True))
-    letter, part = next(
-        (term[one.part.dim], one.part) for term, one in terms if isinstance(one, DimShardedTensor)
-    )
-    local = [_term(part, term.find(letter), one) for term, one in terms]
-    if letter not in output or any(one is NotImplemented for one in local):
-        return NotImplemented
-    return part.widen(func(equation, *local), output.index(letter))
+    return like.widen(func(",".join(inputs) + "->" + output, *own), output.index(letter))
 
 
-def _term(part: Part, dim: int, value: Tensor) -> Any:
-    """Return the own part of a term along a dimension, or all of it where it has none (-1)."""
-    if isinstance(value, DimShardedTensor):
+def _term(like: Part, letter: str, letters: str, value: Tensor) -> Any:
+    """Return what this rank needs of an operand for its part along a letter."""
+    dim = letters.find(letter)
+    if isinstance(value, DimShardedTensor) and value.part.dim == dim:
         other = value.part
-        own = (other.dim, other.width, other.num_blocks)
-        is_alike = own == (dim, part.width, part.num_blocks) and other.group is part.group
-        return other.local if is_alike else NotImplemented
-    if dim < 0 or value.shape[dim] == 1:
-        return part.shared(value)
-    return part.split(value, dim) if value.shape[dim] == part.width else NotImplemented
+        own = (other.width, other.num_blocks, other.local.shape[dim])
+        is_alike = own == (like.width, like.num_blocks, like.local.shape[like.dim])
+        return other.local if is_alike and other.group is like.group else NotImplemented
+    if dim < 0:
+        return like.full_operand(value)
+    if isinstance(value, DimShardedTensor):
+        return NotImplemented
+    if value.shape[dim] == 1:
+        return like.shared(value)
+    return like.split(value, dim) if value.shape[dim] == like.width else NotImplemented
+
+
+def _letters(equation: str, tensors: Sequence[Tensor]) -> tuple[list[str], str] | None:
+    """Return the letters of each operand and of the result, those of an ellipsis included."""
+    left, arrow, output = equation.replace(" ", "").partition("->")
+    inputs = left.split(",")
+    if not arrow or len(inputs) != len(tensors):
+        return None
+    spare = [one for one in _SPARE if one not in equation]
+    most = 0
+    for place, (each, tensor) in enumerate(zip(inputs, tensors, strict=True)):
+        num_more = tensor.ndim - len(each.replace("...", ""))
+        if "..." in each:
+            most = max(most, num_more)
+            each = inputs[place] = each.replace("...", "".join(spare[:num_more][::-1]))
+        if len(each) != tensor.ndim or len(set(each)) < len(each):
+            return None
+    return inputs, output.replace("...", "".join(spare[:most][::-1]))
 
 
 def named(rule: Rule, names: str) -> dict[str, Rule]:

@@ -178,19 +178,30 @@ def as_pairs(func: Any, sharded: Any) -> Any:
 
 
 def joined(func: Any, tensors: Any, dim: int = 0) -> Any:
-    """Concatenate or stack tensors that are sharded alike, along another dimension."""
-    if not all(isinstance(one, DimShardedTensor) for one in tensors):
-        return NotImplemented
-    part: Part = tensors[0].part
-    ndim = part.local.ndim
+    """Concatenate or stack along another dimension; tensors that are full are cut."""
     is_stack = func.__name__ == "stack"
-    place = dim % (ndim + is_stack)
-    if not all(one.ndim == ndim and one.part.is_like(part) for one in tensors):
+    # torch passes over a cache that is empty yet
+    given = [one for one in tensors if _is_sharded(one) or tuple(one.shape) != (0,)]
+    part: Part = next(one.part for one in given if _is_sharded(one))
+    if len(given) == 1 and not is_stack:
+        return part.widen(func([part.local], dim))
+    place = dim % (part.local.ndim + is_stack)
+    if (place == part.dim and not is_stack) or any(one.ndim != part.local.ndim for one in given):
         return NotImplemented
-    if not is_stack and place == part.dim:
+    own = [
+        part.split(one, part.dim) if _can_be_cut(one, part) else part.operand(one) for one in given
+    ]
+    if any(one is NotImplemented or one.shape[part.dim] != own[0].shape[part.dim] for one in own):
         return NotImplemented
-    result = func([one.part.local for one in tensors], place)
-    return part.widen(result, part.dim + (is_stack and place <= part.dim))
+    return part.widen(func(own, dim), part.dim + (is_stack and place <= part.dim))
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, DimShardedTensor)
+
+
+def _can_be_cut(value: Tensor, part: Part) -> bool:
+    return not _is_sharded(value) and value.shape[part.dim] == part.width
 
 
 def getitem(func: Any, sharded: Any, index: Any) -> Any:

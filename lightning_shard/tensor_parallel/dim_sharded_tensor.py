@@ -168,6 +168,10 @@ class Part:
             return NotImplemented
         return self.split(value, value.ndim - self.place)
 
+    def full_operand(self, value: Any) -> Any:
+        """Return a full operand for this rank's part of a result; or NotImplemented."""
+        return NotImplemented if isinstance(value, DimShardedTensor) else self.shared(value)
+
     def _by_block(
         self, function: Callable[[Tensor, int, Collectives], Tensor], tensor: Tensor, dim: int
     ) -> Tensor:

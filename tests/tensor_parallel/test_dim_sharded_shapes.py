@@ -84,6 +84,11 @@ STAYS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {  # sharded dimens
         3,
         1,
     ),
+    "one of a kind with whole ones": (
+        lambda x: torch.cat([x, torch.zeros(B, T, 3 * C)]),
+        2,
+        3,
+    ),
 }
 
 GATHERED: dict[str, Callable[[Tensor], Any]] = {
@@ -92,7 +97,6 @@ GATHERED: dict[str, Callable[[Tensor], Any]] = {
     "heads of three at once": lambda x: x.view(B, T, HEADS, 3, WIDTH),
     "heads that the ranks cannot share": lambda x: x.view(B, T, 3, WIDTH, HEADS),
     "an iteration over heads": lambda x: list(x.view(B, T, 3, HEADS, WIDTH)[0, 0, 0])[1],
-    "one of a kind with whole ones": lambda x: torch.cat([x, torch.zeros(B, T, 3 * C)]),
     "a mean of all": lambda x: x.mean(-1),
 }
 
