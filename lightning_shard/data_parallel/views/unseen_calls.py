@@ -32,13 +32,31 @@ _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _LOOKS_FULL = (ParameterShard, ShardView, ShardedParameter)
 
 
-class SeesUnseenCalls(TorchFunctionMode):
+class ModeInHooks(TorchFunctionMode):
+    """A mode for hooks, which may leave one of their own on torch's stack, above this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_on_stack = False
+
+    def turn(self, *, on: bool) -> bool:
+        """Go on the stack or off it; returns whether it has: not off it below another mode."""
+        if on is self._is_on_stack or not (on or innermost_function_mode() is self):
+            return False
+        if on:
+            self.__enter__()  # type: ignore[no-untyped-call]
+        else:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._is_on_stack = on
+        return True
+
+
+class SeesUnseenCalls(ModeInHooks):
     """Gives full tensors to calls that would take a shard for one."""
 
     def __init__(self, phases: Phases) -> None:
         super().__init__()
         self._phases = phases
-        self._is_entered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,18 +72,14 @@ class SeesUnseenCalls(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run a hook inside, which may leave a mode of its own on torch's stack, above this one."""
-        enters = not self._is_entered
-        if enters:
-            self.__enter__()  # type: ignore[no-untyped-call]
-            self._is_entered = True
+        """Run a hook inside."""
+        turned = self.turn(on=True)
         try:
             with makers_seen(), self._phases.within(Phase.HOOK):
                 yield
         finally:
-            if enters and innermost_function_mode() is self:
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._is_entered = False
+            if turned:
+                self.turn(on=False)
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.core.call_site import reading
@@ -37,14 +36,13 @@ from lightning_shard.core.tensor_calls import (
 )
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.torch_private import (
-    innermost_function_mode,
     outside_transforms,
     sees_subclasses,
     wraps_tensors,
 )
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
-from lightning_shard.data_parallel.views.unseen_calls import makers_seen
+from lightning_shard.data_parallel.views.unseen_calls import ModeInHooks, makers_seen
 from lightning_shard.errors import ConfigError
 from lightning_shard.tensor_parallel.dim_sharded_tensor import full_tensor
 from lightning_shard.tensor_parallel.full_view import sees_parts
@@ -59,7 +57,7 @@ class _Full:
     is_assigned: bool = False
 
 
-class WeightsInHooks:
+class WeightsInHooks(ModeInHooks):
     """Gives hooks full tensors in place of the parameters of a split model.
 
     After each hook it calls `finish_copies`, as a hook may have copied modules with full weights.
@@ -74,6 +72,7 @@ class WeightsInHooks:
         finish_copies: Callable[[], None] = lambda: None,
         follow: Callable[[], dict[Tensor, Callable[[], Tensor]]] = dict,
     ) -> None:
+        super().__init__()
         self._follow = follow
         self._behind: dict[Tensor, Callable[[], Tensor]] | None = None  # not yet asked for
         self._engine, self._rank, self._finish_copies = engine, rank, finish_copies
@@ -81,10 +80,8 @@ class WeightsInHooks:
             param for flat in engine.flats if flat.layout.num_shards > 1 for param in flat.params
         }
         self._of_model = set(engine.model.parameters())
-        self._mode = _Substituting(self)
         self._names: Mapping[nn.Parameter, str] = {}
         self.is_on = False
-        self._num_entered = 0  # times that the mode is on torch's stack
         self._kept: dict[nn.Parameter, _Full] = {}
         self._written: dict[nn.Parameter, Tensor] = {}  # what this has assigned, alive
 
@@ -115,27 +112,23 @@ class WeightsInHooks:
     def _turned(self, *, on: bool) -> Iterator[None]:
         """The mode stays on the stack, and does nothing, below one that the hook has entered."""
         before, self.is_on, self._behind = self.is_on, on, None
-        enters = on and self._num_entered == 0
-        leaves = not on and innermost_function_mode() is self._mode
-        if enters or leaves:
-            self._move(enters=enters)
+        turned = self.turn(on=on)
         try:
             yield
         except BaseException:
             self._kept.clear()  # the other ranks may be elsewhere
             raise
         finally:
-            if enters or leaves:
-                self._move(enters=leaves)
+            if turned:
+                self.turn(on=not on)
             self.is_on, self._behind = before, None
 
-    def _move(self, *, enters: bool) -> None:
-        mode: Any = self._mode
-        if enters:
-            mode.__enter__()
-        else:
-            mode.__exit__(None, None, None)
-        self._num_entered += 1 if enters else -1
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if not self.is_on:
+            return func(*args, **(kwargs or {}))
+        return self.call(func, args, dict(kwargs or {}))
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do one operation of a hook, with full tensors in place of shards."""
@@ -356,21 +349,6 @@ class WeightsInHooks:
         if param not in self._names:
             self._names = {one: name for name, one in self._engine.model.named_parameters()}
         return self._names.get(param, "of a copy")
-
-
-class _Substituting(TorchFunctionMode):
-    """Shows every operation to the weights."""
-
-    def __init__(self, weights: WeightsInHooks) -> None:
-        super().__init__()
-        self._weights = weights
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if not self._weights.is_on:
-            return func(*args, **(kwargs or {}))
-        return self._weights.call(func, args, dict(kwargs or {}))
 
 
 def _with_full_gradients(
