@@ -28,17 +28,11 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 Step = tuple[int, str, int]
 _COMPUTING = (WeightNorm, SpectralNorm, BasePruningMethod)
 OF_COMPILER = ("_dynamo_", "_has_dynamo_", "_specialize_on")
 """How the names of attributes begin that `torch.compile` sets on tensors."""
-
-
-def is_innermost(mode: TorchFunctionMode) -> bool:
-    """Whether a mode is the first that is given calls of torch's functions."""
-    return _get_current_function_mode() is mode  # type: ignore[no-untyped-call]
 
 
 def iterates_powers(module: nn.Module, buffer: str) -> bool:

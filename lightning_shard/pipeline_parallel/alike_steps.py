@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_shard.core.states import setting
+from lightning_shard.data_parallel.torch_private import innermost_function_mode
 from lightning_shard.errors import ConfigError
-from lightning_shard.pipeline_parallel._torch import is_innermost
 from lightning_shard.pipeline_parallel.containers import digest
 
 Calls = dict[str, None]
@@ -53,7 +53,7 @@ class NotedCalls(TorchFunctionMode):
     def stop(self) -> None:
         """Note no more, and be no mode for compiled blocks, unless user code has set another."""
         self._is_over, self._left_out = True, {}
-        if is_innermost(self):
+        if innermost_function_mode() is self:
             self._inside.close()
 
     @override

@@ -18,9 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_shard.core.tensor_calls import GET_DATA, OF_OBJECT, functions, writes
+from lightning_shard.core.tensor_calls import (
+    GET_DATA,
+    OF_OBJECT,
+    found_in,
+    functions,
+    map_only,
+    writes,
+)
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
 from lightning_shard.data_parallel.views.transforms import OF_RANKS, transform_refused
@@ -52,8 +58,7 @@ def on_parts(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 
 def _own_rules(operands: Any) -> Mapping[str, Rule]:
     """Return the rules of the first sharded tensor's own kind of part."""
-    leaves = tree_leaves(operands)
-    return next((one._part.own_rules for one in leaves if isinstance(one, DimShardedTensor)), {})
+    return next((one._part.own_rules for one in found_in(DimShardedTensor, operands)), {})
 
 
 @cache
@@ -75,7 +80,7 @@ def _property(func: Any, sharded: Any, *value: Any) -> Any:
     is_gradient = func in _OF_GRADIENTS
     own: Rule = part.own_gradient if is_gradient else part.narrow
     if not is_gradient:
-        value = tree_map_only(AveragedGradient, AveragedGradient.full_tensor, value)
+        value = map_only(AveragedGradient, AveragedGradient.full_tensor, value)
     given = (one if isinstance(one, AveragedGradient) else own(one) for one in value)
     result = func(part.local, *given)
     widen: Rule = part.wide_gradient if is_gradient else part.widen

@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.tensor_calls import (
@@ -39,7 +38,9 @@ from lightning_shard.core.tensor_calls import (
     SET_DATA,
     Exchanged,
     changed_by,
+    found_in,
     functions,
+    map_only,
     memory_refused,
     name_of,
     writes,
@@ -213,11 +214,9 @@ def own_features(tensor: Tensor, group: Collectives) -> Tensor:
 
 def full_tensor(value: Any) -> Any:
     """Return a value with every `DimShardedTensor` in it gathered; each rank must call."""
-    if isinstance(value, Tensor):
-        return _gather(value) if isinstance(value, DimShardedTensor) else value
-    if not any(isinstance(leaf, DimShardedTensor) for leaf in tree_leaves(value)):
+    if not found_in(DimShardedTensor, value):
         return value
-    return tree_map_only(DimShardedTensor, _gather, value)
+    return map_only(DimShardedTensor, _gather, value)
 
 
 class DimShardedTensor(Tensor):
@@ -306,7 +305,7 @@ class DimShardedTensor(Tensor):
                 "reading. For logits, give their layer the style 'colwise_gather_output'; else "
                 "turn sequence_parallel off."
             )
-        args, kwargs = tree_map_only(DimShardedTensor, _gather_detached, (args, kwargs or {}))
+        args, kwargs = map_only(DimShardedTensor, _gather_detached, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -406,14 +405,13 @@ def _with_gradients(func: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     weight.sub_(0.1 * weight.grad), (weight * weight.grad).sum()     with the full gradient
     weight.grad.add_(weight), weight - 0.1 * weight.grad             where its elements are
     """
-    leaves, targets = tree_leaves((args, kwargs)), changed_by(func, args, kwargs)
-    wide = [one for one in leaves if isinstance(one, DimShardedTensor)]
+    targets, wide = changed_by(func, args, kwargs), found_in(DimShardedTensor, (args, kwargs))
     in_graph = torch.is_grad_enabled() and any(one.requires_grad for one in wide)
     changes_gradient = any(isinstance(one, AveragedGradient) for one in targets)
     if changes_gradient or not (targets or in_graph):
-        args, kwargs = tree_map_only(DimShardedTensor, _gather_detached, (args, kwargs))
+        args, kwargs = map_only(DimShardedTensor, _gather_detached, (args, kwargs))
     else:
-        args, kwargs = tree_map_only(AveragedGradient, AveragedGradient.full_tensor, (args, kwargs))
+        args, kwargs = map_only(AveragedGradient, AveragedGradient.full_tensor, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -479,7 +477,7 @@ class ViewOfGathered(Tensor):
         kwargs = dict(kwargs or {})
         if _writes_several(func, args):
             return _in_turn(func, args, kwargs)
-        views = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
+        views = found_in(cls, (args, kwargs))
         _refuse_aliases(func, args)
         homes = [*{id(one.of): one.of for one in views}.values()]
         targets = [one for one in changed_by(func, args, kwargs) if isinstance(one, cls)]
@@ -527,7 +525,7 @@ def _shown(result: Any, homes: Sequence[Gathered]) -> Any:
         view.of = home
         return view
 
-    return tree_map_only(Tensor, shown, result) if homes else result
+    return map_only(Tensor, shown, result) if homes else result
 
 
 OF_WRAPPER = (OF_FORMAT | OF_SHAPE | {Tensor.__hash__}) - {Tensor.is_contiguous}

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
-from torch.overrides import BaseTorchFunctionMode
 
 from lightning_shard.pipeline_parallel._torch import (
     OF_COMPILER,
     add_messages,
     computations,
-    is_innermost,
     iterates_powers,
     stage_backward_input,
     stage_backward_weight,
@@ -77,15 +75,6 @@ def test_which_buffers_spectral_norms_iterate() -> None:
     (owner,) = (one for one in new.modules() if one._buffers)
     assert all(iterates_powers(owner, name) for name in owner._buffers)
     assert not iterates_powers(nn.BatchNorm1d(3), "running_mean")
-
-
-def test_the_mode_that_is_entered_last_is_innermost() -> None:
-    outer, inner = BaseTorchFunctionMode(), BaseTorchFunctionMode()
-    with outer:
-        assert is_innermost(outer)
-        with inner:
-            assert is_innermost(inner)
-            assert not is_innermost(outer)
 
 
 def test_what_the_compiler_notes_on_tensors_is_told_by_its_name() -> None:

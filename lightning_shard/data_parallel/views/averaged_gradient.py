@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_shard.core.tensor_calls import (
@@ -28,12 +27,15 @@ from lightning_shard.core.tensor_calls import (
     PICKLES,
     SET_DATA,
     Args,
+    Exchanged,
     Function,
     Kwargs,
     SeesCalls,
     SeesOperations,
     changed_by,
+    found_in,
     functions,
+    map_only,
     name_of,
 )
 from lightning_shard.data_parallel.torch_private import is_traced
@@ -212,7 +214,7 @@ class AveragedGradient(SeesCalls, SeesOperations):
             return _zero(args[0])
         if func in _HARMLESS:
             return args[0]
-        stand_in, *_ = [arg for arg in _flat(args) if isinstance(arg, cls)]
+        stand_in = found_in(cls, args)[0]
         if func in _ADD:
             new, before = args[1] if args[0] is stand_in else args[0], stand_in.note.arrival
             stand_in.note.arrival = new if before is None else before + new  # of reentrant blocks
@@ -225,25 +227,20 @@ _ITSELF = functions("detach detach_ data")
 _ELEMENTS = OF_MEMORY | MOVES_MEMORY | BY_PYTHON | PICKLES | MADE_OF_ALL
 
 
-_Found = dict[int, tuple[ShardedTensor, AveragedGradient]]
+_Found = list[tuple[AveragedGradient, ShardedTensor]]
 
 
 def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `func` with the sharded tensors of the gradients among the arguments."""
-    found: _Found = {}
-
-    def sharded(gradient: AveragedGradient) -> ShardedTensor:
-        if id(gradient) not in found:
-            found[id(gradient)] = gradient.sharded(), gradient
-        return found[id(gradient)][0]
-
     name = getattr(func, "__name__", "")
     targets = _plain_targets(func, args, kwargs)
     if targets:  # as in an update by hand
         args, kwargs = _full_for(targets, args, kwargs)
         return func(*args, **kwargs)
-    args, kwargs = tree_map_only(AveragedGradient, sharded, (args, kwargs))
-    first, like = next(iter(found.values()))
+    shards = Exchanged(AveragedGradient, AveragedGradient.sharded)
+    args, kwargs = shards.given((args, kwargs))
+    found = [*shards.pairs.values()]
+    like, first = found[0]
     args, kwargs = _with_operands((args, kwargs), name, found, like)
     if func == SET_DATA:
         args[0].copy_(args[1])
@@ -256,7 +253,7 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
         raise refusal(f"{name or func}", first, str(error)) from error
-    return tree_map_only(ShardedTensor, lambda one: _shown(one, found, like), result)
+    return map_only(ShardedTensor, lambda one: _shown(one, found, like), result)
 
 
 def _plain_targets(func: Any, args: Sequence[Any], kwargs: Kwargs) -> list[Tensor]:
@@ -276,14 +273,12 @@ def _full_for(targets: list[Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, 
         own = sharded.spread.own(tensor)
         return own if own.shape == target.shape != tensor.shape else tensor
 
-    return tree_map_only(AveragedGradient, full, (args, kwargs))  # type: ignore[no-any-return]
+    return map_only(AveragedGradient, full, (args, kwargs))  # type: ignore[no-any-return]
 
 
-def _with_operands(
-    given: Any, name: str, found: "_Found", like: AveragedGradient
-) -> tuple[Any, Any]:
+def _with_operands(given: Any, name: str, found: _Found, like: AveragedGradient) -> tuple[Any, Any]:
     """Replace the tensors among the arguments by operands that are the same on all ranks."""
-    known = {id(sharded): gradient for sharded, gradient in found.values()}
+    known = {id(sharded): gradient for gradient, sharded in found}
     lists = [arg for arg in given[0] if isinstance(arg, (list, tuple))]
     gradients: dict[int, AveragedGradient] = {}
     for row in zip(*lists, strict=False) if lists else ():  # of `_foreach_add_` and its like
@@ -296,13 +291,13 @@ def _with_operands(
             return tensor
         return source.operand(tensor, name)
 
-    args, kwargs = tree_map_only(Tensor, exchanged, given)
+    args, kwargs = map_only(Tensor, exchanged, given)
     return args, kwargs
 
 
 def _shown(result: ShardedTensor, found: _Found, like: AveragedGradient) -> Tensor:
     """Return the gradient that user code has changed in place, or a new one with the result."""
-    for sharded, gradient in found.values():
+    for gradient, sharded in found:
         if result is sharded:
             return gradient
         if result.spread is sharded.spread and result.shape == sharded.spread.shape:
@@ -328,9 +323,3 @@ def _zero(target: Tensor | Sequence[Tensor]) -> Tensor | None:
         else:
             tensor.note.zero()
     return target if isinstance(target, Tensor) else None
-
-
-def _flat(args: Sequence[Any]) -> list[Any]:
-    return [
-        item for arg in args for item in (_flat(arg) if isinstance(arg, (list, tuple)) else [arg])
-    ]

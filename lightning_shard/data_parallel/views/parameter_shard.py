@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_shard.core.tensor_calls import (
@@ -38,6 +37,8 @@ from lightning_shard.core.tensor_calls import (
     Kwargs,
     SeesCalls,
     SeesOperations,
+    found_in,
+    map_only,
     name_of,
     written_by,
 )
@@ -88,8 +89,7 @@ class ParameterShard(_ComputedInFull, ShardedTensor):  # type: ignore[misc]
         for base in _bases(written_by(func, args, kwargs)):
             base.spread.lent.changed()
         lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-        has_views = any(isinstance(one, ShardView) for one in tree_leaves(lists))
-        if not has_views and torch.Tag.nondeterministic_seeded not in func.tags:
+        if not found_in(ShardView, lists) and torch.Tag.nondeterministic_seeded not in func.tags:
             try:
                 return super().dispatched(func, args, kwargs)
             except NotShardedError:
@@ -184,10 +184,10 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if name in NEEDS_FULL:
         raise pickling_refused(_bases(args)[0].spread.name, name)
     if name in OF_MEMORY:
-        return func(*tree_map_only(Tensor, partial(_lent, name), args), **kwargs)
+        return func(*map_only(Tensor, partial(_lent, name), args), **kwargs)
     if name in MADE_OF_ALL or _is_in_graph(args, kwargs) or wraps_tensors():
         with outside_transforms():
-            args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
+            args, kwargs = map_only(Tensor, _full, (args, kwargs))
     return gradients.returned(func(*args, **kwargs))
 
 
@@ -221,7 +221,8 @@ def _base(value: Any) -> ShardedTensor | None:
 
 def _bases(given: Any) -> list[ShardedTensor]:
     """Return the sharded tensors that values are or show."""
-    return [base for base in map(_base, tree_leaves(given)) if base is not None]
+    found = found_in((ShardView, ShardedTensor), given)
+    return [one.base if isinstance(one, ShardView) else one for one in found]
 
 
 def _lent(function: str, tensor: Tensor) -> Tensor:
@@ -260,8 +261,7 @@ def _is_in_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether autograd would record the operation, for which shards are no use."""
     if not torch.is_grad_enabled():
         return False
-    leaves = tree_leaves((args, kwargs))
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    return any(one.requires_grad for one in found_in(Tensor, (args, kwargs)))
 
 
 def _views(

@@ -21,7 +21,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_shard.core.call_site import is_called_by_user, reading
 from lightning_shard.core.tensor_calls import (
@@ -38,7 +37,9 @@ from lightning_shard.core.tensor_calls import (
     Function,
     Kwargs,
     SeesOperations,
+    found_in,
     functions,
+    map_only,
     name_of,
     writes,
 )
@@ -171,7 +172,7 @@ class KeptParameter(nn.Parameter):
             if func not in OF_TRAINING and is_called_by_user(_COMPUTES):
                 given = _as_seen(given)
             first = next(iter(given[0]), None)  # mostly it is this one, and spares a walk
-            if type(first) is cls or any(type(one) is cls for one in tree_leaves(given)):
+            if type(first) is cls or found_in(cls, given):
                 if AveragedGradient not in types:
                     return func(*given[0], **given[1])
                 others = set(types) - {cls, nn.Parameter, AveragedGradient}
@@ -189,7 +190,7 @@ def _seen(param: nn.Parameter) -> Tensor:
 
 def _as_seen(given: Any) -> Any:
     # To see one may bring its unit: others are no longer of the class that was asked.
-    return tree_map_only((KeptParameter, ShardedParameter), _seen, given)
+    return map_only((KeptParameter, ShardedParameter), _seen, given)
 
 
 def show_kept(
@@ -289,7 +290,7 @@ class ShardedParameter(nn.Parameter):
             given = tuple(args), dict(kwargs or {})
             if is_traced():
                 return func(*given[0], **given[1])
-            params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
+            params = found_in(ShardedParameter, given)
             meets_shards = any(issubclass(one, _SHARDS) for one in types)
             home = _home_of(params[0])
             if not (meets_shards or home.user_code.runs):
@@ -300,7 +301,7 @@ class ShardedParameter(nn.Parameter):
             if not any(_KEPT in vars(param) for param in params):
                 return _of_user(func, params, *given)
             given = _as_seen(given)
-            params = [one for one in tree_flatten(given)[0] if type(one) is ShardedParameter]
+            params = found_in(ShardedParameter, given)
             if params:
                 return _of_user(func, params, *given)
         return func(*given[0], **given[1])
@@ -365,7 +366,7 @@ def _in_shards(
 
 def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `torch.autograd.grad`: what it computes again, as a checkpoint does, sees subclasses."""
-    sharded = [one for one in tree_flatten(inputs)[0] if type(one) is ShardedParameter]
+    sharded = found_in(ShardedParameter, inputs)
     if any(_KEPT in vars(param) for param in sharded) and is_called_by_user():
         with torch._C.DisableTorchFunctionSubclass():
             inputs = _as_seen(inputs)
@@ -380,9 +381,9 @@ def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
         if kwargs.get("materialize_grads") and left:
             return torch.autograd.grad(outputs, inputs, *args, **kwargs)
         edges = {param: gradient_edge(param) for param in left if param.requires_grad}
-    given = tree_map_only(ShardedParameter, lambda param: edges.get(param, param), inputs)
+    given = map_only(ShardedParameter, lambda param: edges.get(param, param), inputs)
     if len(edges) < len(left):  # torch says that these do not require a gradient
-        given = tree_map_only(ShardedParameter, GET_DATA, given)
+        given = map_only(ShardedParameter, GET_DATA, given)
     return torch.autograd.grad(outputs, given, *args, **kwargs)
 
 

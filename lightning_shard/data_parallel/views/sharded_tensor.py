@@ -9,18 +9,17 @@ call: each rank that has a part must make it, in the same order. Sums are in flo
 number of ranks and the places of the cuts do not show in the result.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import ReduceOpName
 from lightning_shard.core.call_site import reading
-from lightning_shard.core.tensor_calls import SeesOperations
+from lightning_shard.core.tensor_calls import SeesOperations, found_in, map_only
 from lightning_shard.errors import ConfigError
 
 
@@ -167,10 +166,8 @@ def _first(given: Any) -> ShardedTensor:
     return max(_sharded(given), key=lambda one: one.gathers)  # the first of those
 
 
-def _sharded(given: Any) -> Iterator[ShardedTensor]:
-    found: list[ShardedTensor] = []
-    tree_map_only(ShardedTensor, found.append, given)
-    yield from found
+def _sharded(given: Any) -> list[ShardedTensor]:
+    return found_in(ShardedTensor, given)
 
 
 def _viewed(func: Any, tensor: ShardedTensor, shape: Sequence[int], *_: Any) -> ShardedTensor:
@@ -191,7 +188,7 @@ def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def part(tensor: Tensor) -> Tensor:
         return part_of(func, tensor, like, is_written=tensor is target)
 
-    local_args, local_kwargs = tree_map_only(Tensor, part, (tuple(args), kwargs))
+    local_args, local_kwargs = map_only(Tensor, part, (tuple(args), kwargs))
     result = func(*local_args, **local_kwargs)
     if target is not None:
         if isinstance(target, ShardedTensor):
@@ -205,13 +202,13 @@ def _by_element(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     if func._schema.name in ("aten::detach", "aten::alias"):
         return _viewed(func, like, like.shape)
-    return tree_map_only(Tensor, wrapped, result)
+    return map_only(Tensor, wrapped, result)
 
 
 def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute on the elements of every tensor of a list, beside those of other lists."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and _has_tensors(arg)]
-    likes = [next(_sharded(row), None) for row in zip(*lists, strict=True)]
+    likes = [next(iter(_sharded(row)), None) for row in zip(*lists, strict=True)]
     first = _first(args)
 
     def parts(arg: Any) -> Any:

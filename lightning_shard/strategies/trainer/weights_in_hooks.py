@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from lightning_shard.core.call_site import reading
 from lightning_shard.core.tensor_calls import (
@@ -32,6 +32,8 @@ from lightning_shard.core.tensor_calls import (
     SET_GRAD,
     Exchanged,
     changed_by,
+    found_in,
+    map_only,
     name_of,
 )
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -137,8 +139,7 @@ class WeightsInHooks(ModeInHooks):
             args = (args[0], full_tensor(value))
         if func not in _OF_THE_OBJECT and func not in OF_SHAPE:
             args, kwargs = self._up_to_date(args, kwargs)
-        given = tree_leaves((args, kwargs))
-        params = [one for one in given if self._is_spread(one)]
+        params = [one for one in found_in(nn.Parameter, (args, kwargs)) if self._is_spread(one)]
         if not params:
             args, kwargs = _with_full_gradients(func, args, kwargs)
             return func(*args, **kwargs)
@@ -155,7 +156,7 @@ class WeightsInHooks(ModeInHooks):
         if func in OF_SHAPE:
             return func(_shaped(args[0], self._shape(args[0])), *args[1:], **kwargs)
         args, kwargs = _with_full_gradients(func, args, kwargs)
-        if any(isinstance(one, _SHARDED) for one in tree_leaves((args, kwargs))):
+        if found_in(_SHARDED, (args, kwargs)):
             self._settle_all()  # goes element by element, where the elements are
             return func(*args, **kwargs)
         return self._on_full(func, args, kwargs, params)
@@ -164,12 +165,12 @@ class WeightsInHooks(ModeInHooks):
         """Bring what other ranks' steps have changed, once for a hook, and what stands for it."""
         if self._behind is None:
             self._behind = self._follow()
-        tensors = tree_leaves((args, kwargs)) if self._behind else []
-        late = [one for one in tensors if isinstance(one, Tensor) and one in self._behind]
+        tensors = found_in(Tensor, (args, kwargs)) if self._behind else []
+        late = [one for one in tensors if one in self._behind]
         if not late or _own_code_runs():
             return args, kwargs
         instead = {one: self._behind.pop(one)() for one in dict.fromkeys(late)}
-        return tree_map_only(Tensor, lambda one: instead.get(one, one), (tuple(args), kwargs))  # type: ignore[no-any-return]
+        return map_only(Tensor, lambda one: instead.get(one, one), (tuple(args), kwargs))  # type: ignore[no-any-return]
 
     def _is_spread(self, value: Any) -> bool:
         """Whether a value is a parameter whose elements are on several ranks, or on another one."""
@@ -279,7 +280,7 @@ class WeightsInHooks(ModeInHooks):
                 yield param, param.data
 
     def _on_shards(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(nn.Parameter, self._shard, (tuple(args), kwargs))
+        args, kwargs = map_only(nn.Parameter, self._shard, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     @torch.no_grad()
@@ -358,7 +359,7 @@ def _with_full_gradients(
     targets = changed_by(func, args, kwargs)
     if len(targets) != 1 or isinstance(targets[0], _SHARDED):
         return args, kwargs
-    return tree_map_only(_SHARDED, lambda one: one.full_tensor(), (args, kwargs))  # type: ignore[no-any-return]
+    return map_only(_SHARDED, lambda one: one.full_tensor(), (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _shows(result: Any, tensor: Tensor) -> bool:
