@@ -80,13 +80,14 @@ class Backend(ABC):
         return
 
     def of_all_ranks(self, timeout: timedelta) -> Collectives:
-        """Wrap the default group, or where that has another backend one beside it; all must call.
+        """Wrap the default group, or one beside it that has this backend, checked or not; all call.
 
         A process keeps the default group that its first run, or its launcher, has made.
         """
         group, there = dist.group.WORLD, dist.get_backend()
         assert group is not None
-        if self.name not in there and there != dist.Backend.UNDEFINED:  # also "cpu:gloo,cuda:nccl"
+        own = {one.rpartition(":")[2] for one in there.split(",")}  # of "cpu:gloo,cuda:nccl"
+        if self.c10d_name not in own and there != dist.Backend.UNDEFINED:
             group = dist.new_group(backend=self.c10d_name, timeout=timeout)
             assert group is not None
         return self.collectives(group)

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from lightning_shard import ZeRO2Strategy
@@ -141,3 +142,21 @@ def gather_over(backends: list[str]) -> list[float]:
 def test_a_group_of_ones_own_may_have_another_backend(backends: list[str]) -> None:
     """`all_gather` over a Gloo group failed under shared memory, whose algorithms it was given."""
     assert run_processes(gather_over, 2, backends=backends) == [[0.0, 1.0]] * 2
+
+
+def check_in_turn() -> list[str]:
+    """Return which backend each of several runs talks over, of which some compare their calls."""
+    warnings.simplefilter("ignore")
+    found = []
+    for debug in (False, True, False):
+        strategy = ZeRO2Strategy(backend="gloo", debug=debug, announce=False)
+        options = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
+        trainer = pl.Trainer(strategy=strategy, devices=2, accelerator="cpu", **options)
+        trainer.validate(BoringModel(), verbose=False)
+        found.append(dist.get_backend(strategy.collectives.group))
+    return found
+
+
+def test_a_run_compares_its_calls_after_one_that_did_not() -> None:
+    """`debug=True` did nothing where an earlier run had made the default group without it."""
+    assert run_processes(check_in_turn, 2) == [["gloo", "checked_gloo", "gloo"]] * 2
