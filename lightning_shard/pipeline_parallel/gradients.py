@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from typing_extensions import override
 
 from lightning_shard.core.placeholders import is_placeholder
 from lightning_shard.data_parallel.differentiation import Gradients, Run
+from lightning_shard.data_parallel.gradients.tree_sum import TreeSum
 from lightning_shard.data_parallel.graph_borders import gradient_edge
 from lightning_shard.data_parallel.torch_private import gradient_hooks, is_wrapped
 from lightning_shard.errors import ConfigError
@@ -56,8 +58,10 @@ class GradientStash:
         self._own: set[nn.Parameter] = set()  # whose sums lie in memory of our own
 
     @torch.no_grad()
-    def add(self, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
-        """Add a microbatch's gradients."""
+    def add(
+        self, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None], number: int = 0
+    ) -> None:
+        """Add the gradients of a microbatch, `number` of them."""
         sums, added = [], []
         for param, grad in zip(params, grads, strict=True):
             if grad is None:
@@ -75,6 +79,9 @@ class GradientStash:
                 self._sums[param] = grad
         if sums:
             torch._foreach_add_(sums, added)
+
+    def close(self) -> None:
+        """Note that all microbatches have added theirs."""
 
     def own(self, param: nn.Parameter) -> Tensor:
         """Return a parameter's sum, which may be changed; zeros when there is none."""
@@ -123,6 +130,35 @@ class GradientStash:
         for param in [param for param in self.params if param in self._sums]:
             total = self._sums.pop(param)
             taker(param, total if is_one else total * factor)
+
+
+class StashInOrder(GradientStash):
+    """Sums in the order of the microbatches' numbers, whatever the schedule: see `TreeSum`."""
+
+    def __init__(self, params: Sequence[nn.Parameter], seed: Tensor | float) -> None:
+        super().__init__(params, seed)
+        self._trees: dict[nn.Parameter, TreeSum] = {}
+        self._missed: dict[nn.Parameter, list[int]] = {}  # the microbatches that do not use it
+
+    @override
+    @torch.no_grad()
+    def add(
+        self, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None], number: int = 0
+    ) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            if grad is None:
+                self._missed.setdefault(param, []).append(number)
+                continue
+            tree = self._trees.setdefault(param, TreeSum())
+            tree.put(number, grad.to_dense() if grad.is_sparse else grad, is_lent=True)
+
+    @override
+    @torch.no_grad()
+    def close(self) -> None:
+        for param, tree in self._trees.items():
+            for number in self._missed.get(param, ()):
+                tree.put(number, torch.zeros_like(tree.held[0]))
+            self._sums[param] = tree.take()
 
 
 class _HandOver(torch.autograd.Function):

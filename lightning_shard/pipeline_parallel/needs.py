@@ -171,7 +171,15 @@ class StageRandomness:
         """Seed the generators as every stage does for this microbatch."""
         self._seed(microbatch, 0)
 
-    def enter(self, microbatch: int, stage: int) -> None:
+    def left(self) -> list[Tensor]:
+        """Return what goes to the next stage beside the results of this one: nothing."""
+        return []
+
+    def taken_off(self, received: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what another stage has sent, without what has come of `left`, and that."""
+        return received, []
+
+    def enter(self, microbatch: int, stage: int, came: Sequence[Tensor] = ()) -> None:
         """Seed the generators as no other stage does for this microbatch."""
         if stage > 0:
             self._seed(microbatch, stage)

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import OtherStageError
 from lightning_shard.data_parallel.engine import DataParallelEngine
+from lightning_shard.data_parallel.torch_private import gradient_hooks
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.alike_steps import NotedCalls, check_alike
 from lightning_shard.pipeline_parallel.containers import map_tensors
 from lightning_shard.pipeline_parallel.gradients import (
     GradientStash,
+    StashInOrder,
     full_backward,
     hooks_set_aside,
     input_backward,
@@ -56,7 +58,12 @@ from lightning_shard.pipeline_parallel.schedules import (
 )
 from lightning_shard.pipeline_parallel.stage_run import StageRun
 from lightning_shard.pipeline_parallel.staged_model import StagedModel
-from lightning_shard.pipeline_parallel.step_edits import EditMarks, StepBuffers, StepEdits
+from lightning_shard.pipeline_parallel.step_edits import (
+    BuffersOfFirst,
+    EditMarks,
+    StepBuffers,
+    StepEdits,
+)
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 
@@ -77,6 +84,8 @@ class Pipeline:
         engine: Has this rank's parameters.
         marks: Tells whether training steps edit parameters; None where none is watched.
         early: Whether to post receives early: see `with_early_receives`.
+        randomness: Seeds each microbatch.
+        in_order: Whether sums and buffers are those of microbatches that come in their order.
 
     Attributes:
         observer: Makes the context around every action, to take its time; the wait for a
@@ -96,11 +105,14 @@ class Pipeline:
         marks: EditMarks | None,
         *,
         early: bool,
+        randomness: StageRandomness,
+        in_order: bool = False,
     ) -> None:
         self.observer: Observer | None = None
         self.peak_activations = 0
         self._model, self._group = model, group
         self._at_hand, self._reformats = engine.at_hand, engine.reformats
+        self._in_order = in_order
         self._stage_params = stage_params
         self._stage_ranks = tuple(stage_ranks)
         order = with_early_receives if early else (lambda schedule: schedule)
@@ -110,14 +122,15 @@ class Pipeline:
         )
         self._traffic = StageTraffic(group, engine.device, self._stage_ranks)
         last = len(stage_ranks) - 1
-        self._buffers = StepBuffers(model, group, last, has_last=last in stage_params)
+        buffers = BuffersOfFirst if self._in_order else StepBuffers
+        self._buffers = buffers(model, group, last, has_last=last in stage_params)
         self.edits = StepEdits(model, marks)
         at_hand = partial(engine.at_hand, unrounded=True)  # lent in formats that user code sees
         self._lending = Lending(model, group, self._stage_ranks, at_hand)
         self._rehearsed: dict[str, tuple[bool, ...]] = {}  # by kind, with what was trained then
         self._wanted: dict[int, frozenset[str]] | None = None  # in a rehearsal
         self._noted: NotedCalls | None = None  # in a rehearsal of a training step
-        self.randomness = StageRandomness(group, engine.device)
+        self.randomness = randomness
         self._needs = Needs(model, group, stage_params, self._stage_ranks, self.randomness)
         self._actions: dict[Kind, StageAction] = {
             "F": self._forward,
@@ -159,11 +172,26 @@ class Pipeline:
             the mean over the batch's samples.
         """
         params = {param: None for own in self._stage_params.values() for param in own}
-        stash = GradientStash([param for param in params if param.requires_grad], seed)
+        trained = [param for param in params if param.requires_grad]
+        stash = GradientStash(trained, seed)
+        if self._in_order:
+            stash = StashInOrder(trained, seed)
+            self._refuse_hooks()
         batch = RunningBatch(kind, microbatches, step, self._model.trainable, stash, loss_of)
         with hooks_set_aside(stash.params):
             self._run(batch, self._schedules(len(microbatches)))
+        stash.close()
         return batch.results, stash
+
+    def _refuse_hooks(self) -> None:
+        for name, param in self._model.params.items():
+            if gradient_hooks(param):
+                raise ConfigError(
+                    f"Rank {self._group.rank}: same_bits=True, but {name!r} has a hook on its "
+                    f"gradient, which a pipeline calls with the sum over the microbatches of a "
+                    f"batch, expected none. Change gradients in on_before_optimizer_step, or use "
+                    f"strategy='zero2'."
+                )
 
     def evaluate(
         self, kind: str, microbatches: Sequence[Microbatch], step: Step
@@ -220,6 +248,14 @@ class Pipeline:
 
     def _borrow(self, wanted: Sequence[Wanted]) -> None:
         """Let stages borrow parameters of others from now on."""
+        if self._in_order:
+            raise ConfigError(
+                f"Rank {self._group.rank}: same_bits=True, but a step uses {_named(wanted)} "
+                f"outside of their stage of the pipeline, whose gradients would have another order "
+                f"than on one rank, expected each parameter to be used by one stage. Let the "
+                f"optimizer's weight_decay do what concerns the weights alone, or use "
+                f"strategy='zero2'."
+            )
         self._model.hide()
         self._lending.add(wanted)
         self._lending.lend()
@@ -281,6 +317,9 @@ class Pipeline:
         bounds = self._model.partition.bounds
         microbatch = batch.microbatches[index]
         received, comes_of_skipped = self._traffic.inputs(batch, stage, index)
+        came: list[Tensor] = []
+        if received is not None:
+            received, came = self.randomness.taken_off(received)
         run = StageRun(
             stage,
             bounds[stage],
@@ -288,7 +327,7 @@ class Pipeline:
             self._model.block_names,
             needed=self._needs.of(batch.kind, stage + 1),
             received=received,
-            entering=partial(self.randomness.enter, index, stage),
+            entering=partial(self.randomness.enter, index, stage, came),
             leaving=partial(self._leaving, stage),
             noted=self._noted,
         )
@@ -296,6 +335,8 @@ class Pipeline:
         self.randomness.begin(index)
         with self._buffers.forward(stage):
             self._run_step(run, batch, microbatch)
+        if stage < self.num_stages - 1 and not run.is_skipped:
+            run.outputs += self.randomness.left()
         if stage == self.num_stages - 1:
             self._keep_loss(batch, run, microbatch)
             batch.results[index] = map_tensors(run.result, Tensor.detach)
@@ -327,7 +368,8 @@ class Pipeline:
             if microbatch.index == 0:
                 leaves = (node.variable for node in leaf_nodes([loss]))
                 self._model.refuse_others(leaves, run.stage)
-            batch.losses[microbatch.index] = loss * (microbatch.weight * batch.stash.seed)
+            weight = 1.0 if self._in_order else microbatch.weight
+            batch.losses[microbatch.index] = loss * (weight * batch.stash.seed)
 
     def _roots(
         self, batch: RunningBatch, stage: int, index: int
@@ -354,7 +396,7 @@ class Pipeline:
             input_grads, param_grads = full_backward(
                 roots, grads, followed(run.inputs), params, reformatted=self._reformats
             )
-        batch.sums.add(params, param_grads)
+        batch.sums.add(params, param_grads, index)
         batch.grads[stage, index] = input_grads
 
     def _backward_inputs(self, batch: RunningBatch, stage: int, index: int) -> None:
@@ -367,7 +409,7 @@ class Pipeline:
 
         def weights() -> None:
             with self._model.running(run, stage):
-                batch.sums.add(params, weight_backward(rest, params))
+                batch.sums.add(params, weight_backward(rest, params), index)
 
         batch.halves[stage, index] = weights
         batch.grads[stage, index] = input_grads

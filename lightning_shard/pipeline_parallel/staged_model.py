@@ -138,6 +138,11 @@ class StagedModel:
         """Put every parameter back in its place until the next run."""
         self._show(None)
 
+    def stand_in(self) -> None:
+        """Make the stand-ins of every stage of this rank."""
+        for stage in self._rank_stages:
+            self._stand_ins(stage)
+
     def held(self) -> Iterator[Tensor]:
         """Yield parameters and buffers as the running stage has them."""
         yield from self._model.parameters()

@@ -25,6 +25,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.placeholders import parameters_written
@@ -151,6 +152,44 @@ class StepBuffers:
             f"updated as often, each time with what one microbatch gives. Set num_microbatches=1 "
             f"for those of a single device."
         )
+
+
+class BuffersOfFirst(StepBuffers):
+    """Lets each microbatch begin with the buffers of the batch's beginning; the first one's stay.
+
+    What a microbatch has changed is left to its backward; a copy of what was there takes its place.
+    """
+
+    @override
+    @contextmanager
+    def batch(self, num_microbatches: int, *, training: bool) -> Iterator[None]:
+        self._model.stand_in()  # for the buffers that are there now
+        self._stages = {path: stage for path, (_, _, stage) in self._model.own_buffers().items()}
+        self._at_start: _Watched = self._watched() if training else {}
+        self._of_first: dict[str, Tensor | None] = {}
+        with super().batch(num_microbatches, training=training):
+            try:
+                yield
+            finally:
+                self._model.hide()
+                for path, buffer in self._of_first.items():
+                    module, name, _ = self._at_start[path]
+                    module._buffers[name] = buffer
+
+    @override
+    @contextmanager
+    def forward(self, stage: int) -> Iterator[None]:
+        with super().forward(stage):
+            yield
+        own = {path: one for path, one in self._at_start.items() if self._stages[path] == stage}
+        for path in self._changed(own):
+            module, name, before = self._at_start[path]
+            self._of_first.setdefault(path, module._buffers[name])
+            module._buffers[name] = _cloned(before)
+
+    @override
+    def _tell(self, own: Mapping[str, tuple[str, str, str]], num_microbatches: int) -> None:
+        pass
 
 
 def _cloned(buffer: Tensor | None) -> Tensor | None:

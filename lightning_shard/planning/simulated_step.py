@@ -44,6 +44,7 @@ from lightning_shard.pipeline_parallel.costs import SavedBytes
 from lightning_shard.pipeline_parallel.gradients import OfLastStage, sum_dtype
 from lightning_shard.pipeline_parallel.messages import RunningBatch
 from lightning_shard.pipeline_parallel.microbatches import BatchReader, Microbatch, split_batch
+from lightning_shard.pipeline_parallel.needs import StageRandomness
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.schedules import Action, Schedule, StageInput
 from lightning_shard.pipeline_parallel.simulation import replay
@@ -345,7 +346,8 @@ class SimulatedPipeline(Pipeline):
         merged = replace(table, num_ranks=1, stage_ranks=here, actions=(self._merged(),))
         params = {stage: rank.params(stage) for stage, rank in enumerate(self._owners)}
         engines: Any = self._engines
-        super().__init__(staged, group, params, lambda _: merged, here, engines, None, early=False)
+        args = staged, group, params, lambda _: merged, here, engines, None
+        super().__init__(*args, early=False, randomness=StageRandomness(group, engines.device))
         self._buffers = StepBuffers(staged, group, 0, has_last=False)  # without values to compare
 
     def _merged(self) -> tuple[Action, ...]:

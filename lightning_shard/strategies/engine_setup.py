@@ -240,6 +240,7 @@ class EngineSetup(RunPart):
             completed=self.completed,
             forget_activations=self._forget_activations,
             start=self._start,
+            in_order=run.same_bits if run.same_bits.is_on else None,
         )
         if not strategy.dimensions:
             return found

@@ -13,7 +13,8 @@ begins with those of the step's beginning; means of what is logged are exact.
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from threading import Lock
 from typing import Any
 
@@ -23,9 +24,11 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler
+from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core import settings
+from lightning_shard.core.states import setting
 from lightning_shard.elastic.data_loaders import replace_samplers
 from lightning_shard.errors import ConfigError
 from lightning_shard.strategies.dimensions.dimension import RunView
@@ -33,20 +36,47 @@ from lightning_shard.strategies.parts import RunPart
 from lightning_shard.strategies.trainer.exact_means import ExactMeans, Logged
 
 _TRAINING, _EVALUATION = range(2)
-_ADDING = {"pp": "add up gradients of a pipeline's microbatches as the schedule brings them"}
+
+
+class NumberedSamples(list[Any]):
+    """The indices of a batch's samples, of which each micro-batch begins random numbers anew.
+
+    It does so when they are read one by one, in the process that does, which may be a worker.
+    """
+
+    def __init__(self, indices: Sequence[Any], seeds: Sequence[int]) -> None:
+        super().__init__(indices)
+        self._seeds = seeds
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        size = -(-len(self) // len(self._seeds))
+        for place in range(len(self)):
+            if place % size == 0:
+                _begin_from(self._seeds[place // size])
+            yield self[place]
+
+    @override
+    def __reduce__(self) -> Any:  # pickle would iterate, amid a step of this process
+        return NumberedSamples, (self[:], self._seeds)
 
 
 class DealtBatches:
     """This rank's batches of an epoch, by their numbers among those of one device.
 
-    Before each it begins random numbers anew, for data sets that draw in this process.
+    Each has the samples of `in_each` micro-batches.
     """
 
     def __init__(
-        self, sampler: "DistributedSampler[Any]", size: int, numbers: Sequence[int], kind: int
+        self,
+        sampler: "DistributedSampler[Any]",
+        size: int,
+        numbers: Sequence[int],
+        kind: int,
+        in_each: int = 1,
     ) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, size, False
-        self._numbers, self._kind = numbers, kind
+        self._numbers, self._kind, self._in_each = numbers, kind, in_each
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -59,14 +89,22 @@ class DealtBatches:
         whole.set_epoch(given.epoch)
         order, size = list(whole), self.batch_size
         for number in self._numbers:
-            begin_random_numbers(self._kind, given.epoch, number)
-            yield order[number * size : (number + 1) * size]
+            parts = range(number * self._in_each, (number + 1) * self._in_each)
+            seeds = [_seed_of(self._kind, given.epoch, part) for part in parts]
+            _begin_from(seeds[0])  # for what is read all at once
+            yield NumberedSamples(order[number * size : (number + 1) * size], seeds)
 
 
 def begin_random_numbers(*of: int, device: torch.device | None = None) -> None:
     """Let torch's, numpy's and Python's random numbers follow from the job's seed and these."""
-    word = np.random.SeedSequence((settings.global_seed(), *of)).generate_state(1)
-    seed = int(word[0])
+    _begin_from(_seed_of(*of), device)
+
+
+def _seed_of(*of: int) -> int:
+    return int(np.random.SeedSequence((settings.global_seed(), *of)).generate_state(1)[0])
+
+
+def _begin_from(seed: int, device: torch.device | None = None) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed notes a stack for each device
@@ -114,6 +152,7 @@ class SameBits(RunPart):
     def __init__(self, run: Any) -> None:
         super().__init__(run)
         self._means = ExactMeans()
+        self._present: tuple[int, ...] = ()  # what the random numbers of the present batch follow
 
     @contextmanager
     def in_run(self, trainer: "pl.Trainer") -> Iterator[None]:
@@ -190,12 +229,18 @@ class SameBits(RunPart):
                 "GradientAccumulationScheduler changes the number of micro-batches in the fit, "
                 "expected one number. Pass Trainer(accumulate_grad_batches=...)."
             )
-        for one in self.strategy.dimensions if self.run.groups.splits_model else ():
-            how = _ADDING.get(one.axis, "add up parts of sums that one device adds in one go")
-            yield (
-                f"the ranks of the axis {one.axis!r} {how}, expected ranks that have whole samples "
-                f"and the whole model. Use data parallel or ZeRO."
-            )
+        for one in self.strategy.dimensions:
+            if one.axis != "pp" and self.strategy.mesh.size(one.axis) > 1:
+                yield (
+                    f"the ranks of the axis {one.axis!r} add up parts of sums that one device adds "
+                    f"in one go, expected ranks that have whole samples and whole layers. Use data "
+                    f"parallel, ZeRO or pipeline_parallel."
+                )
+            elif one.axis == "pp" and precision == "bf16-true":
+                yield (
+                    "precision='bf16-true' rounds what a pipeline's microbatches add up to before "
+                    "it is divided, expected fp32 or 'bf16-mixed'. Use data parallel or ZeRO."
+                )
         own, in_copy = self._num_own(), self.strategy.shard_size
         if in_copy not in (1, num_ranks) and in_copy & (in_copy - 1):
             yield (
@@ -238,8 +283,9 @@ class SameBits(RunPart):
         is_even = batches.drop_last or len(of_one) % batches.batch_size == 0
         numbers = self._numbers(num_batches, is_even, batches.drop_last, is_training=is_training)
         kind = _TRAINING if is_training else _EVALUATION
-        loader = copy.copy(loader)
-        replace_samplers(loader, sampler, DealtBatches(sampler, batches.batch_size, numbers, kind))
+        loader, in_each = copy.copy(loader), self._num_in_batch
+        dealt = DealtBatches(sampler, batches.batch_size, numbers, kind, in_each)
+        replace_samplers(loader, sampler, dealt)
         return loader
 
     def _numbers(
@@ -272,14 +318,31 @@ class SameBits(RunPart):
         own, index = self._num_own(), self._index
         stage = self.run.options.stage
         place = number_in_step(ranks.rank, ranks.size, index, num_own=own, stage=stage)
-        device = self.strategy.root_device
-        begin_random_numbers(_TRAINING, trainer.global_step, place, device=device)
+        self._begin_batch(_TRAINING, trainer.global_step, place)
         number = self.run.hooks.num_micro_batches()
-        if number is not None:
-            self.run.engine.count_micro_batches(number)
-            self._means.counts = place < number
+        self.run.engine.count_micro_batches(number, self._num_in_batch)
+        self._means.counts = number is None or place < number
         if own > 1:
             self.run.engine.buffers.begin_micro_batch(is_first=index == 0)
+
+    def _begin_batch(self, *of: int) -> None:
+        self._present = of
+        self.begin_microbatch(0)
+
+    def begin_microbatch(self, index: int) -> None:
+        """Begin random numbers anew with one of the microbatches into which a pipeline cuts."""
+        *of, number = self._present
+        number = number * self._num_in_batch + index
+        begin_random_numbers(*of, number, device=self.strategy.root_device)
+
+    @property
+    def _num_in_batch(self) -> int:
+        """Microbatches of a batch: those of a pipeline, which count as micro-batches do."""
+        return prod(one.num_parts for one in self.strategy.dimensions)
+
+    def logging(self, values: Sequence[Logged]) -> AbstractContextManager[None]:
+        """Inside, a value is logged that is the mean of these."""
+        return setting(self._means, parts=values)
 
     def end_update(self) -> None:
         """Where ranks may be lost, let each have the buffers that all go on from; collective."""
@@ -296,7 +359,7 @@ class SameBits(RunPart):
         """Begin a batch of an evaluation with its own random numbers."""
         ranks = self.strategy.data_collectives
         number = batch_idx * ranks.size + ranks.rank
-        begin_random_numbers(_EVALUATION, number, device=self.strategy.root_device)
+        self._begin_batch(_EVALUATION, number)
 
 
 def _has(objects: Any, kind: type | Callable[..., Any]) -> bool:

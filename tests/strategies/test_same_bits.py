@@ -1,6 +1,7 @@
 """Trainings with `same_bits=True` have the same bits on one rank, two, four and eight."""
 
 import hashlib
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
@@ -22,7 +24,6 @@ from lightning_shard import (
     ElasticStrategy,
     HybridParallelStrategy,
     LocalSGDStrategy,
-    PipelineParallelStrategy,
     TensorParallelStrategy,
     ZeRO2Strategy,
     ZeRO3Strategy,
@@ -81,7 +82,28 @@ class Images(L.LightningModule):
         return TensorDataset(images, torch.arange(num_samples) % 5)
 
 
-KINDS: dict[str, Callable[[], Any]] = {"images": Images, **MODELS}
+class DrawingData(Dataset[Any]):
+    """Images that are drawn, and turned, each time that one is read."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.randn(3, 4, 4) + index + float(np.random.rand())
+        return (image.flip(-1) if random.random() < 0.5 else image), index % 5
+
+
+class Drawn(Images):
+    """Trains on images that are drawn when they are read."""
+
+    def data(self, num_samples: int) -> Dataset[Any]:
+        return DrawingData(num_samples)
+
+
+KINDS: dict[str, Callable[[], Any]] = {"images": Images, "drawn": Drawn, **MODELS}
 
 
 def checksum(*of: Any) -> str:
@@ -113,6 +135,7 @@ def fit(
     num_steps: int = NUM_STEPS,
     resumed: Any = None,
     shuffle: bool = True,
+    num_workers: int = 0,
     **options: Any,
 ) -> tuple[str, str, Path]:
     """Train, and return the digest of what is saved, what is logged, and the last file."""
@@ -147,13 +170,14 @@ def fit(
         callbacks=[checkpoints],
     )
     dataset = module.data(MICRO_BATCHES * BATCH * 3)
-    loaders = [DataLoader(dataset, batch_size=BATCH, shuffle=mixes) for mixes in (shuffle, False)]
-    validated = loaders[1] if model == "images" else None
+    given = {"batch_size": BATCH, "num_workers": num_workers}
+    loaders = [DataLoader(dataset, shuffle=mixes, **given) for mixes in (shuffle, False)]
+    validated = loaders[1] if isinstance(module, Images) else None
     trainer.fit(module, loaders[0], validated, ckpt_path=resumed)
     last = folder / "saved" / f"step={num_steps}.ckpt"
     saved = torch.load(last, weights_only=False)
     logged = folder / "logs" / f"version_{num_ranks}" / "metrics.csv"
-    text = logged.read_text() if model == "images" else ""
+    text = logged.read_text() if isinstance(module, Images) else ""
     return checksum(saved["state_dict"], saved["optimizer_states"]), text, last
 
 
@@ -187,6 +211,17 @@ def test_processes_have_the_bits_of_one_rank(strategy: str, backend: str, tmp_pa
 def test_a_loader_that_does_not_shuffle_keeps_its_order_on_any_ranks(tmp_path: Path) -> None:
     """Lightning shuffled for several ranks, so that one rank had other micro-batches."""
     assert len(digests(tmp_path, [("zero2", 1), ("zero2", 2)], shuffle=False)) == 1
+
+
+@pytest.mark.slow
+def test_samples_that_workers_draw_follow_the_micro_batch(tmp_path: Path) -> None:
+    """Each worker drew by its own number, so that ranks with other workers had other samples."""
+    cases: list[Any] = [("zero1", 1, 0), ("zero1", 1, 2), ("zero2", 2, 1), ("zero3", 4, 0)]
+    found = {
+        fit(tmp_path / f"{place}", model="drawn", strategy=one, num_ranks=ranks, num_workers=many)
+        for place, (one, ranks, many) in enumerate(cases)
+    }
+    assert len({(saved, logged) for saved, logged, _ in found}) == 1
 
 
 @pytest.mark.slow
@@ -278,7 +313,6 @@ def test_what_cannot_have_the_same_bits_is_refused_before_training() -> None:
     refused("a loss of the samples of all ranks", OfAllRanks())
     refused("returned no loss", NoLoss())
     refused("the axis 'tp' add up parts of sums", kind=TensorParallelStrategy)
-    refused("the axis 'pp' add up gradients", kind=PipelineParallelStrategy)
 
 
 def test_samples_that_cannot_be_dealt_by_their_numbers_are_refused() -> None:

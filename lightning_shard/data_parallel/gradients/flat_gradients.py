@@ -679,7 +679,7 @@ def build_gradients(
     split: ModelSplit,
 ) -> list[FlatGradients]:
     """Make the gradients' buffers of all parameters that can have gradients."""
-    return [
+    made = [
         FlatGradients(
             flat,
             reducing_of(flat, reducing, split),
@@ -689,6 +689,9 @@ def build_gradients(
         for number, flat in enumerate(flats)
         if flat.full.is_floating_point() or flat.full.is_complex()
     ]
+    for one in made:
+        one.buffer.takes_sums = options.same_bits and bool(split.groups_of_layers)
+    return made
 
 
 def reducing_of(flat: FlatParameters, reducing: DataGroups, split: ModelSplit) -> DataGroups:

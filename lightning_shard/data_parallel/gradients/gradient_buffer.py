@@ -279,6 +279,7 @@ class GradientBuffer:
         local: This rank's shard of the averages.
         host: The averages in host memory; None without offload.
         accumulates: Whether gradients stay in `full` until a backward that synchronises.
+        takes_sums: Whether what comes was added up in the format of a master copy.
         is_plain: Whether `.grad` stays a full gradient once it is an average.
         shows_sums: Whether `.grad` is a view of `full` while this rank adds up.
         sets_aside: Whether the averages lie in a part of `full`, which takes new gradients.
@@ -294,7 +295,7 @@ class GradientBuffer:
         self.host: HostGradients | None = None
         if flat.host is not None:
             self.host = HostGradients(flat.host.copier, flat.shard_views)
-        self.accumulates = flat.stage < 2
+        self.accumulates, self.takes_sums = flat.stage < 2, False
         self.is_plain = not flat.has_local_form
         self.shows_sums = self.is_plain
         self.sets_aside = self.accumulates and not self.is_plain
@@ -311,7 +312,8 @@ class GradientBuffer:
         """Return `full`, which has memory from now on."""
         if self.full is not None:
             return self.full
-        kind = self.flat.master_dtype if self.accumulates else self.flat.full.dtype
+        is_wide = self.accumulates or self.takes_sums
+        kind = self.flat.master_dtype if is_wide else self.flat.full.dtype
         kept = self._spare.take()
         if kept is not None and kept[0].dtype == kind:
             self.full, self.views = kept

@@ -10,8 +10,11 @@
                   rank that keeps the shard, which adds them up; under hybrid sharding those of
                   each copy's 2^k neighbours first
 
-Micro-batches come in the order of their numbers, so that a stack of partial sums, one for each
-level of the tree, is all that is held: log2 of their number.
+    pipelines    each rank adds up the microbatches of a batch as their backwards end, whichever
+                 is the first; batches then count as micro-batches do
+
+Neighbours are added as soon as both are there. Micro-batches come in the order of their numbers, or
+from the last to the first, so that one partial sum for each level is held: log2 of their number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,33 +33,38 @@ _ALIGN = 64  # elements, so that a rank's part of a full buffer begins where vec
 
 
 class TreeSum:
-    """Adds tensors that come in the order of their numbers, in fp32 where they are narrower."""
+    """Adds numbered tensors in one order, in fp32 where they are narrower."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int, Tensor]] = []  # what was added up, and how many they are
+        self._parts: dict[tuple[int, int], Tensor] = {}  # sums of so many; which of these it is
         self.count = 0
 
     def push(self, part: Tensor, count: int = 1, *, is_lent: bool = False) -> None:
         """Take the next one, or the sum of so many; one that `is_lent` is not kept, nor written."""
+        self.put(self.count // count, part, count, is_lent=is_lent)
+
+    def put(self, number: int, part: Tensor, count: int = 1, *, is_lent: bool = False) -> None:
+        """Take that of a number, or of so many as all others are of; see `push`."""
         self.count += count
         if is_narrow(part.dtype):
             part, is_lent = part.float(), False
-        while self._parts and self._parts[-1][0] == count:
-            part, is_lent, count = self._parts.pop()[1].add_(part), False, 2 * count
-        self._parts.append((count, part.clone() if is_lent else part))
+        while (neighbour := self._parts.pop((count, number ^ 1), None)) is not None:
+            part, is_lent = neighbour.add_(part), False
+            number, count = number // 2, 2 * count
+        self._parts[count, number] = part.clone() if is_lent else part
 
     def take(self) -> Tensor:
         """Return the sum of all, and begin anew."""
-        _, total = self._parts.pop()
-        while self._parts:
-            total = self._parts.pop()[1].add_(total)
-        self.count = 0
+        total, *before = (self._parts[one] for one in sorted(self._parts))  # the last is the least
+        self._parts, self.count = {}, 0
+        for part in before:
+            total = part.add_(total)
         return total
 
     @property
     def held(self) -> list[Tensor]:
         """The partial sums that are held now."""
-        return [part for _, part in self._parts]
+        return [*self._parts.values()]
 
 
 class TreeExchange(Exchange):
@@ -65,10 +73,12 @@ class TreeExchange(Exchange):
     Attributes:
         ends_step: Whether what begins to travel is the last of a step on this rank.
         num_micro_batches: How many a step has on all ranks; those beyond them count for nothing.
+        num_in_each: Number of microbatches that each of them is the sum of.
     """
 
     ends_step = True
     num_micro_batches: int | None = None
+    num_in_each = 1
 
     def __init__(self, buffer: FlatBuffer, groups: DataGroups) -> None:
         super().__init__(buffer)
@@ -157,7 +167,7 @@ class TreeExchange(Exchange):
             self._finish()
 
     def _finish(self) -> None:
-        num_micro_batches = self._all.count * self._num_own
+        num_micro_batches = self._all.count * self._num_own * self.num_in_each
         own = self._out[self._own_part] if self.buffer.keeps_all else self._out
         own.copy_(self._all.take().div_(num_micro_batches))
         if self.buffer.keeps_all and self._ranks.size > 1:

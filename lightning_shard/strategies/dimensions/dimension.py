@@ -34,6 +34,7 @@ from lightning_shard.data_parallel.deferred_init.start import MetaStart
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.model_split import ModelSplit
 from lightning_shard.planning.description import Description, Measure, Simulated
+from lightning_shard.strategies.trainer.exact_means import Logged
 from lightning_shard.strategies.trainer.same_on_ranks import SameResults
 
 
@@ -58,6 +59,7 @@ class RunView:
         completed: Makes what a step has returned what any code can take: that of all dimensions.
         forget_activations: Lets go of activations that the layers of any dimension keep.
         start: Knows the values of parameters on meta; None where there are none.
+        in_order: Follows the microbatches of batches, where bits do not depend on ranks.
     """
 
     module: "pl.LightningModule"
@@ -78,6 +80,17 @@ class RunView:
     completed: Callable[[Any], Any]
     forget_activations: Callable[[], None]
     start: MetaStart | None = None
+    in_order: "MicrobatchesInOrder | None" = None
+
+
+class MicrobatchesInOrder(Protocol):
+    """Follows the microbatches of a batch, so that bits do not depend on which ranks have them."""
+
+    def begin_microbatch(self, index: int) -> None:
+        """Begin random numbers anew with a microbatch of the present batch."""
+
+    def logging(self, values: Sequence[Logged]) -> AbstractContextManager[None]:
+        """Inside, a value is logged that is the mean of these, each with its number of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)

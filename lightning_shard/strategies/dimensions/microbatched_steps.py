@@ -6,6 +6,7 @@ batch ──> microbatches ──> forwards and backwards ──> one result, on
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isclose
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,6 +78,7 @@ class MicrobatchedSteps(StepRunner):
         self._split, self._logs = split, logs
         self._calls = LoggerCalls(run.module, split, run.in_hook, logs)
         self._num_parts, self._lists, self._on_training = num_parts, lists, on_training
+        self._in_order = run.in_order is not None
         self._readers: dict[str, BatchReader] = {}
         self._ragged = False  # whether a batch has been left whole for that
         self._num_in_step = 1  # microbatches of the training step that runs
@@ -137,7 +139,10 @@ class MicrobatchedSteps(StepRunner):
         trainer: Any = self._run.module.trainer
         if may_edit_before_backward(self._run.module, trainer.callbacks):
             stash.on_give = self._pipeline.edits.watched_until_backward()
-        stash.seed = stash.seed * weight  # the mean is over the samples that have a loss
+        if not self._in_order:  # else the engine divides by all micro-batches of the step
+            stash.seed = stash.seed * weight  # the mean is over the samples that have a loss
+        elif not isclose(weight, 1):
+            raise self._error("a microbatch has no loss, expected one of each. Return a loss of 0.")
         return self._with_gradients(outputs, stash)
 
     def _evaluate(
@@ -171,7 +176,21 @@ class MicrobatchedSteps(StepRunner):
             if not self._ragged:
                 rank_zero_warn(_RAGGED)
             self._ragged = True
+        if self._in_order:
+            self._refuse_uneven(kind, size, num_parts)
         return split_batch(batch, self._agreed(num_parts), reader)
+
+    def _refuse_uneven(self, kind: StepKind, size: int, num_parts: int) -> None:
+        """Refuse a batch of other microbatches than all others have."""
+        if kind != "predict" and (num_parts != self._num_parts or size % num_parts):
+            raise self._error(
+                f"a batch has {size} samples in {num_parts} microbatches, expected "
+                f"{self._num_parts} of one size. Pass DataLoader(..., drop_last=True) with a "
+                f"batch_size that is a multiple of num_microbatches."
+            )
+
+    def _error(self, why: str) -> ConfigError:
+        return ConfigError(f"Rank {self._run.rank}: same_bits=True, but {why}")
 
     def _agreed(self, num_parts: int) -> int:
         """Return the fewest parts of the ranks that meet in each forward, of other samples."""

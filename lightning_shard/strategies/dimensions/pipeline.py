@@ -1,6 +1,7 @@
 """Pipeline parallel as a dimension: consecutive layers on each rank, microbatches in flight."""
 
 import inspect
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -9,10 +10,13 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_shard.backends.collectives import Collectives
+from lightning_shard.checkpoint.random_state import load_random_state, random_state
 from lightning_shard.core.modules import refuse_scripted_parts
 from lightning_shard.core.options import AtLeastOne, AxisSize
 from lightning_shard.data_parallel.agreement import check_same_model, refuse_embeddings_of_batches
@@ -24,6 +28,7 @@ from lightning_shard.data_parallel.options import UnitOptions
 from lightning_shard.errors import ConfigError, ShardError
 from lightning_shard.pipeline_parallel.blocks import check_calls, find_blocks
 from lightning_shard.pipeline_parallel.gradients import AfterSchedule
+from lightning_shard.pipeline_parallel.needs import StageRandomness
 from lightning_shard.pipeline_parallel.partition import BlockCosts, Partition
 from lightning_shard.pipeline_parallel.pipeline import Pipeline
 from lightning_shard.pipeline_parallel.split import PipelineSplit
@@ -42,6 +47,8 @@ from lightning_shard.strategies.dimensions.stage_options import ScheduleOptions,
 from lightning_shard.strategies.trainer.layer_sync import batch_norms
 from lightning_shard.strategies.trainer.logs.step_logs import StepLogs
 from lightning_shard.strategies.trainer.measured_stages import measured_costs
+
+_STATE_BYTES = 1 << 14  # of all generators, pickled
 
 
 class PipelineDimension(ParallelDimension):
@@ -70,10 +77,12 @@ class PipelineDimension(ParallelDimension):
     @override
     def check(self, run: RunView) -> None:
         num_ranks = run.mesh.size(self.axis)
-        if num_ranks > 1:
+        if self._is_cut(run):
             _check_steps(run.module)
             refuse_scripted_parts(run.model, "a pipeline")
             check_calls(run.model, find_blocks(run.model, self.options.blocks))
+            if run.in_order is not None:
+                self._check_order(run)
         num_parts = self.options.num_parts(num_ranks)
         is_in_parts = run.is_fitting and num_ranks > 1 and num_parts > 1
         if is_in_parts:
@@ -86,15 +95,37 @@ class PipelineDimension(ParallelDimension):
                 f"then has its own statistics), or use strategy='zero3'."
             )
 
+    def _check_order(self, run: RunView) -> None:
+        """Refuse microbatches whose number, or whose sums, would depend on the ranks."""
+        number, num_others = self.options.num_microbatches, run.mesh.size("dp")
+        num_others *= run.module.trainer.accumulate_grad_batches
+        if number is None:
+            raise ConfigError(
+                f"Rank {run.rank}: same_bits=True, but the microbatches of a batch would be twice "
+                f"the ranks of the pipeline, expected one number on any ranks. Set "
+                f"num_microbatches."
+            )
+        if num_others > 1 and number & (number - 1):
+            raise ConfigError(
+                f"Rank {run.rank}: same_bits=True, but a step adds up {num_others} batches of "
+                f"{number} microbatches, whose sums are no parts of the sum in order, expected "
+                f"num_microbatches of 1, 2, 4, 8 ..., or one batch."
+            )
+
     @override
     def brings_model(self, run: RunView) -> bool:
-        return run.mesh.size(self.axis) > 1  # so that no device holds other stages' layers
+        return self._is_cut(run)  # so that no device holds other stages' layers
+
+    def _is_cut(self, run: RunView) -> bool:
+        """Whether batches run in microbatches; one rank alone has one stage, for the same bits."""
+        asks = run.in_order is not None and self.options.num_microbatches is not None
+        return asks or run.mesh.size(self.axis) > 1
 
     @override
     def split(self, run: RunView) -> ModelSplit | None:
-        num_ranks = run.mesh.size(self.axis)
-        if num_ranks == 1:
+        if not self._is_cut(run):
             return None
+        num_ranks = run.mesh.size(self.axis)
         model, group = run.model, run.groups[self.axis]
         refuse_leftover_shards(model)
         check_same_model(model, group)
@@ -106,7 +137,10 @@ class PipelineDimension(ParallelDimension):
         split = self._split = PipelineSplit(model, partition, ranks, group, run.device)
         known = split.param_stages, split.shapes, [*split.stage_params]
         self._staged = StagedModel(model, partition, *known, forget=run.forget_activations)
-        self._logs = StepLogs(run.module, group, ranks[-1])
+        logging = None if run.in_order is None else run.in_order.logging
+        self._logs = StepLogs(run.module, group, ranks[-1], logging)
+        if run.in_order is not None:
+            _refuse_ties(run, split)
         return split
 
     def _stages(self, run: RunView, num_ranks: int) -> Partition:
@@ -144,7 +178,11 @@ class PipelineDimension(ParallelDimension):
         ranks = self.options.stage_ranks(num_ranks)
         args = staged, split.group, split.stage_params, schedules, ranks, engine, marks
         with run.drawn_for_own_data():
-            return Pipeline(*args, early=run.matches_tags)
+            randomness = StageRandomness(split.group, engine.device)
+        if run.in_order is not None:
+            randomness = OneStream(split.group, engine.device, run.in_order.begin_microbatch)
+        in_order = run.in_order is not None
+        return Pipeline(*args, early=run.matches_tags, randomness=randomness, in_order=in_order)
 
     @override
     def backward_context(self) -> Callable[[], AbstractContextManager[None]] | None:
@@ -269,6 +307,44 @@ class PipelineAxis(PipelineOptions):
     """
 
     pipeline_parallel_size: AxisSize = 1
+
+
+class OneStream(StageRandomness):
+    """The random numbers of a microbatch as one rank draws them, going on from stage to stage."""
+
+    def __init__(
+        self, group: Collectives, device: torch.device, begins: Callable[[int], None]
+    ) -> None:
+        super().__init__(group, device)
+        self._begins = begins
+
+    @override
+    def begin(self, microbatch: int) -> None:
+        self._begins(microbatch)
+
+    @override
+    def left(self) -> list[Tensor]:
+        state = pickle.dumps(random_state(self._device)).ljust(_STATE_BYTES)
+        return [torch.frombuffer(bytearray(state), dtype=torch.uint8).to(self._device)]
+
+    @override
+    def taken_off(self, received: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return received[:-1], received[-1:]
+
+    @override
+    def enter(self, microbatch: int, stage: int, came: Sequence[Tensor] = ()) -> None:
+        for state in came:
+            load_random_state(pickle.loads(state.cpu().numpy().tobytes()), self._device)
+
+
+def _refuse_ties(run: RunView, split: PipelineSplit) -> None:
+    for name, param in run.model.named_parameters():
+        if len(split.param_stages[param]) > 1:
+            raise ConfigError(
+                f"Rank {run.rank}: same_bits=True, but several stages of the pipeline have "
+                f"{name!r}, whose gradients each would add up first, expected each parameter on "
+                f"one stage. Untie the weights, or use strategy='zero2'."
+            )
 
 
 def _check_steps(module: "pl.LightningModule") -> None:

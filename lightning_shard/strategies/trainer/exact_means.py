@@ -26,12 +26,14 @@ class ExactMeans:
 
     Attributes:
         counts: Whether the present micro-batch counts.
+        parts: Those of which what is being logged is the mean; empty where it is one value.
     """
 
     counts = True
+    parts: Sequence[Logged] = ()
 
     def __init__(self) -> None:
-        self._values: dict[str, list[tuple[Tensor, int]]] = {}
+        self._values: dict[str, list[Sequence[tuple[Tensor | float, float]]]] = {}
 
     @contextmanager
     def inside(
@@ -58,11 +60,13 @@ class ExactMeans:
             self._values[key] = []
         size = batch_size if self.counts else 0
         if isinstance(value, Tensor):
-            self._values.setdefault(key, []).append((value.detach().clone(), size))
+            one = [(value.detach().clone(), size)]
+            self._values.setdefault(key, []).append(self.parts or one)
 
     def of(self, key: str, *, last: int = 0) -> list[Logged]:
         """Return what was logged under a key, or the last of it, with the numbers of samples."""
-        return [(float(one), float(size)) for one, size in self._values.get(key, [])[-last:]]
+        steps = self._values.get(key, [])[-last:]
+        return [(float(one), float(size)) for parts in steps for one, size in parts]
 
 
 def mean_of(values: Sequence[Logged]) -> float:

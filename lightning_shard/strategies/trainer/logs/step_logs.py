@@ -13,7 +13,8 @@ each rank takes over the last stage's state, and then gathers over its data-para
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from math import nan
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from lightning_shard.core.placeholders import OtherStageError, Placeholder, is_p
 from lightning_shard.errors import ConfigError
 from lightning_shard.pipeline_parallel.stage_run import running_stage
 from lightning_shard.strategies.trainer import _lightning
+from lightning_shard.strategies.trainer.exact_means import Logged
 from lightning_shard.strategies.trainer.shared_values import SharedValues
 from lightning_shard.strategies.trainer.step_attributes import StepAttributes, StepNote
 
@@ -50,13 +52,27 @@ class LoggedCall(NamedTuple):
     value: Tensor | _LoggedMetric
     batch_size: float
     options: dict[str, Any]
+    parts: Sequence[Logged] = ()  # of which it is the mean, where that is to be exact
+
+
+Logging = Callable[[Sequence[Logged]], AbstractContextManager[None]]
 
 
 class StepLogs:
-    """Records the `log` calls of a module's steps and replays them merged."""
+    """Records the `log` calls of a module's steps and replays them merged.
 
-    def __init__(self, module: pl.LightningModule, pipeline: Collectives, source: int) -> None:
-        self._module = module
+    `logging` makes the context in which a value is logged, from those that it is the mean of; None
+    where nobody asks for these.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Collectives,
+        source: int,
+        logging: Logging | None = None,
+    ) -> None:
+        self._module, self._logging = module, logging
         self._shared = SharedValues(pipeline, source)
         self._metrics = MetricSources(module, pipeline, source)
         self._attributes = StepAttributes(module)
@@ -117,7 +133,7 @@ class StepLogs:
             outputs: On the source, a further value to send to the other ranks, like the merged
                 outputs of the step, which are returned on every rank.
         """
-        merged = _merged(self._microbatches)
+        merged = self._merged(self._microbatches)
         self._microbatches = []
         self._is_between_batches = True
         own = (outputs, merged, self._attributes.merged())
@@ -129,8 +145,16 @@ class StepLogs:
 
     def log_of_blocks(self, microbatches: Sequence[Sequence[LoggedCall]]) -> None:
         """Log what one stage's blocks have logged in each microbatch; each rank must call."""
-        for record in _merged(microbatches):
+        for record in self._merged(microbatches):
             self._log(record)
+
+    def _merged(self, microbatches: Sequence[Sequence[LoggedCall]]) -> list[LoggedCall]:
+        groups = _belonging_together(microbatches)
+        merged = [*map(_merged_record, groups)]
+        if self._logging is None:
+            return merged
+        pairs = zip(merged, groups, strict=True)
+        return [one._replace(parts=[*map(_part, group)]) for one, group in pairs]
 
     def share_persistent_metrics(self) -> None:
         """Give every rank's metrics the states that a checkpoint saves; each rank must call."""
@@ -203,7 +227,8 @@ class StepLogs:
             _lightning.set_step_value(metric, value.step_value)
             value = metric
         batch_size = int(record.batch_size)
-        self._module.log(record.name, value, batch_size=batch_size, **record.options)
+        with nullcontext() if self._logging is None else self._logging(record.parts):
+            self._module.log(record.name, value, batch_size=batch_size, **record.options)
 
 
 def _scalar(value: Any, device: torch.device) -> Tensor:
@@ -213,9 +238,10 @@ def _scalar(value: Any, device: torch.device) -> Tensor:
     return scalar.to(device, dtype, copy=True)
 
 
-def _merged(microbatches: Sequence[Sequence[LoggedCall]]) -> list[LoggedCall]:
-    """Merge the records that belong together into one, as of one step."""
-    # Such records are the n-th calls of each microbatch with one name and the same options.
+def _belonging_together(
+    microbatches: Sequence[Sequence[LoggedCall]],
+) -> list[list[LoggedCall]]:
+    """Return the n-th calls of each microbatch with one name and the same options, as one."""
     groups: defaultdict[Any, list[LoggedCall]] = defaultdict(list)
     for records in microbatches:
         calls: defaultdict[Any, int] = defaultdict(int)
@@ -224,7 +250,12 @@ def _merged(microbatches: Sequence[Sequence[LoggedCall]]) -> list[LoggedCall]:
             key = (record.name, kind, repr(record.options))
             groups[key, calls[key]].append(record)
             calls[key] += 1
-    return [_merged_record(group) for group in groups.values()]
+    return [*groups.values()]
+
+
+def _part(record: LoggedCall) -> Logged:
+    value = record.value if isinstance(record.value, Tensor) else nan
+    return float(value), record.batch_size
 
 
 def _merged_record(records: Sequence[LoggedCall]) -> LoggedCall:
