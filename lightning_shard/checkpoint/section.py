@@ -12,6 +12,7 @@ Frozen parameters may be left out, such as the base of an adapter; their names s
 """
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -50,10 +51,13 @@ def section_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def leave_out_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
-    """Take the frozen parameters out of a checkpoint that is about to be saved; buffers stay."""
+    """Take the frozen parameters out of a checkpoint that is about to be saved; buffers stay.
+
+    What stands under a parameter's name (`weight.absmax` of bitsandbytes) goes with it.
+    """
     frozen = _frozen_names(module)
     state = checkpoint["state_dict"]
-    left_out = [name for name in state if name in frozen]
+    left_out = [name for name in state if not frozen.isdisjoint(_path(name))]
     for name in left_out:  # in place: torch's own mapping knows module versions
         del state[name]
     if left_out:
@@ -70,6 +74,11 @@ def frozen_entries(module: nn.Module, state: Mapping[str, Any]) -> set[nn.Parame
 def _frozen_names(module: nn.Module) -> set[str]:
     named = module.named_parameters(remove_duplicate=False)
     return {name for name, param in named if not param.requires_grad} | {*composed_names(module)}
+
+
+def _path(name: str) -> list[str]:
+    """Return a dotted name, and those of what it is in."""
+    return list(accumulate(name.split("."), "{}.{}".format))
 
 
 def left_out_of(checkpoint: Mapping[str, Any]) -> frozenset[str]:

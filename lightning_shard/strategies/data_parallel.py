@@ -586,7 +586,8 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
     @property
     def held_besides(self) -> list[str]:
         """Names of what each rank of a fit holds besides the bytes that can be known before it."""
-        compressed = self.run.options.compression is not None
+        compressor = self.run.options.compression
+        compressed = compressor is not None and compressor.keeps
         found = [name for one in self.dimensions for name in one.held_besides]
         return [*["what compression keeps"] * compressed, *found]
 
@@ -605,7 +606,10 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
             measure: Measures the blocks of the module.
         """
         options, dtypes = self.run.options, self.run.setup.dtypes(precision)
-        engine = replace(options, dtypes=dtypes, compression=None, offload=None)
+        compressor = options.compression
+        if compressor is not None and compressor.keeps:  # which asks what values are
+            compressor = None
+        engine = replace(options, dtypes=dtypes, compression=compressor, offload=None)
         found = Description(
             mesh=self.mesh,
             engine=engine,

@@ -71,10 +71,12 @@ class Texts(L.LightningModule):
         return DataLoader(data, batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
 
 
-def train(make: Any, strategy: Any, lr: float = 0.5) -> Texts:
+def train(make: Any, strategy: Any, lr: float = 0.5, path: Path | None = None) -> Texts:
+    """Train for an epoch, or after a checkpoint at `path` for a second one."""
     torch.manual_seed(11)
     module = Texts(make(), lr)
-    quiet_trainer(strategy, max_steps=NUM_STEPS).fit(module)
+    trainer = quiet_trainer(strategy, max_epochs=1 if path is None else 2, max_steps=-1)
+    trainer.fit(module, ckpt_path=path, weights_only=False)
     assert len(module.losses) == NUM_STEPS
     return module
 
@@ -119,6 +121,36 @@ def test_weights_of_float8_layers_travel_as_the_layers_round_them(recipe: str, s
     if recipe == "tensorwise":
         assert torch.equal(losses, expected)
         torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+class Saves(L.Callback):
+    """Saves when an epoch is over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("name", ["four bits", "eight bits", "inner tensors", "documented"])
+def test_adapters_go_on_on_another_number_of_ranks(
+    name: str, before: int, after: int, tmp_path: Path
+) -> None:
+    """Scales of a frozen base stood in a file of what is trained, which nobody could load."""
+    options = {"save_trainable_only": True, **RANKS}
+    strategies = [ls.ZeRO3Strategy(num_ranks=one, **options) for one in (before, after)]
+    alone = ls.DDPStrategy(num_ranks=1, **options)
+    path = tmp_path / "alone.ckpt"
+    for strategy, where in ((alone, path), (strategies[0], tmp_path / "a.ckpt")):
+        torch.manual_seed(11)
+        saves = [Saves(where)]
+        trainer = quiet_trainer(strategy, max_epochs=1, max_steps=-1, callbacks=saves)
+        trainer.fit(Texts(MODELS[name](), 0.5))
+    expected = train(MODELS[name], ls.DDPStrategy(num_ranks=1, **options), path=path)
+    got = train(MODELS[name], strategies[1], path=tmp_path / "a.ckpt")
+    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -217,15 +217,19 @@ def test_gloo_processes_train_as_ranks_of_one_process() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"compression": "int4"}, {"compression": "bf16"}])
 @pytest.mark.parametrize("name", STAGES)
-def test_a_dry_run_counts_what_travels_and_is_held(name: str) -> None:
+def test_a_dry_run_counts_what_travels_and_is_held(name: str, options: dict[str, Any]) -> None:
+    """Gradients were counted as if they were not compressed."""
     model = build("gpt")
-    made, batch = strategy(name), next(iter(DataLoader(model.data(4), batch_size=2)))
+    made = strategy(name, **options)
+    batch = next(iter(DataLoader(model.data(4), batch_size=2)))
     dense = strategy(name, quantized_gathers=None)
     found, before = (one.dry_run(model, batch, world_size=2).ranks[0] for one in (made, dense))
     counted = Bytes()
-    options = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 3}
-    trainer = quiet_trainer(strategy=strategy(name), devices=2, callbacks=[counted], **options)
+    steps = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 3}
+    again = strategy(name, **options)
+    trainer = quiet_trainer(strategy=again, devices=2, callbacks=[counted], **steps)
     trainer.fit(model, DataLoader(model.data(16), batch_size=2))
     assert found.sent["dp"] < before.sent["dp"]
     assert counted.sent[-1] == pytest.approx(found.sent["dp"], rel=1e-3)
