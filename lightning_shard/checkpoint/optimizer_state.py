@@ -51,6 +51,8 @@ def shard_state(optimizer: Optimizer, engine: DataParallelEngine) -> None:
 
 def own_state(key: str, value: Any, param: nn.Parameter, engine: DataParallelEngine) -> Any:
     """Return what this rank keeps of an entry of a parameter's full state."""
+    if not engine.knows(param):  # what the model has lost
+        return value
     blocks = engine.options.blocks.get(param)
     if blocks is not None:
         flat, index = engine.owner(param)
@@ -319,6 +321,8 @@ def _agree_on_keys(
 
 def _told(key: str, value: Any, param: nn.Parameter, engine: DataParallelEngine) -> tuple[str, Any]:
     """Return what other ranks have to know of a state entry of this rank, and its kind."""
+    if not engine.knows(param):
+        return "common", host_copy(value)
     flat, _ = engine.owner(param)
     is_gathered = engine.owners.gathers(param)
     elements = 0 if is_gathered else elements_of(key, value, param, engine)
@@ -350,6 +354,8 @@ def is_kept(param: nn.Parameter, engine: DataParallelEngine) -> bool:
     """Whether this rank keeps state of a parameter, and not its owner alone."""
     if not engine.split.is_here(param) or engine.owners.gathered_elsewhere(param):
         return False
+    if not engine.knows(param):
+        return True
     flat, index = engine.owner(param)
     return not (flat.is_owned and is_on_other_ranks(flat, index))
 
@@ -358,7 +364,7 @@ def is_stepped(param: nn.Parameter, engine: DataParallelEngine) -> bool:
     """Whether an optimizer updates elements of a parameter on this rank."""
     if not engine.split.is_here(param) or engine.owners.gathered_elsewhere(param):
         return False
-    return not is_on_other_ranks(*engine.owner(param))
+    return not (engine.knows(param) and is_on_other_ranks(*engine.owner(param)))
 
 
 def is_on_other_ranks(flat: FlatParameters, index: int) -> bool:

@@ -12,7 +12,7 @@ The module keeps its own parameters, the optimizer keeps its own object; the eng
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -198,7 +198,9 @@ class DataParallelEngine:
     def _made_adoption(self) -> Adoption:
         weights, rank, phases = self._weights, self.collectives.rank, self.phases
         args = self.model, self.flats, self._homes, self.split, weights, rank, phases
-        return Adoption(*args, may_reformat=self.options.may_reformat)
+        options = self.options
+        takes = options.takes_newcomers and isinstance(self.split, Unsplit)
+        return Adoption(*args, may_reformat=options.may_reformat, takes_newcomers=takes)
 
     def _made_view(self) -> OptimizerView:
         users = self.absent, self.edits, self._weights
@@ -321,6 +323,13 @@ class DataParallelEngine:
             self.adoption.adopt()
         if self._unsharder is not None:
             self._unsharder.copies.take_set()
+
+    def has_other_parameters(self) -> bool:
+        """Whether the model has parameters that are to be laid out anew; each rank must call."""
+        places = self.adoption.places
+        if places.takes_newcomers and not places.are_as_known:
+            self.adopt_assigned()
+        return places.are_others
 
     def in_other_formats(self) -> dict[nn.Parameter, Tensor]:
         """Return by parameter what user code has given it in another format; each rank must call.
@@ -533,6 +542,12 @@ class DataParallelEngine:
             flat.send_up()
         bring_together(flat for unit in self.units if unit.state in HERE for flat in unit.flats)
 
+    def knows(self, param: nn.Parameter) -> bool:
+        """Whether `param` lies in a buffer of this rank's, or on other stages."""
+        with suppress(KeyError):  # a stage's split knows no stranger
+            return param in self._homes or not self.split.is_here(param)
+        return False
+
     def owner(self, param: nn.Parameter) -> tuple[FlatParameters, int]:
         """Return the buffer that holds `param`, and its index there."""
         return self._homes[param]
@@ -580,7 +595,7 @@ class DataParallelEngine:
             give_back(flat, keep=keep)
         for unit in self.units if not restore else ():
             unit.leave_as_is()
-        for param in self.model.parameters():
+        for param in {*self._homes, *self.model.parameters()}:  # the model may have lost some
             param.grad = None
             if not restore and param in self.split.full_shapes:
                 mark_leftover(param)

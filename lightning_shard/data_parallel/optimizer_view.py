@@ -159,6 +159,10 @@ class OptimizerView:
     def _end_lending(self) -> None:
         if not self.is_lent:  # what began it has failed
             return
+        if self._unsharder is not None:  # a hook may have called a part of a block
+            self._unsharder.begin_update()
+            for gradients in self._gradients:
+                gradients.flat.present_master()
         self._take_back_stand_ins()
         for flat, mark in zip(self._offloaded, self._marks, strict=True):
             if flat.mark() != mark:

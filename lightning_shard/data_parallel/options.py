@@ -141,6 +141,8 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
         expects_edits: Whether user code may edit gradients, so that ranks compare at every update.
         may_reformat: Whether parameters may be laid out anew in other formats before the first
             step.
+        takes_newcomers: Whether who has made the engine makes another one where user code gives the
+            model other parameters in the middle of a run.
     """
 
     stage: ZeroStage
@@ -155,6 +157,7 @@ class EngineOptions(SumOptions, ShardOptions, UnitOptions):
     waits_in_backward: bool = False
     expects_edits: bool = False
     may_reformat: bool = False
+    takes_newcomers: bool = False
 
     def full_dtype(self, param: torch.Tensor, *, in_block: bool) -> torch.dtype:
         """Return the format of a full parameter: of blocks, stage 3 gathers what is rounded."""

@@ -36,7 +36,7 @@ from lightning_shard.data_parallel.torch_private import Untraced, untraced_alone
 from lightning_shard.errors import ConfigError
 from lightning_shard.optim.host_step import refuse_offload
 from lightning_shard.optim.owned_parameters import parameters_to_own
-from lightning_shard.optim.sharded_optimizer import ShardedOptimizer
+from lightning_shard.optim.sharded_optimizer import LaidOutAnew, ShardedOptimizer
 
 EngineMaker = Callable[[nn.Module, Collection[nn.Parameter]], DataParallelEngine]
 _HELD = "_lightning_shard_held"  # set on parameters that an engine has under Fabric
@@ -63,6 +63,8 @@ class FullModuleState:
         def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             if not keep_vars and id(module) in self._parts and not (self._asked and prefix):
                 self._asked.append(module)
+                if self.engine is not None:
+                    self.engine.adoption.part_from_shards()
 
         def after(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             if self._asked and self._asked[-1] is module:
@@ -218,11 +220,12 @@ class HeldModule:
     ) -> None:
         self.module = module
         self.wrapper: Callable[[], ShardedModule | None] = lambda: None
-        self._names = {param: name for name, param in module.named_parameters()}
-        _hold(module, rank)  # before ranks meet: another thread may be given the same module
+        self._known = set[nn.Parameter]()  # also what the module has lost since
+        self._rank, self._options = rank, options
+        self._hold()  # before ranks meet: another thread may be given the same module
         self.sharded: list[ShardedOptimizer] = []
         self.loads_plainly = loads_plainly(module)
-        self._make_engine, self._offload = make_engine, options.offload
+        self._make_engine = make_engine
         self.activations = KeptActivations()
         self.activations.begin(module, options)
         self._engine: DataParallelEngine | None = None
@@ -253,16 +256,40 @@ class HeldModule:
         engine.user_code.runs = engine.user_code.is_a_loop = True
         self._owned = frozenset(owned)
 
+    def _hold(self) -> None:
+        _hold(self.module, self._rank)
+        self._names = {param: name for name, param in self.module.named_parameters()}
+        self._known.update(self._names)
+
+    def follow_model(self) -> None:
+        """Lay the module out anew where it has other parameters; each rank must call."""
+        engine = self._engine
+        if engine is None or not engine.has_other_parameters():
+            return
+        laid_out = LaidOutAnew(engine, self.sharded)
+        for states in self._states:
+            states.remove()
+        self._give_back(engine, restore=True)
+        laid_out.detach_optimizers()
+        self._let_go()
+        self._hold()
+        self.activations.begin(self.module, self._options)
+        optimizers = [one.optimizer for one in self.sharded]
+        self._start(self._to_own(optimizers))
+        engine = self.present_engine
+        self.sharded = laid_out.attach_optimizers(engine)
+        self._states = [FullOptimizerStates(one, engine, self._names) for one in optimizers]
+
     def _to_own(self, optimizers: Sequence[Optimizer]) -> frozenset[nn.Parameter]:
         """Return the parameters that optimizers of full matrices need on one rank each."""
         owned = parameters_to_own(optimizers, self.module)
-        if owned and self._offload is not None:
-            raise refuse_offload(self._offload, optimizers)
+        if owned and self._options.offload is not None:
+            raise refuse_offload(self._options.offload, optimizers)
         return owned
 
     def holds(self, param: nn.Parameter) -> bool:
         """Whether the engine has this parameter."""
-        return self._engine is not None and param in self._names
+        return self._engine is not None and param in self._known
 
     def attach(self, optimizer: Optimizer) -> None:
         """Let an optimizer update shards; each rank must call."""
@@ -286,6 +313,8 @@ class HeldModule:
 
     def _give_back(self, engine: DataParallelEngine, *, restore: bool) -> None:
         self._state.remove()
+        if restore:
+            engine.adoption.part_from_shards()
         engine.user_code.runs = engine.user_code.is_a_loop = False
         engine.detach(restore=restore)
 
@@ -308,7 +337,7 @@ class HeldModule:
         self.sharded, self._states = [], []
 
     def _let_go(self) -> None:
-        for param in self._names:
+        for param in self._known:
             vars(param).pop(_HELD, None)
         self.activations.end()
 
@@ -326,9 +355,10 @@ class ShardedModule(nn.Module):
     @untraced_alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, which may be compiled; a call inside another one is part of it."""
-        engine = self.held.engine
-        if engine is None or self._is_inside:
+        if self.held.engine is None or self._is_inside:
             return self.module(*args, **kwargs)
+        self.held.follow_model()
+        engine = self.held.present_engine
         self._is_inside = True
         try:
             with Untraced(engine.step()), Untraced(self.held.activations.forward(args, kwargs)):

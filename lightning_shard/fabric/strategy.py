@@ -324,7 +324,12 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         groups = DataGroups.of(self.collectives)
         loss_scale = partial(device_scale, self.precision)
         options = replace(
-            self._options, dtypes=dtypes, owned=owned, expects_edits=True, loss_scale=loss_scale
+            self._options,
+            dtypes=dtypes,
+            owned=owned,
+            expects_edits=True,
+            loss_scale=loss_scale,
+            takes_newcomers=self._options.compression is None,
         )
         if options.bucket_mb == "auto":
             options = self._with_buckets(options, module, groups)
@@ -391,6 +396,8 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Save a file, or a folder of shards; each rank must call."""
+        for one in self.held:
+            one.follow_model()
         Saving(self, state).save(path, storage_options, filter or {})
 
     @override

@@ -28,7 +28,7 @@ would move it all the same is refused.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from itertools import chain
@@ -42,8 +42,9 @@ from torch.optim import Optimizer
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.checkpoint.optimizer_state import (
+    full_state_dict,
     is_kept,
-    is_on_other_ranks,
+    is_stepped,
     own_state,
     params_of,
     shard_state,
@@ -117,7 +118,9 @@ class EditedState:
         groups = self._optimizer.param_groups
         if self._num_params != (number := sum(len(group["params"]) for group in groups)):
             self._num_params = number
-            self._waiting = [*filter(self._is_elsewhere, params_of(self._optimizer))]
+            self._waiting = [
+                param for param in params_of(self._optimizer) if not is_stepped(param, self._engine)
+            ]
         ready = [param for param in self._waiting if param.grad is not None]
         if ready:
             known = set(ready)
@@ -135,19 +138,13 @@ class EditedState:
         nothing = torch.empty(0, dtype=dtype, device=device)
         self._optimizer.state[param] = _ElsewhereState(nothing, self._optimizer.state)
 
-    def _is_elsewhere(self, param: nn.Parameter) -> bool:
-        engine = self._engine
-        if not engine.split.is_here(param) or engine.owners.gathered_elsewhere(param):
-            return True
-        return is_on_other_ranks(*engine.owner(param))
-
     @as_they_are
     @torch.no_grad()
     def take_in(self) -> None:
         """Cut what user code has put in since the last step; each rank must call."""
         if not self._is_cut or self._entries() == self._seen:
             return
-        for param in params_of(self._optimizer):
+        for param in filter(self._engine.knows, params_of(self._optimizer)):
             entries = self._optimizer.state.get(param)
             if isinstance(entries, dict):
                 for key, value in entries.items():
@@ -223,14 +220,24 @@ class _ElsewhereState(dict[str, Any]):
 
 
 class ReplacedParameters:
-    """Follows for one optimizer which parameters of the model are replaced."""
+    """Follows for one optimizer which parameters of the model are replaced.
 
-    def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
+    `before` is that of the engine before, where the model has been laid out anew.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: DataParallelEngine,
+        before: "ReplacedParameters | None" = None,
+    ) -> None:
         self._optimizer, self._engine = optimizer, engine
-        self._lost: dict[nn.Parameter, str] = {}
-        self._frozen: dict[nn.Parameter, str] = {}
-        self._has_told = False
+        self._lost: dict[nn.Parameter, str] = {} if before is None else before._lost
+        self._frozen: dict[nn.Parameter, str] = {} if before is None else before._frozen
+        self._has_told: bool = before is not None and before._has_told
         self._checked: list[int] = []
+        self._has_strangers = False
+        self._left_out: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         self.attach()
         engine.adopt_assigned()  # this optimizer may be given what was replaced just now
 
@@ -270,6 +277,8 @@ class ReplacedParameters:
         if len(self._engine.adoption.on_replaced) > 1:  # another optimizer may have been given it
             return
         one.param.requires_grad = False
+        if self._engine.adoption.places.takes_newcomers:
+            one.param.grad = None  # the newcomer's, which has none
         self._frozen[one.param] = one.name
 
     def _tell(self) -> None:
@@ -282,31 +291,51 @@ class ReplacedParameters:
             )
         self._has_told = bool(self._frozen)
 
-    def check(self) -> None:
-        """Check the param groups before a step."""
+    def check(self, *, of_update: bool = True) -> None:
+        """Check the param groups before a step, and strangers' gradients before its update."""
         listed = params_of(self._optimizer)
         if [*map(id, listed)] != self._checked:
             self._engine.adopt_assigned()  # what was replaced is in its place again
             listed = params_of(self._optimizer)
-            for param in listed:
-                self._refuse_unknown(param)
+            self._has_strangers = not all(map(self._engine.knows, listed))
             self._checked = [*map(id, listed)]
+        if self._has_strangers:
+            self._refuse_strangers(listed, of_update=of_update)
         if self._lost:
             self._refuse_lost(set(listed))
             self._tell()
 
-    def _refuse_unknown(self, param: nn.Parameter) -> None:
-        try:
-            known = not self._engine.split.is_here(param) or bool(self._engine.owner(param))
-        except KeyError:
-            known = False
-        if not known:
+    def leave_out(self) -> None:
+        """Take out of the groups, for an update, what the model has lost or has just been given.
+
+        Neither has a gradient, so that one device leaves it as it is.
+        """
+        for group in self._optimizer.param_groups if self._has_strangers else ():
+            self._left_out.append((group, group["params"]))
+            group["params"] = [one for one in group["params"] if self._engine.knows(one)]
+
+    def put_back(self) -> None:
+        """End `leave_out`."""
+        while self._left_out:
+            group, params = self._left_out.pop()
+            group["params"] = params
+
+    def _refuse_strangers(self, listed: Collection[nn.Parameter], *, of_update: bool) -> None:
+        engine = self._engine
+        for param in listed:
+            waits = engine.adoption.places.takes_newcomers and not (
+                of_update and param.grad is not None
+            )
+            if engine.knows(param) or waits:
+                continue
             raise ConfigError(
-                f"Rank {self._engine.collectives.rank}: {type(self._optimizer).__name__} was given "
-                f"a parameter of shape {tuple(param.shape)} in the middle of the fit that the "
-                f"ranks do not share, expected one that the model has had from the beginning. "
-                f"Register it in __init__ or configure_model, and freeze it there until it is to "
-                f"be trained."
+                f"Rank {engine.collectives.rank}: {type(self._optimizer).__name__} was given a "
+                f"parameter of shape {tuple(param.shape)} in the middle of the fit that the "
+                f"ranks do not share, expected one that the model has had from the beginning, or, "
+                f"under shard_ddp, zero1, zero2 and zero3 without compression, one without a "
+                f"gradient before the next batch. Register it in __init__ or configure_model, and "
+                f"freeze it there until it is to be trained; exchange parameters between an update "
+                f"and the next batch."
             )
 
     def _refuse_lost(self, listed: Collection[nn.Parameter]) -> None:
@@ -332,8 +361,17 @@ class ShardedOptimizer:
             parameters that are not the model's.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: DataParallelEngine) -> None:
-        self._replaced = ReplacedParameters(optimizer, engine)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: DataParallelEngine,
+        before: "ShardedOptimizer | None" = None,
+    ) -> None:
+        replaced = None if before is None else before._replaced
+        self._replaced: ReplacedParameters = ReplacedParameters(optimizer, engine, replaced)
+        if before is not None:
+            self._replaced.check(of_update=False)
+        self._replaced.leave_out()
         check_optimizer(optimizer, engine)
         self._later = LaterSteps(optimizer, engine)
         self.optimizer = optimizer
@@ -349,6 +387,7 @@ class ShardedOptimizer:
         shard_state(optimizer, engine)
         self._edited_state = EditedState(optimizer, engine)
         self._flat = FlatStep(optimizer, engine)
+        self._replaced.put_back()
         self._own_methods = OwnMethods(optimizer, self._in_view_of_state)
         self._failing = FailingSteps(optimizer, self._end_failed, self._end_later)
         self._handles = [
@@ -396,10 +435,10 @@ class ShardedOptimizer:
     def _before_step(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._replaced.check()
-        self.engine.view.end_interrupted()
         # torch hands over the optimizer itself as args[0]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._replaced.check(of_update=closure is None)
+        self.engine.view.end_interrupted()
         if not self._num_steps:
             self._later.try_next(with_closure=closure is not None)
         self._num_steps += 1
@@ -480,6 +519,7 @@ class ShardedOptimizer:
         if self._in_view:
             return
         self._replaced.check()  # what a closure's hooks have done
+        self._replaced.leave_out()
         self._edited_state.take_in()
         self._is_flat = False
         self.engine.view.enter(self._shows_shards)
@@ -510,6 +550,48 @@ class ShardedOptimizer:
         self.engine.view.leave()
         self._edited_state.look()
         self.engine.publish(params_of(self.optimizer))
+        self._replaced.put_back()
+
+
+_IN_SHARDS = (AveragedGradient, ShardedTensor)
+
+
+class LaidOutAnew:
+    """Optimizers of a fit, and gradients, from one engine to another of the same model.
+
+    Each rank must make one, while the first engine is on the model, and attach the optimizers.
+    """
+
+    def __init__(self, engine: DataParallelEngine, sharded: Sequence[ShardedOptimizer]) -> None:
+        self._sharded, ranks = sharded, engine.collectives
+        self._states: list[Any] = [
+            ranks.broadcast_object(full_state_dict(one.optimizer, engine), src=0)
+            for one in (sharded if engine.options.stage else ())
+        ]
+        with engine.user_code.running():
+            held = [param for flat in engine.flats for param in flat.params]
+            grads = {param: param.grad for param in held if param.grad is not None}
+            self._grads = {
+                param: grad.full_tensor() if isinstance(grad, _IN_SHARDS) else grad.clone()
+                for param, grad in grads.items()
+            }
+            if engine.adoption.places.are_others:
+                engine.adoption.part_from_shards()
+
+    def detach_optimizers(self) -> None:
+        """Let optimizers update full parameters, once the engine is off the model."""
+        for one in self._sharded:
+            one.detach()
+        for one, state in zip(self._sharded, self._states, strict=False):
+            one.optimizer.load_state_dict(state)
+
+    def attach_optimizers(self, engine: DataParallelEngine) -> list[ShardedOptimizer]:
+        """Let optimizers update the shards of another engine; gradients are what they were."""
+        renewed = [ShardedOptimizer(one.optimizer, engine, one) for one in self._sharded]
+        with engine.user_code.running():
+            for param, grad in self._grads.items():
+                param.grad = grad
+        return renewed
 
 
 def check_optimizer(optimizer: Optimizer, engine: Any) -> None:

@@ -495,7 +495,7 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         with self.run.setup.hidden():
             if self.run.engine is not None:
-                self.run.setup.follow_formats()  # those of on_fit_start
+                self.run.setup.follow_model()  # those of on_fit_start
             if not self.run.checkpoints.load_optimizers(checkpoint):
                 super().load_optimizer_state_dict(checkpoint)
 

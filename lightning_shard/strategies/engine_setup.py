@@ -45,7 +45,11 @@ from lightning_shard.errors import ConfigError
 from lightning_shard.optim.blockwise import states_in_blocks
 from lightning_shard.optim.host_step import refuse_offload, warn_of_cpu_ranks
 from lightning_shard.optim.owned_parameters import parameters_to_own
-from lightning_shard.optim.sharded_optimizer import ShardedOptimizer, check_optimizer
+from lightning_shard.optim.sharded_optimizer import (
+    LaidOutAnew,
+    ShardedOptimizer,
+    check_optimizer,
+)
 from lightning_shard.planning.dry_run import SimulatedEnvironment
 from lightning_shard.planning.simulated_model import SimulatedCollectives
 from lightning_shard.precision.plugins import ShardedPrecision
@@ -377,6 +381,7 @@ class EngineSetup(RunPart):
             waits_in_backward=any(one.waits_in_backward for one in dimensions),
             expects_edits=view.is_fitting and may_edit_gradients(view.module, trainer.callbacks),
             may_reformat=strategy.lays_out_anew,
+            takes_newcomers=strategy.lays_out_anew and run.options.compression is None,
         )
         return self._sized(options, split, is_fitting=view.is_fitting)
 
@@ -448,7 +453,7 @@ class EngineSetup(RunPart):
 
     # --- what works on the engine -----------------------------------------------------------------
 
-    def _work_on_engine(self, trainer: "pl.Trainer") -> None:
+    def _work_on_engine(self, trainer: "pl.Trainer", before: LaidOutAnew | None = None) -> None:
         """Let averages, optimizers and hooks of a run work on the engine; each rank must call."""
         run, strategy = self.run, self.strategy
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
@@ -459,7 +464,7 @@ class EngineSetup(RunPart):
             run.end.check()
             besides = schedules(trainer)
             check_same_optimizers(strategy.optimizers, run.model, strategy.collectives, besides)
-            self.renew_optimizers()
+            self.renew_optimizers(before)
         self._explain_shards(callbacks)
         self.in_hooks.enter_context(shared_loggers())
         self._show_weights(callbacks)
@@ -529,37 +534,48 @@ class EngineSetup(RunPart):
             return nullcontext()
         return default_group_is(self.strategy.data_collectives.group)
 
-    def follow_formats(self) -> None:
-        """Lay out anew layers that user code has given another format; each rank must call."""
+    def follow_model(self) -> None:
+        """Lay the model out anew where user code has given it other formats or parameters.
+
+        Each rank must call.
+        """
         strategy, engine = self.strategy, self.strategy.engine
-        if not engine.adoption.may_reformat or any(one.is_stepping for one in self.sharded):
+        if any(one.is_stepping for one in self.sharded):
             return
-        asked = engine.in_other_formats()
-        if not asked:
+        asked = engine.in_other_formats() if engine.adoption.may_reformat else {}
+        if not asked and not engine.has_other_parameters():
             return
-        if strategy.reduce_boolean_decision(
+        if asked and strategy.reduce_boolean_decision(
             any(one.state for one in strategy.optimizers), all=False
         ):
             engine.adoption.refuse_formats(asked)
+        laid_out = LaidOutAnew(engine, [*self.sharded, *self._replaced])
         for average in self.averages:
             average.restore(full=True)
         self.run.end.complete_kept(engine)
         engine.detach(restore=True)
         self.run.end.restore_dimensions(full=True)
-        self.detach_optimizers()
+        laid_out.detach_optimizers()
         for param, value in asked.items():
             param.data = value if value.shape == param.shape else param.data.to(value.dtype)
         strategy.model_to_device()
         self.in_hooks.close()
         self.start_engine()
-        self._work_on_engine(self.run.module.trainer)
+        self._work_on_engine(self.run.module.trainer, laid_out)
 
     # --- optimizers -------------------------------------------------------------------------------
 
-    def renew_optimizers(self) -> None:
+    def renew_optimizers(self, before: LaidOutAnew | None = None) -> None:
         """Let the optimizers of the fit update the engine's shards."""
         engine = self.strategy.engine
-        self.sharded = [ShardedOptimizer(one, engine) for one in self.strategy.optimizers]
+        if before is None:
+            self.sharded = [ShardedOptimizer(one, engine) for one in self.strategy.optimizers]
+            return
+        number = len(self.sharded)
+        renewed = before.attach_optimizers(engine)
+        self.sharded, self._replaced = renewed[:number], WeakSet(renewed[number:])
+        for one in self._replaced:
+            one.set_aside()
 
     def exchange_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Let other optimizers than those of `configure_optimizers` update shards."""

@@ -181,7 +181,7 @@ class RunSteps(RunPart):
         self, kind: StepKind, step: ModuleStep, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run a step of the module's; each rank must call."""
-        self.run.setup.follow_formats()
+        self.run.setup.follow_model()
         if kind == "training" or not self.run.is_fitting():  # each look is a message between stages
             self.strategy.engine.adoption.may_reformat = False
         assert self._runner is not None
@@ -231,7 +231,7 @@ class RunSteps(RunPart):
             return result
 
         with self.run.setup.hidden():
-            self.run.setup.follow_formats()  # before the optimizer runs, which may call the step
+            self.run.setup.follow_model()  # before the optimizer runs, which may call the step
             with self.bytes.counting(), self.memory.told("optimizer_step"):
                 result = step(optimizer, seen if strategy.dimensions else closure)
             if self.run.same_bits.is_on:

@@ -109,10 +109,24 @@ class TiesNewOne(Decoder):
             self.head.weight = self.embed.weight = nn.Parameter(self.head.weight.detach().clone())
 
 
+TYING = [TiesAtStart, Swaps, TiesNewOne]
+OF_FULL_LAYERS = ["shard_ddp", "zero2", "zero3", "context", "context_zero3"]
+
+
 @pytest.mark.few_cases(1)
-@pytest.mark.parametrize("scheme", DECODER_SCHEMES)
-@pytest.mark.parametrize("style", [TiesAtStart, Swaps, TiesNewOne])
-def test_tying_parameters_by_assigning_in_mid_run_is_refused(
+@pytest.mark.parametrize("scheme", OF_FULL_LAYERS)
+@pytest.mark.parametrize("style", TYING)
+def test_parameters_tied_by_assigning_in_mid_run_train_as_on_one_device(
+    style: type[Decoder], scheme: str
+) -> None:
+    """Parameters tied by assigning in mid run were untied, and then refused."""
+    assert_as_alone(style, scheme)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("scheme", [one for one in DECODER_SCHEMES if one not in OF_FULL_LAYERS])
+@pytest.mark.parametrize("style", TYING)
+def test_tying_parameters_of_split_layers_in_mid_run_is_refused(
     style: type[Decoder], scheme: str
 ) -> None:
     """Parameters tied by assigning in mid run were untied and left out of the updates."""
@@ -185,12 +199,14 @@ class NormsWeights(Decoder):
 
 
 @pytest.mark.parametrize("scheme", ["zero3", "context_zero3"])
-def test_parameters_that_hooks_make_of_shards_are_refused(scheme: str) -> None:
+def test_parameters_that_hooks_make_of_shards_are_one_devices(scheme: str) -> None:
     """The fit ended in an error that what was read of shards is used after its run."""
-    refused = (
-        r"'head\.weight' was taken out .* the new parameter 'head\.param.*' lies in its shards"
-    )
-    with pytest.raises(ConfigError, match=refused):
+    assert_as_alone(NormsWeights, scheme)
+
+
+@pytest.mark.parametrize("scheme", ["tensor_zero3", "2x2x2_zero3"])
+def test_parameters_that_hooks_make_of_split_shards_are_refused(scheme: str) -> None:
+    with pytest.raises(ConfigError, match=r"was taken out of its module|reads elements of"):
         fit_decoder(NormsWeights, scheme)
 
 

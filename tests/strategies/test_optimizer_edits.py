@@ -273,11 +273,28 @@ def gives_a_stranger(module: Any) -> None:
         module.trainer.optimizers[0].add_param_group({"params": [added]})
 
 
+def gives_a_stranger_with_a_gradient(module: Any) -> None:
+    gives_a_stranger(module)
+    if module.global_step == ROW:
+        added = module.trainer.optimizers[0].param_groups[-1]["params"][0]
+        vars(module)["stranger"] = added
+
+
+class UsesStranger(Edited):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + sum(getattr(self, "stranger", torch.zeros(3)))
+
+
 @pytest.mark.parametrize("strategy", ["shard_ddp", "zero2", "pipeline"])
 def test_a_parameter_of_no_model_is_refused(strategy: str) -> None:
     """A parameter of no model was a key error."""
     with pytest.raises(ConfigError, match=r"given a parameter of shape \(3,\) in the middle"):
-        fit_on_ranks(strategy, gives_a_stranger)
+        fit_on_ranks(strategy, gives_a_stranger_with_a_gradient, base=UsesStranger)
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "zero2"])
+def test_a_parameter_of_no_model_without_a_gradient_stays_as_it_is(strategy: str) -> None:
+    assert_as_alone(strategy, gives_a_stranger)
 
 
 def test_pruning_inside_a_pipeline_is_refused() -> None:

@@ -22,10 +22,14 @@ from lightning_shard.data_parallel.memory.flat_parameters import FlatParameters
 from lightning_shard.data_parallel.memory.shared_memory import overlapping
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.phases import Phase, Phases
-from lightning_shard.data_parallel.views.parameter_shard import ParameterShard
-from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
+from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
+from lightning_shard.data_parallel.views.sharded_parameter import (
+    as_they_are,
+    shards_as_they_are,
+)
 from lightning_shard.errors import ConfigError
 
+_SHARDS = (ParameterShard, ShardView)
 FullParameters = Callable[..., Iterable[tuple[nn.Parameter, Tensor]]]
 
 
@@ -142,11 +146,16 @@ class Adoption:
         phases: Phases,
         *,
         may_reformat: bool,
+        takes_newcomers: bool,
     ) -> None:
         self._flats, self._homes = flats, homes
         self._phases = phases
         has_hooks = any(flat.reshards for flat in flats) or not isinstance(split, Unsplit)
-        self._places = ParameterPlaces(model, rank, fixed_modules=has_hooks)
+        fixed = has_hooks or takes_newcomers
+        shapes = {param: flat.layout.slots[index].shape for param, (flat, index) in homes.items()}
+        self.places = ParameterPlaces(
+            model, rank, shapes, fixed_modules=fixed, takes_newcomers=takes_newcomers
+        )
         self._split, self._weights = split, weights
         self.ties = Ties(model, rank)
         self._sources = phases.user_code.sources
@@ -169,10 +178,22 @@ class Adoption:
             return
         self._note_sources()
         self._adopt_data()
-        for one in self._places.put_back(self._adopt_replaced):
+        for one in self.places.put_back(self._adopt_replaced):
             for hear in self.on_replaced if one.module not in self._loaded else ():
                 hear(one)
         self._loaded.clear()
+
+    def part_from_shards(self) -> None:
+        """Let what user code has made of shards in modules be full; each rank must call."""
+        exchange: Any = torch.utils.swap_tensors  # who holds the parameter goes on with it
+        for param in self._model.parameters():
+            if isinstance(param, _SHARDS):
+                full = nn.Parameter(param.full_tensor(), param.requires_grad)
+                with shards_as_they_are():
+                    exchange(param, full)
+        for module in self._model.modules():
+            made = {name: one for name, one in module._buffers.items() if isinstance(one, _SHARDS)}
+            module._buffers.update({name: one.full_tensor() for name, one in made.items()})
 
     def check_ties(self, full_parameters: FullParameters) -> None:
         """Raise ConfigError if parameters on one memory have come apart; each rank must call."""

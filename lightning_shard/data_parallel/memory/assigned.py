@@ -6,6 +6,9 @@
 The first is noticed by the address that a parameter shows: wherever it is about to show another
 view, before anything reads our buffers, and once a step. The second is noticed once a step, too,
 and before anything is saved. The value is copied, so that nobody shares it afterwards.
+
+What no parameter of ours can stand for, as of another shape, stays where user code has put it: a
+model that has such newcomers is laid out anew, or refused where that cannot be.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -99,11 +102,26 @@ class ParameterPlaces:
     """Watches which parameter objects a model holds, and puts them back after user code.
 
     Args:
+        shapes: The full shape of each parameter that the ranks share.
         fixed_modules: Whether modules that hold parameters must stay, since their hooks are needed.
+        takes_newcomers: Whether the model is laid out anew where it has other parameters.
+
+    Attributes:
+        are_others: Whether the model has to be laid out anew, since it has other parameters.
     """
 
-    def __init__(self, model: nn.Module, rank: int, *, fixed_modules: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        shapes: Mapping[nn.Parameter, Sequence[int]],
+        *,
+        fixed_modules: bool,
+        takes_newcomers: bool,
+    ) -> None:
         self._model, self._rank, self._fixed_modules = model, rank, fixed_modules
+        self._shapes, self.takes_newcomers = shapes, takes_newcomers
+        self._is_mixed = False  # known parameters stand in each other's places, or in two
         self._look()
 
     def _look(self) -> None:
@@ -115,7 +133,9 @@ class ParameterPlaces:
             for name, param in module._parameters.items()
             if param is not None
         ]
-        for place in self._places:
+        newcomers = any(place.param not in self._shapes for place in self._places)
+        self.are_others = self.takes_newcomers and (newcomers or self._is_mixed)
+        for place in self._places if not self.takes_newcomers else ():
             base = place.param.base if isinstance(place.param, ShardView) else place.param
             if isinstance(base, ParameterShard):
                 raise taken_out(
@@ -128,16 +148,20 @@ class ParameterPlaces:
         ]
         self._names = [*(place.name for place in self._places), *(name for _, name, _ in children)]
         self._known = [*(place.param for place in self._places), *(one for _, _, one in children)]
+        self._all = [held for _, one in modules for held in (one._parameters, one._modules)]
+        self._sizes = [*map(len, self._all)]
 
     @property
-    def _are_as_known(self) -> bool:
-        return all(map(is_, map(dict.get, self._holders, self._names), self._known))
+    def are_as_known(self) -> bool:
+        """Whether modules hold what they held when this has looked last."""
+        same = all(map(is_, map(dict.get, self._holders, self._names), self._known))
+        return same and [*map(len, self._all)] == self._sizes
 
     def put_back(
         self, take: Callable[[nn.Parameter, Tensor], None]
     ) -> Sequence["ReplacedParameter"]:
         """Put back the parameters that user code has replaced, with the new values."""
-        if self._are_as_known:
+        if self.are_as_known:
             return ()
         replaced = []
         modules = dict(self._model.named_modules(remove_duplicate=False))
@@ -149,13 +173,18 @@ class ParameterPlaces:
                 newcomers.setdefault(place.param, {})[place] = new
         left = set(self._model.parameters())
         for param, news in newcomers.items():
+            new = next(iter(news.values()))
+            if self.takes_newcomers and new.shape != self._shapes.get(param):
+                continue
             try:
                 self._check(param, news, left, modules)
             except ConfigError:
+                if self.takes_newcomers:
+                    self._is_mixed = True
+                    continue
                 for place in self._places:  # the run's end is to meet what it knows
                     place.module._parameters[place.name] = place.param
                 raise
-            new = next(iter(news.values()))
             take(param, new.detach())
             param.requires_grad_(new.requires_grad)
             for place, one in news.items():
@@ -232,7 +261,7 @@ def refuse_moved(names: Sequence[str], rank: int) -> ConfigError:
 def taken_out(name: str, why: str) -> ConfigError:
     """Return the error for a parameter that user code has taken out of its module in a run."""
     return ConfigError(
-        f"Prune, or parametrize, the model before the fit, or after it, or use strategy='zero2'. "
+        f"Prune, or parametrize, the model before the fit, or after it, or use strategy='zero3'. "
         f"{name!r} was taken out of its module in the middle of a run, as torch.nn.utils.prune "
         f"does, but {why}; expected the names that the model had."
     )
