@@ -33,11 +33,7 @@ from lightning_shard.data_parallel.gradients.flat_gradients import (
     build_gradients,
     reducing_of,
 )
-from lightning_shard.data_parallel.gradients.gradient_shards import (
-    AbsentGradients,
-    GradientShards,
-    LentMemory,
-)
+from lightning_shard.data_parallel.gradients.gradient_shards import AbsentGradients, GradientShards
 from lightning_shard.data_parallel.gradients.hand_edits import HandEdits
 from lightning_shard.data_parallel.gradients.reducer import (
     HAS_ARRIVED,
@@ -78,6 +74,7 @@ from lightning_shard.data_parallel.units.presenting import (
 from lightning_shard.data_parallel.units.unit import HERE, Unit, build_units, exist_once
 from lightning_shard.data_parallel.units.unsharding import Since, Unsharder
 from lightning_shard.data_parallel.views.sharded_parameter import move_out, shards_as_they_are
+from lightning_shard.data_parallel.views.sharded_tensor import LentMemory
 from lightning_shard.data_parallel.views.unseen_calls import SeesUnseenCalls, makers_seen
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ Ranks agree on what is known, because all of them see the same events: gradients
 operations on `.grad`, the optimizer's view.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,6 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import ReduceOpName
 from lightning_shard.backends.streams import sent_up
 from lightning_shard.core.layout import ShardSlice
-from lightning_shard.core.tensor_calls import BY_OBJECT
 from lightning_shard.data_parallel.content import agreed
 from lightning_shard.data_parallel.gradients.flat_gradients import FlatGradients
 from lightning_shard.data_parallel.model_split import (
@@ -28,7 +27,6 @@ from lightning_shard.data_parallel.model_split import (
     shards_over,
 )
 from lightning_shard.data_parallel.phases import Phase, Phases
-from lightning_shard.data_parallel.torch_private import storage_key, storage_uses
 from lightning_shard.data_parallel.views.averaged_gradient import (
     AveragedGradient,
     GradientNote,
@@ -36,216 +34,13 @@ from lightning_shard.data_parallel.views.averaged_gradient import (
 )
 from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.data_parallel.views.sharded_tensor import (
+    LentMemory,
     ShardedTensor,
+    Spread,
     combine_norms,
     partial_norm,
 )
 from lightning_shard.errors import ConfigError
-
-
-@dataclass(eq=False)
-class _Lent:
-    """Memory that user code was given.
-
-    Attributes:
-        shard: This rank's elements, with their spread.
-        full: The memory: all elements.
-        own: This rank's elements as they lay in the memory when it was last compared.
-        is_by_address: Whether user code may know the address, and hold nothing.
-        is_stale: Whether the shards have changed since.
-    """
-
-    shard: ShardedTensor
-    full: Tensor
-    own: Tensor
-    is_by_address: bool
-    is_stale: bool = False
-
-    def take_back(self) -> None:
-        """Write to the shard what user code has written to the memory."""
-        own = self._cut()
-        if not torch.equal(own.view(torch.uint8), self.own.view(torch.uint8)):
-            self.shard.local.copy_(own.view(self.shard.local.shape))
-            self.own = own.clone()
-            self.shard.on_change()
-
-    def renew(self, full: Tensor) -> None:
-        """Let the memory have the elements as they are now."""
-        if full is not self.full:
-            self.full.copy_(full)
-        self.own, self.is_stale = self._cut().clone(), False
-
-    def _cut(self) -> Tensor:
-        own = self.shard.spread.cut(self.full, self.shard.local)
-        assert own is not None
-        return own.reshape(-1).contiguous()
-
-
-class LentMemory:
-    """The memory of an engine's shards that user code was given and may write to.
-
-    shard.numpy(), .data_ptr(), .untyped_storage() ──> memory of all elements, gathered now
-    what is written there                          ──> back into the shards, with the next operation
-                                                       or when a unit is unsharded
-    the hook or step ends                          ──> the memory goes, unless user code holds it
-
-    A shard has no memory of its own shape: files and arrays of it were garbage.
-    """
-
-    def __init__(self) -> None:
-        self._lent: dict[tuple[int, int, int], _Lent] = {}
-
-    @torch.no_grad()
-    def of(self, shard: ShardedTensor, function: str) -> Tensor:
-        """Return all elements in memory that stays as long as user code uses it; collective.
-
-        What is known by its address is there for the next one to ask, so that rank 0 alone may
-        write a file of tensors whose storages all ranks have compared, as Hugging Face's does.
-        """
-        known = self._lent.get(_key(shard))
-        if known is not None and known.is_by_address and not known.is_stale:
-            return known.full.view(shard.shape)
-        full = shard.full_tensor().view(shard.spread.shape).contiguous()
-        for key, lent in list(self._lent.items()):
-            if not lent.is_by_address and storage_uses(lent.full) == 1:
-                lent.take_back()
-                del self._lent[key]
-        fresh = _Lent(shard, full, full, is_by_address=False)
-        lent = self._lent.setdefault(_key(shard), fresh)
-        lent.renew(full)
-        lent.is_by_address |= function not in BY_OBJECT
-        return lent.full.view(shard.shape)
-
-    @torch.no_grad()
-    def take_back(self, shard: ShardedTensor) -> None:
-        """Write to a shard what user code has written to memory of its elements."""
-        lent = self._lent.get(_key(shard)) if self._lent else None
-        if lent is not None:
-            lent.take_back()
-
-    @torch.no_grad()
-    def take_all_back(self) -> None:
-        """Write to all shards what user code has written."""
-        for lent in self._lent.values():
-            lent.take_back()
-
-    def changed(self) -> None:
-        """Take note that shards have changed, on all ranks alike."""
-        for lent in self._lent.values():
-            lent.is_stale = True
-
-    @torch.no_grad()
-    def end(self) -> None:
-        """Write to all shards what user code has written, and let the memory go."""
-        lent, self._lent = self._lent, {}
-        for one in lent.values():
-            one.take_back()
-
-
-def _key(shard: ShardedTensor) -> tuple[int, int, int]:
-    return id(shard.spread), storage_key(shard.local), int(shard.local.storage_offset())
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ParameterSpread:
-    """The spread of one parameter's gradient over ranks.
-
-    Attributes:
-        shape: Shape of the full gradient.
-        shard_groups: Returns the groups over whose ranks the elements of this rank's part of the
-            model lie.
-        device: Device of this rank's elements.
-        own_shape: Shape of the part that the ranks of `shard_groups` have together; None where
-            this rank has no part of the parameter.
-        bounds: First and one-past-last of this rank's elements in that part, flattened; None where
-            this rank has all of it.
-        cuts: The bounds of every rank of `shard_groups`.
-        lent: The memory of shards that user code was given.
-    """
-
-    name: str
-    shape: torch.Size
-    param: nn.Parameter
-    split: ModelSplit
-    shard_groups: Callable[[], Sequence[Collectives]]
-    device: torch.device
-    own_shape: torch.Size | None
-    bounds: tuple[int, int] | None
-    cuts: Sequence[tuple[int, int]] = ()
-    lent: LentMemory
-
-    @property
-    def places(self) -> Hashable:
-        """What is equal, on all ranks or none, for tensors whose elements lie alike."""
-        return tuple(self.cuts), self.split.placement(self.param)
-
-    @property
-    def groups(self) -> Sequence[Collectives]:
-        """Groups over which partial results are combined, one after the other."""
-        return (*self.shard_groups(), *self.split.groups_of(self.param))
-
-    @property
-    def num_elements(self) -> int:
-        """Number of this rank's elements, whether a gradient is there or not."""
-        if self.own_shape is None:
-            return 0
-        start, stop = self.bounds or (0, self.own_shape.numel())
-        return stop - start
-
-    @property
-    def counts(self) -> bool:
-        """Whether this rank's elements count, and are not also another rank's."""
-        return self.split.counts(self.param)
-
-    @property
-    def counts_once(self) -> bool:
-        """Whether this rank's elements count in a sum over all ranks that share the model."""
-        own = self.split.groups_of(self.param)
-        shard = () if self.bounds is None else self.shard_groups()
-        beyond = beyond_shards(shard, self.split)
-        others = [group for group in beyond if group not in own]
-        return self.counts and all(group.rank == 0 for group in others)
-
-    def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
-        """Return this rank's shard of a tensor that is full, as large as its part, or a shard."""
-        if tensor.shape == local.shape and not self._is_ambiguous(local):
-            return tensor
-        if tensor.shape == self.shape:
-            if self.own_shape is None:
-                return tensor.new_empty(0)
-            tensor = self.split.local(self.param, tensor)
-        elif tensor.shape != self.own_shape:
-            return None
-        return tensor if self.bounds is None else tensor.reshape(-1)[slice(*self.bounds)]
-
-    @as_they_are
-    def own(self, tensor: Tensor) -> Tensor:
-        """Return the part of a full tensor that belongs to this rank's part of the model."""
-        if self.own_shape is None:
-            return tensor.new_empty(self.param.shape)
-        return self.split.local(self.param, tensor)
-
-    def _is_ambiguous(self, local: Tensor) -> bool:
-        """Whether a tensor of the shard's shape may be meant as a row for every row."""
-        if self.bounds is None or len(self.shape) < 2 or local.numel() != self.shape[-1]:
-            return False
-        return bool(self.bounds[0] % self.shape[-1])
-
-    @torch.no_grad()
-    def join(self, local: Tensor) -> Tensor:
-        """Return the full tensor of the ranks' parts; each rank must call."""
-        local = local.to(self.device)
-        own = local.clone()
-        if self.own_shape is not None and self.bounds is not None:
-            flags = local.dtype == torch.bool
-            own = local.new_zeros(
-                self.own_shape.numel(), dtype=torch.uint8 if flags else local.dtype
-            )
-            own[slice(*self.bounds)] = local
-            for group in self.shard_groups():
-                group.all_reduce(own, "sum").wait()
-            own = own.view(self.own_shape).to(local.dtype)
-        return self.split.full(self.param, own)
 
 
 class GradientShards:
@@ -302,7 +97,7 @@ class GradientShards:
                 ]
                 bounds = cuts[flat.shard_index]
         shape = self._split.full_shapes.get(param, own_shape or param.shape)
-        spread = ParameterSpread(
+        spread = Spread(
             name=name,
             shape=shape,
             param=param,
@@ -317,7 +112,7 @@ class GradientShards:
         note.source = _Source(self, number, note, spread, place)
         return note.source
 
-    def spread_of(self, param: nn.Parameter) -> ParameterSpread:
+    def spread_of(self, param: nn.Parameter) -> Spread:
         """Return how a sharded parameter's elements, and its gradient's, are spread."""
         return self._sources[param].spread
 
@@ -416,7 +211,7 @@ class _Source:
     shards: GradientShards
     number: int
     note: GradientNote
-    spread: ParameterSpread
+    spread: Spread
     place: tuple[FlatGradients, int] | None
 
     @as_they_are

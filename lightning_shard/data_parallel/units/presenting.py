@@ -5,8 +5,9 @@ code was to be compiled as one graph, torch's error does not say why: here it ge
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shard.backends.collectives import Collectives
 from lightning_shard.core.call_site import calls_through
 from lightning_shard.core.modules import hookable
 from lightning_shard.data_parallel.gradients.gradient_shards import GradientShards
@@ -77,11 +77,11 @@ def look_full(
         bring: Callable[[], bool],
         is_rounded: Callable[[], bool] = lambda: False,
     ) -> ParameterHome:
-        spread: Spread = shards.spread_of(param)
-        groups = split.groups_of(param)
+        spread, groups = shards.spread_of(param), split.groups_of(param)
         if any(group in split.groups_of_layers for group in groups):
-            is_apart = fewer_ranks_of(groups, split) is not None
-            spread = _OfOneExpert(spread) if is_apart else _OfOneStage(spread)
+            is_of_some = fewer_ranks_of(groups, split) is not None
+            refusal = _refusal(spread.name, is_of_expert=is_of_some)
+            spread = replace(spread, refusal=refusal, is_of_some=is_of_some)
         note, is_of_part = shards.note_of(param), bool(split.groups)
         return ParameterHome(spread, note, user_code, bring, named, is_of_part, is_rounded)
 
@@ -118,49 +118,27 @@ def _brought_beside(unit: Unit, bring: Callable[[Unit], bool]) -> bool:
     return unit.state is UnitState.FULL or bring(unit)
 
 
-class _OfOneStage:
-    """The spread of a parameter whose stage runs a step's user code at a time of its own."""
-
-    def __init__(self, spread: Spread) -> None:
-        self._spread = spread
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._spread, name)
-
-    @property
-    def groups(self) -> Sequence[Collectives]:
-        """Refuse to combine results of ranks that do not come here together."""
-        raise ConfigError(
-            f"A step or hook reads elements of {self._spread.name!r} outside of autograd, but they "
-            f"are in shards on several ranks, which a pipeline does not bring here at the same "
-            f"time; expected zero_stage=2 or less, where hooks see all weights full."
+def _refusal(name: str, *, is_of_expert: bool) -> str:
+    """Return why ranks do not come together where user code reads elements of a parameter."""
+    if is_of_expert:
+        return (
+            f"Elements of {name!r}, of an expert in a list, are read outside of autograd, but with "
+            f"zero_stage=3 they are in shards on the ranks that have the expert, which do not come "
+            f"here alone; expected zero_stage=2 or less, where hooks see all experts full. Or read "
+            f"them from a checkpoint."
         )
-
-    def join(self, local: Tensor) -> Tensor:
-        """Refuse to bring shards together, as `groups` does."""
-        assert self.groups
-        return local
+    return (
+        f"A step or hook reads elements of {name!r} outside of autograd, but they are in shards on "
+        f"several ranks, which a pipeline does not bring here at the same time; expected "
+        f"zero_stage=2 or less, where hooks see all weights full."
+    )
 
 
 def of_all_ranks(spread: Spread) -> Spread | None:
     """Return a spread for what all ranks do together; None where some have no element."""
-    if isinstance(spread, _OfOneExpert):
+    if spread.is_of_some:
         return None
-    return spread._spread if isinstance(spread, _OfOneStage) else spread
-
-
-class _OfOneExpert(_OfOneStage):
-    """The spread of a parameter of an expert, which other ranks have none of."""
-
-    @property
-    def groups(self) -> Sequence[Collectives]:
-        """Refuse to combine results of ranks of which some have no element."""
-        raise ConfigError(
-            f"Elements of {self._spread.name!r}, of an expert in a list, are read outside of "
-            f"autograd, but with zero_stage=3 they are in shards on the ranks that have the "
-            f"expert, which do not come here alone; expected zero_stage=2 or less, where hooks "
-            f"see all experts full. Or read them from a checkpoint."
-        )
+    return replace(spread, refusal="") if spread.refusal else spread
 
 
 def cut_loaded(

@@ -10,58 +10,133 @@ number of ranks and the places of the cuts do not show in the result.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.rank_order import ReduceOpName
 from lightning_shard.core.call_site import reading
-from lightning_shard.core.tensor_calls import SeesOperations, found_in, map_only
+from lightning_shard.core.tensor_calls import BY_OBJECT, SeesOperations, found_in, map_only
+from lightning_shard.data_parallel.model_split import ModelSplit, beyond_shards
+from lightning_shard.data_parallel.torch_private import storage_key, storage_uses
+from lightning_shard.data_parallel.views.tensor_properties import unrecorded
 from lightning_shard.errors import ConfigError
 
 
-class Spread(Protocol):
-    """The spread of a tensor's elements over ranks."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spread:
+    """The spread of the elements of one parameter, and of its gradient, over ranks.
 
-    @property
-    def name(self) -> str:
-        """Return the tensor's name for error messages."""
+    Attributes:
+        shape: Shape of the full gradient.
+        shard_groups: Returns the groups over whose ranks the elements of this rank's part of the
+            model lie.
+        device: Device of this rank's elements.
+        own_shape: Shape of the part that the ranks of `shard_groups` have together; None where
+            this rank has no part of the parameter.
+        bounds: First and one-past-last of this rank's elements in that part, flattened; None where
+            this rank has all of it.
+        cuts: The bounds of every rank of `shard_groups`.
+        lent: The memory of shards that user code was given.
+        refusal: Why results of the ranks cannot be combined, which do not come here together.
+        is_of_some: Whether some ranks have no element, as of an expert in a list.
+    """
 
-    @property
-    def shape(self) -> torch.Size:
-        """Return the full shape."""
-
-    @property
-    def groups(self) -> Sequence[Collectives]:
-        """Return the groups over which partial results are combined, one after the other."""
-
-    @property
-    def counts(self) -> bool:
-        """Return whether this rank's elements count, and are not also another rank's."""
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device for partial results."""
+    name: str
+    shape: torch.Size
+    param: nn.Parameter
+    split: ModelSplit
+    shard_groups: Callable[[], Sequence[Collectives]]
+    device: torch.device
+    own_shape: torch.Size | None
+    bounds: tuple[int, int] | None
+    cuts: Sequence[tuple[int, int]] = ()
+    lent: "LentMemory"
+    refusal: str = ""
+    is_of_some: bool = False
 
     @property
     def places(self) -> Hashable:
-        """Return what is equal, on all ranks or none, for tensors whose elements lie alike."""
+        """What is equal, on all ranks or none, for tensors whose elements lie alike."""
+        return tuple(self.cuts), self.split.placement(self.param)
 
     @property
-    def lent(self) -> "Any":
-        """Return the memory of shards that user code was given."""
+    def groups(self) -> Sequence[Collectives]:
+        """Groups over which partial results are combined, one after the other."""
+        self._check()
+        return (*self.shard_groups(), *self.split.groups_of(self.param))
+
+    @property
+    def num_elements(self) -> int:
+        """Number of this rank's elements, whether a gradient is there or not."""
+        if self.own_shape is None:
+            return 0
+        start, stop = self.bounds or (0, self.own_shape.numel())
+        return stop - start
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's elements count, and are not also another rank's."""
+        return self.split.counts(self.param)
+
+    @property
+    def counts_once(self) -> bool:
+        """Whether this rank's elements count in a sum over all ranks that share the model."""
+        own = self.split.groups_of(self.param)
+        shard = () if self.bounds is None else self.shard_groups()
+        beyond = beyond_shards(shard, self.split)
+        others = [group for group in beyond if group not in own]
+        return self.counts and all(group.rank == 0 for group in others)
 
     def cut(self, tensor: Tensor, local: Tensor) -> Tensor | None:
-        """Return this rank's shard of a full tensor or of a part; None for another shape."""
-
-    def join(self, local: Tensor) -> Tensor:
-        """Return the full tensor of the ranks' shards; each rank must call."""
+        """Return this rank's shard of a tensor that is full, as large as its part, or a shard."""
+        if tensor.shape == local.shape and not self._is_ambiguous(local):
+            return tensor
+        if tensor.shape == self.shape:
+            if self.own_shape is None:
+                return tensor.new_empty(0)
+            tensor = self.split.local(self.param, tensor)
+        elif tensor.shape != self.own_shape:
+            return None
+        return tensor if self.bounds is None else tensor.reshape(-1)[slice(*self.bounds)]
 
     def own(self, tensor: Tensor) -> Tensor:
         """Return the part of a full tensor that belongs to this rank's part of the model."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.own_shape is None:
+                return tensor.new_empty(self.param.shape)
+            return self.split.local(self.param, tensor)
+
+    def _check(self) -> None:
+        if self.refusal:
+            raise ConfigError(self.refusal)
+
+    def _is_ambiguous(self, local: Tensor) -> bool:
+        """Whether a tensor of the shard's shape may be meant as a row for every row."""
+        if self.bounds is None or len(self.shape) < 2 or local.numel() != self.shape[-1]:
+            return False
+        return bool(self.bounds[0] % self.shape[-1])
+
+    @torch.no_grad()
+    def join(self, local: Tensor) -> Tensor:
+        """Return the full tensor of the ranks' parts; each rank must call."""
+        self._check()
+        local = local.to(self.device)
+        own = local.clone()
+        if self.own_shape is not None and self.bounds is not None:
+            flags = local.dtype == torch.bool
+            own = local.new_zeros(
+                self.own_shape.numel(), dtype=torch.uint8 if flags else local.dtype
+            )
+            own[slice(*self.bounds)] = local
+            for group in self.shard_groups():
+                group.all_reduce(own, "sum").wait()
+            own = own.view(self.own_shape).to(local.dtype)
+        return self.split.full(self.param, own)
 
 
 class NotShardedError(ConfigError):
@@ -139,6 +214,109 @@ class ShardedTensor(SeesOperations):
         if torch.Tag.pointwise in func.tags or name in _BY_ELEMENT:
             return _by_element(func, args, kwargs)
         raise refusal(func, _first((args, kwargs)))
+
+
+@dataclass(eq=False)
+class _Lent:
+    """Memory that user code was given.
+
+    Attributes:
+        shard: This rank's elements, with their spread.
+        full: The memory: all elements.
+        own: This rank's elements as they lay in the memory when it was last compared.
+        is_by_address: Whether user code may know the address, and hold nothing.
+        is_stale: Whether the shards have changed since.
+    """
+
+    shard: "ShardedTensor"
+    full: Tensor
+    own: Tensor
+    is_by_address: bool
+    is_stale: bool = False
+
+    def take_back(self) -> None:
+        """Write to the shard what user code has written to the memory."""
+        own = self._cut()
+        if not torch.equal(own.view(torch.uint8), self.own.view(torch.uint8)):
+            self.shard.local.copy_(own.view(self.shard.local.shape))
+            self.own = own.clone()
+            self.shard.on_change()
+
+    def renew(self, full: Tensor) -> None:
+        """Let the memory have the elements as they are now."""
+        if full is not self.full:
+            self.full.copy_(full)
+        self.own, self.is_stale = self._cut().clone(), False
+
+    def _cut(self) -> Tensor:
+        own = self.shard.spread.cut(self.full, self.shard.local)
+        assert own is not None
+        return own.reshape(-1).contiguous()
+
+
+class LentMemory:
+    """The memory of an engine's shards that user code was given and may write to.
+
+    shard.numpy(), .data_ptr(), .untyped_storage() ──> memory of all elements, gathered now
+    what is written there                          ──> back into the shards, with the next operation
+                                                       or when a unit is unsharded
+    the hook or step ends                          ──> the memory goes, unless user code holds it
+
+    A shard has no memory of its own shape: files and arrays of it were garbage.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[tuple[int, int, int], _Lent] = {}
+
+    @torch.no_grad()
+    def of(self, shard: ShardedTensor, function: str) -> Tensor:
+        """Return all elements in memory that stays as long as user code uses it; collective.
+
+        What is known by its address is there for the next one to ask, so that rank 0 alone may
+        write a file of tensors whose storages all ranks have compared, as Hugging Face's does.
+        """
+        known = self._lent.get(_key(shard))
+        if known is not None and known.is_by_address and not known.is_stale:
+            return known.full.view(shard.shape)
+        full = shard.full_tensor().view(shard.spread.shape).contiguous()
+        for key, lent in list(self._lent.items()):
+            if not lent.is_by_address and storage_uses(lent.full) == 1:
+                lent.take_back()
+                del self._lent[key]
+        fresh = _Lent(shard, full, full, is_by_address=False)
+        lent = self._lent.setdefault(_key(shard), fresh)
+        lent.renew(full)
+        lent.is_by_address |= function not in BY_OBJECT
+        return lent.full.view(shard.shape)
+
+    @unrecorded
+    def take_back(self, shard: ShardedTensor) -> None:
+        """Write to a shard what user code has written to memory of its elements."""
+        lent = self._lent.get(_key(shard)) if self._lent else None
+        if lent is not None:
+            lent.take_back()
+
+    @torch.no_grad()
+    def take_all_back(self) -> None:
+        """Write to all shards what user code has written."""
+        for lent in self._lent.values():
+            lent.take_back()
+
+    def changed(self) -> None:
+        """Take note that shards have changed, on all ranks alike."""
+        for lent in self._lent.values():
+            lent.is_stale = True
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Write to all shards what user code has written, and let the memory go."""
+        lent, self._lent = self._lent, {}
+        for one in lent.values():
+            one.take_back()
+
+
+def _key(shard: ShardedTensor) -> tuple[int, int, int]:
+    return id(shard.spread), storage_key(shard.local), int(shard.local.storage_offset())
 
 
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
