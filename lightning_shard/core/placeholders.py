@@ -34,6 +34,8 @@ from lightning_shard.core.tensor_calls import (
     Kwargs,
     SeesCalls,
     SeesOperations,
+    found_in,
+    map_only,
     memory_refused,
     name_of,
     written_by,
@@ -173,7 +175,7 @@ class Placeholder(SeesCalls, SeesOperations):
         device = given[1].get("device") or source.device
         if "device" in given[1]:
             given[1]["device"] = torch.device("meta")
-        meta_args, meta_kwargs = apply_to_collection(given, Tensor, _as_meta)
+        meta_args, meta_kwargs = map_only(Tensor, _as_meta, given)
         try:
             with in_any_order():
                 result = func(*meta_args, **meta_kwargs)
@@ -190,13 +192,12 @@ class Placeholder(SeesCalls, SeesOperations):
             made.origins, made.is_parameter = origins, is_view
             return made
 
-        return apply_to_collection(result, Tensor, wrap)
+        return map_only(Tensor, wrap, result)
 
 
 def _sources(given: Any) -> tuple[list[Placeholder], frozenset[str]]:
     """Return the placeholders among values, and the names of all that these are computed from."""
-    found: list[Placeholder] = []
-    apply_to_collection(given, Placeholder, found.append)
+    found = found_in(Placeholder, given)
     return found, frozenset().union(*(one.origins for one in found))
 
 
@@ -251,7 +252,7 @@ def _draw(func: Any, given: Any) -> None:
         half = torch.empty_like(tensor.like, device=tensor.device)
         return half.fill_(0.5 if half.is_floating_point() else 1)
 
-    args, kwargs = apply_to_collection(given, Tensor, element)
+    args, kwargs = map_only(Tensor, element, given)
     func(*args, **kwargs)
 
 

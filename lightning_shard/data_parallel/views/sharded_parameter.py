@@ -8,9 +8,6 @@
 Blocks, compiled code and the optimizer's step meet plain parameters only, which cost nothing. While
 the class is changed, a call comes from the engine or Lightning unless `UserCode` says that a hook
 or step of the user's runs; the engine's own functions see parameters `as_they_are` even then.
-
-Parameters of split layers are shown full by a mode for torch functions instead, while a hook runs
-(`strategies/trainer/weights_in_hooks.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -200,10 +197,7 @@ def show_kept(
 ) -> None:
     """Let a parameter that user code has kept compute as what modules show in its place.
 
-    Args:
-        param: The parameter, a part of a weight or without elements.
-        stand_in: What modules have in its place; None for the parameter itself.
-        look: Makes of that what code outside of its layer sees; None for what is there.
+    They have `stand_in` there, or the parameter itself, of which `look` makes what user code sees.
     """
     if type(param) not in _CLASSES:
         return

@@ -7,10 +7,8 @@
 The full tensor stays as long as the hook keeps a view of it, at most until the hook ends.
 Questions about shapes need no gathering. Gathering is collective: each rank must ask.
 
-The layers' own forwards see the shards, as does code of the engine `as_they_are`. Under ZeRO stage
-3 parameters show themselves full by their class (`data_parallel/views/sharded_parameter.py`),
-mostly without gathering; that cannot be here, where layers need their shards while a hook runs
-their forward.
+The layers' own forwards see the shards, as does code of the engine `as_they_are`: so parameters
+cannot show themselves full by their class, as under ZeRO stage 3.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
