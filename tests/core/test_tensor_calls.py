@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import get_testing_overrides, resolve_name
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_shard.core import tensor_calls
@@ -18,9 +18,12 @@ from lightning_shard.core.tensor_calls import (
     OF_OBJECT,
     OF_SHAPE,
     PICKLES,
+    Exchanged,
     SeesCalls,
     SeesOperations,
     changed_by,
+    found_in,
+    map_only,
     name_of,
 )
 
@@ -80,6 +83,30 @@ def test_a_class_without_a_rule_says_so() -> None:
         silent.add(1)
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(NotImplementedError):
         torch.neg(silent)
+
+
+def test_arguments_are_walked_through_as_torch_does() -> None:
+    """The own walk is there for its speed; what is rare, such as a named tuple, is torch's."""
+    one = torch.ones(2)
+    values = [(one, {"a": [one, 2, None]}, "b"), one.max(0), torch.Size([1]), slice(0, 1), {1: ()}]
+
+    def doubled(tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+    expected = tree_map_only(Tensor, doubled, values)
+    assert str(map_only(Tensor, doubled, values)) == str(expected)
+    assert len(found_in(Tensor, values)) == 4
+
+
+def test_each_tensor_is_exchanged_once_and_given_back() -> None:
+    one, other = torch.ones(2), torch.zeros(2)
+    exchanged = Exchanged(Tensor, torch.clone)
+    first, (second, third) = exchanged.given((one, [one, other]))
+    assert first is second is not one
+    assert third is not other
+    back = exchanged.returned({"a": third, "b": [second, one]})
+    assert back["a"] is other
+    assert all(each is one for each in back["b"])
 
 
 def test_what_a_function_changes_is_known_however_it_is_told() -> None:

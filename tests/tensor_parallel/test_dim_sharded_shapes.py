@@ -84,6 +84,20 @@ STAYS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {  # sharded dimens
         3,
         1,
     ),
+    "einsum with an ellipsis": (
+        lambda x: torch.einsum(
+            "...hw,vw->...hv", x.view(B, T, 3, HEADS, WIDTH), torch.eye(2, WIDTH).double()
+        ),
+        3,
+        1,
+    ),
+    "einsum of a list": (
+        lambda x: torch.einsum(
+            "btkhw,h->bthk", [x.view(B, T, 3, HEADS, WIDTH), torch.arange(4.0).double()]
+        ),
+        2,
+        1,
+    ),
     "one of a kind with whole ones": (
         lambda x: torch.cat([x, torch.zeros(B, T, 3 * C)]),
         2,
