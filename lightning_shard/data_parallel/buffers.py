@@ -51,7 +51,8 @@ class BufferSync:
         self._seen: dict[_Key, tuple[Tensor, int]] = {}  # others, with their version then
         self._moving: set[_Key] = set()  # of others those that some rank has changed
         self._num_follows = 0
-        self._at_step: dict[_Key, Tensor] = {}  # where bits do not depend on ranks
+        self._begins_step = False  # where bits do not depend on ranks
+        self._at_step: dict[_Key, Tensor] = {}
         self._of_first: dict[_Key, Tensor] = {}
 
     def broadcast_all(self) -> None:
@@ -72,6 +73,9 @@ class BufferSync:
                 self._updated = self._updated.to(Updated.AWAITED)
         if self._differ is Differ.DUE:
             self._differ = self._differ.to(Differ.MAYBE)
+        if self._begins_step:
+            self._begins_step = False
+            self._at_step = {key: one.clone() for key, one, _ in self._each()}
 
     def note_update(self, *, ends: bool) -> None:
         """Note that an optimizer will step on this model, or (`ends`) that it has."""
@@ -116,9 +120,8 @@ class BufferSync:
         self._broadcast(self._following())
 
     def begin_micro_batch(self, *, is_first: bool) -> None:
-        """Where bits do not depend on ranks, note with what buffers a step begins."""
-        if is_first:
-            self._at_step = {key: one.clone() for key, one, _ in self._each()}
+        """Where bits do not depend on ranks, let the next `follow` note how a step begins."""
+        self._begins_step = is_first
 
     @torch.no_grad()
     def end_micro_batch(self, *, is_first: bool, is_last: bool) -> None:

@@ -277,15 +277,15 @@ class DataParallelEngine:
         place = self._positions.get(param) if self.options.compression is not None else None
         return None if place is None else self.gradients[place[0]].exchange
 
-    def count_micro_batches(self, number: int | None, in_each: int) -> None:
-        """Where sums have one order, say how many micro-batches of a step count, and sums of what.
+    def count_micro_batches(self, number: int | None, divisor: int | None = None) -> None:
+        """Where sums have one order, say how many micro-batches of a step count; None: all.
 
-        `number` is None where all count; `in_each` is that of the microbatches of each.
+        `divisor` is what their sum is divided by, where that is another number.
         """
         for one in self.gradients:
             if isinstance(one.exchange, TreeExchange):
                 one.exchange.num_micro_batches = number
-                one.exchange.num_in_each = in_each
+                one.exchange.divisor = divisor
 
     def slot_of(self, param: nn.Parameter) -> int:
         """Return the index of `param` in its buffer of gradients."""

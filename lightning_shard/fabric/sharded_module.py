@@ -34,6 +34,7 @@ from lightning_shard.data_parallel.kept_activations import KeptActivations
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.torch_private import Untraced, untraced_alone
 from lightning_shard.errors import ConfigError
+from lightning_shard.fabric.steps_in_order import StepsInOrder
 from lightning_shard.optim.host_step import refuse_offload
 from lightning_shard.optim.owned_parameters import parameters_to_own
 from lightning_shard.optim.sharded_optimizer import LaidOutAnew, ShardedOptimizer
@@ -345,8 +346,14 @@ class HeldModule:
 class ShardedModule(nn.Module):
     """What Fabric calls in the place of the user's module: each forward is a step of the engine."""
 
-    def __init__(self, held: HeldModule, differentiation: "Differentiation") -> None:
+    def __init__(
+        self,
+        held: HeldModule,
+        differentiation: "Differentiation",
+        in_order: StepsInOrder | None = None,
+    ) -> None:
         super().__init__()
+        self._in_order = in_order
         self.module = held.module
         self.held = held
         self._differentiation = differentiation
@@ -360,6 +367,8 @@ class ShardedModule(nn.Module):
         self.held.follow_model()
         engine = self.held.present_engine
         self._is_inside = True
+        if self._in_order is not None:
+            self._in_order.before_forward(engine)
         try:
             with Untraced(engine.step()), Untraced(self.held.activations.forward(args, kwargs)):
                 outputs = self.module(*args, **kwargs)

@@ -47,11 +47,13 @@ from lightning_shard.fabric.sharded_module import (
     UsedEngines,
     engines_of,
 )
+from lightning_shard.fabric.steps_in_order import StepsInOrder
 from lightning_shard.optim.clipping import clip_grad_norm, clip_grad_value
 from lightning_shard.optim.host_step import warn_of_cpu_ranks
 from lightning_shard.precision.policy import dtype_policy
 from lightning_shard.precision.scaler import ShardedGradScaler, device_scale
 from lightning_shard.strategies.joining import LocalRanks, OnLocalRanks, check_num_nodes
+from lightning_shard.strategies.micro_batches import only_deterministic
 from lightning_shard.strategies.names import check_interactive
 from lightning_shard.strategies.options import FabricLightningOptions, FabricOptions, OptionNames
 from lightning_shard.strategies.trainer.logs.experiments import shared_loggers
@@ -100,16 +102,19 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
     Attributes:
         bucket_choice: What `bucket_mb="auto"` has come to for the last module that was set up.
+        in_order: Counts micro-batches during a launch, where `same_bits` is set; else None.
     """
 
     stage: ClassVar[int]
     bucket_choice: BucketChoice | None = None
+    in_order: StepsInOrder | None = None
     _collectives: Collectives | None = None
 
     @takes(FabricOptions)
     def __init__(self, options: FabricOptions) -> None:
         self._reduce_dtype = options.reduce_dtype
         self._options = options.engine_options(self.stage)
+        self._num_micro_batches = options.num_micro_batches
         self.held: list[HeldModule] = []
         self._differentiation, self._in_launch = Differentiation(), ExitStack()
         self.local_ranks = LocalRanks(options, "Fabric")
@@ -120,6 +125,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process or rank."""
         own: dict[str, Any] = {"_collectives": None, "held": [], "_in_launch": ExitStack()}
+        own["in_order"] = None
         return {**vars(self), **own}
 
     @override
@@ -134,6 +140,14 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         self._in_launch.enter_context(asking(self._differentiation))
         self._in_launch.enter_context(shared_loggers())
         share_scaler(self.precision, self._all_views, [self.collectives], self.root_device)
+        if self._options.same_bits:
+            self._in_launch.enter_context(only_deterministic())
+            self.in_order = StepsInOrder(
+                self.collectives,
+                self.root_device,
+                stage=self.stage,
+                num_own=self._num_micro_batches,
+            )
 
     @override
     def leave(self) -> None:
@@ -155,7 +169,7 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         for one in held:
             one.release(restore=restore)
         self._in_launch.close()
-        self._collectives = None
+        self._collectives = self.in_order = None
 
     # --- which rank this is -----------------------------------------------------------------------
 
@@ -297,12 +311,15 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         if optimizers:
             check_same_optimizers(list(optimizers), module, self.collectives)
         self._give_back_unused()
+        if self.in_order is not None:
+            precision = str(self.precision.precision)
+            self.in_order.check(module, precision, is_first=not self.held)
         held = HeldModule(
             module, optimizers, self._make_engine, options=self._options, rank=self.collectives.rank
         )
         warn_of_cpu_ranks(self._options, self.root_device)
         self.held.append(held)
-        wrapped = ShardedModule(held, self._differentiation)
+        wrapped = ShardedModule(held, self._differentiation, self.in_order)
         held.wrapper = ref(wrapped)
         return wrapped
 
@@ -333,7 +350,9 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         )
         if options.bucket_mb == "auto":
             options = self._with_buckets(options, module, groups)
-        return DataParallelEngine(module, groups, options)
+        engine = DataParallelEngine(module, groups, options)
+        engine.count_micro_batches(None, divisor=groups.dp.size)  # a step is the sum of backwards
+        return engine
 
     def _with_buckets(
         self, options: EngineOptions, module: nn.Module, groups: DataGroups
@@ -386,8 +405,23 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
         with ExitStack() as stack:
             stack.enter_context(self._differentiation.running())
             for number, engine in enumerate(engines):
+                if self.in_order is not None:
+                    stack.enter_context(self.in_order.backward(engine))
                 stack.enter_context(engine.backward(partial(used.has, number)))
             super().backward(tensor, module, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Let an optimizer update shards; each rank must call."""
+        result = super().optimizer_step(optimizer, **kwargs)
+        if self.in_order is not None:
+            self.in_order.end_step()
+        return result
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return what Fabric's loader iterates over."""
+        return dataloader if self.in_order is None else self.in_order.dealt(dataloader)
 
     # --- states -----------------------------------------------------------------------------------
 

@@ -64,6 +64,9 @@ def _norm_over(
                 f"Rank {engine.collectives.rank}: same_bits=True, but a norm of p={norm_type} was "
                 f"asked for, expected p=2 or infinity, whose bits do not depend on shards."
             )
+        if engine.options.stage == 0:  # each rank has all gradients, and sums up its part of them
+            over = [*over, engine.collectives]
+            grads = grads[engine.collectives.rank :: engine.collectives.size]
         return exact_norm(grads, over, engine.device).to(dtype)
     local = torch.zeros((), dtype=dtype, device=engine.device)  # torch's, of none, is the host's
     if grads:

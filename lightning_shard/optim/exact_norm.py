@@ -29,7 +29,9 @@ def exact_norm(
     """
     greatest = torch.zeros((), dtype=torch.float64, device=device)
     for grad in (one for one in grads if one.numel()):
-        greatest = torch.maximum(greatest, grad.abs().max().double().nan_to_num(nan=torch.inf))
+        lowest, highest = torch.aminmax(grad)
+        largest = torch.maximum(-lowest, highest).double()
+        greatest = torch.maximum(greatest, largest.nan_to_num(nan=torch.inf))
     for group in groups:
         group.all_reduce(greatest, "max").wait()
     scale = torch.ldexp(torch.ones_like(greatest), -torch.frexp(greatest).exponent)

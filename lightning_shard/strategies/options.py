@@ -247,15 +247,22 @@ class FabricLightningOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FabricOptions(SentOptions, RanksOptions, FabricLightningOptions):
-    """What replicated data parallel and ZeRO take under Fabric."""
+    """What replicated data parallel and ZeRO take under Fabric.
+
+    Attributes:
+        num_micro_batches: Batches that each rank sends backward for a step; `same_bits` counts
+            them.
+    """
+
+    num_micro_batches: AtLeastOne = 1
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         super().__post_init__()
-        if self.same_bits:
+        if self.num_micro_batches > 1 and not self.same_bits:
             raise ConfigError(
-                "same_bits=True deals samples and counts micro-batches in a Trainer's loops, but "
-                "under Fabric these are the script's own. Use a Trainer."
+                f"num_micro_batches={self.num_micro_batches} counts the backwards of a step for "
+                f"same_bits=True, which is not set. Leave it out, or set same_bits."
             )
 
 

@@ -255,7 +255,8 @@ class RunSteps(RunPart):
         ranks = strategy.collectives
         deals = self.run.same_bits.is_on and not strategy.assigns_samples
         if deals and module is not None and not is_predicting:
-            loader = self.run.same_bits.dealt(loader, is_training=bool(module.trainer.training))
+            dealing = self.run.same_bits.dealing()
+            loader = dealing.dealt(loader, is_training=bool(module.trainer.training))
         lengths = lengths_on_ranks(loader, ranks)
         if is_predicting:  # Lightning gives each rank its own samples, none twice
             self._may_differ_in_batches |= len(set(lengths)) > 1 or None in lengths

@@ -82,6 +82,20 @@ class Images(L.LightningModule):
         return TensorDataset(images, torch.arange(num_samples) % 5)
 
 
+class Centred(Images):
+    """Takes a running mean off its images, which it uses as it changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        if self.training:
+            self.mean.mul_(0.9).add_(images.mean(), alpha=0.1)
+        return super().loss((images - self.mean.clone(), labels))
+
+
 class DrawingData(Dataset[Any]):
     """Images that are drawn, and turned, each time that one is read."""
 
@@ -103,7 +117,12 @@ class Drawn(Images):
         return DrawingData(num_samples)
 
 
-KINDS: dict[str, Callable[[], Any]] = {"images": Images, "drawn": Drawn, **MODELS}
+KINDS: dict[str, Callable[[], Any]] = {
+    "images": Images,
+    "centred": Centred,
+    "drawn": Drawn,
+    **MODELS,
+}
 
 
 def checksum(*of: Any) -> str:
@@ -211,6 +230,13 @@ def test_processes_have_the_bits_of_one_rank(strategy: str, backend: str, tmp_pa
 def test_a_loader_that_does_not_shuffle_keeps_its_order_on_any_ranks(tmp_path: Path) -> None:
     """Lightning shuffled for several ranks, so that one rank had other micro-batches."""
     assert len(digests(tmp_path, [("zero2", 1), ("zero2", 2)], shuffle=False)) == 1
+
+
+@pytest.mark.slow
+def test_a_micro_batch_begins_with_the_buffers_of_the_step_on_every_rank(tmp_path: Path) -> None:
+    """The second one of a rank began with what the rank's own first one had left before."""
+    cases = [("zero1", 1), ("zero1", 2), ("zero2", 2), ("zero3", 4)]
+    assert len(digests(tmp_path, cases, model="centred")) == 1
 
 
 @pytest.mark.slow

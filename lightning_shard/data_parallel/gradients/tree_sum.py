@@ -73,12 +73,12 @@ class TreeExchange(Exchange):
     Attributes:
         ends_step: Whether what begins to travel is the last of a step on this rank.
         num_micro_batches: How many a step has on all ranks; those beyond them count for nothing.
-        num_in_each: Number of microbatches that each of them is the sum of.
+        divisor: What the sum of all is divided by; None for their number.
     """
 
     ends_step = True
     num_micro_batches: int | None = None
-    num_in_each = 1
+    divisor: int | None = None
 
     def __init__(self, buffer: FlatBuffer, groups: DataGroups) -> None:
         super().__init__(buffer)
@@ -167,9 +167,9 @@ class TreeExchange(Exchange):
             self._finish()
 
     def _finish(self) -> None:
-        num_micro_batches = self._all.count * self._num_own * self.num_in_each
+        divisor = self.divisor or self._all.count * self._num_own
         own = self._out[self._own_part] if self.buffer.keeps_all else self._out
-        own.copy_(self._all.take().div_(num_micro_batches))
+        own.copy_(self._all.take().div_(divisor))
         if self.buffer.keeps_all and self._ranks.size > 1:
             self._second = self._ranks.all_gather(self._out, own, sizes=self._sizes, async_op=True)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_shard.strategies.same_bits import number_in_step
+from lightning_shard.strategies.micro_batches import number_in_step
 from lightning_shard.tools.proving.comparison import Difference, deviation, in_order
 from lightning_shard.tools.proving.records import Place, Records
 from lightning_shard.tools.proving.runs import Recorder, Subject
