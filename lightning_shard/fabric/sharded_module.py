@@ -31,6 +31,8 @@ from lightning_shard.data_parallel.differentiation import Gradients, Run
 from lightning_shard.data_parallel.engine import DataParallelEngine
 from lightning_shard.data_parallel.gradients.reducer import HAS_ARRIVED
 from lightning_shard.data_parallel.kept_activations import KeptActivations
+from lightning_shard.data_parallel.memory.inner_tensors import join_entries, take_entries_apart
+from lightning_shard.data_parallel.memory.quantised import give_back, take_over
 from lightning_shard.data_parallel.options import EngineOptions
 from lightning_shard.data_parallel.torch_private import Untraced, untraced_alone
 from lightning_shard.errors import ConfigError
@@ -92,18 +94,23 @@ class FullModuleState:
             for param, full in engine.full_values.each(everywhere=True, without=others):
                 value = full if _is_own(full, param) else full.clone()
                 state.update(dict.fromkeys(names.get(param, ()), value))
+        if not prefix:
+            join_entries(module, state)
 
     def _hooks_of_loading(self, part: nn.Module) -> Sequence[RemovableHandle]:
-        def before(module: nn.Module, *_: Any) -> None:
+        def before(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
             if self._loaded is None and id(module) in self._parts and self.engine is not None:
                 self._loaded = module
+                take_entries_apart(module, state)
                 self._begin_loading(self.engine)
 
         def after(module: nn.Module, incompatible: Any) -> None:
             if self._loaded is module:
-                lacking = set(incompatible.missing_keys)
-                loaded = {p for name, p in module.named_parameters() if name not in lacking}
-                self._end_loading(loaded)
+                lacking, named = set(incompatible.missing_keys), dict(module.named_parameters())
+                # torch takes names of inner tensors, which have a dot, for those of modules
+                unexpected = incompatible.unexpected_keys
+                unexpected[:] = [name for name in unexpected if name not in named]
+                self._end_loading({p for name, p in named.items() if name not in lacking})
 
         return (
             part.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
@@ -250,6 +257,7 @@ class HeldModule:
 
     def _start(self, owned: Collection[nn.Parameter]) -> None:
         stage_cuts = self._engine is None or self._engine.options.stage > 0
+        take_over(self.module)
         self._state = FullModuleState(self.module)  # its hooks run before the engine's
         self._engine = engine = self._make_engine(self.module, owned if stage_cuts else ())
         self._state.engine = engine
@@ -318,6 +326,8 @@ class HeldModule:
             engine.adoption.part_from_shards()
         engine.user_code.runs = engine.user_code.is_a_loop = False
         engine.detach(restore=restore)
+        if restore:
+            give_back(self.module)
 
     def release(self, *, restore: bool) -> None:
         """Detach the engine; with `restore` module and optimizers' states are full, collective."""

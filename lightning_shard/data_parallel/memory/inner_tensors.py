@@ -175,6 +175,13 @@ def inner_entries(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, An
     return inner
 
 
+def take_entries_apart(model: nn.Module, state: dict[str, Any]) -> None:
+    """Let a state that is loaded have inner tensors where it has parameters made of them."""
+    inner = {**inner_entries(model, state)}
+    state.clear()
+    state.update(inner)
+
+
 def _join_again(
     params: dict[str, nn.Parameter | None],
     name: str,
