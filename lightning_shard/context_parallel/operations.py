@@ -208,11 +208,9 @@ def _take_along(func: Any, sharded: Any, indices: Any, dim: Any = None) -> Any:
 
 def _like(func: Any, sharded: Any, *args: Any, **kwargs: Any) -> Any:
     """Make a full tensor like one that is cut: random numbers are those of a single device."""
-    part = part_of(sharded)
-    if part is None:
+    if part_of(sharded) is None:
         return NotImplemented
-    shown = part.local.detach().new_empty(()).expand(tuple(part.full_shape))
-    return func(shown, *args, **kwargs)
+    return func(_shaped(sharded), *args, **kwargs)
 
 
 def _triangle(func: Any, sharded: Any, diagonal: int = 0) -> Any:

@@ -246,14 +246,14 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args[0].copy_(args[1])
         return None
     if name == "__deepcopy__":
-        return _shown(first.beside(first.local.clone()), found, like)
+        return _shown(first.beside(first.local.clone()), found)
     if name_of(func) in _ELEMENTS:
         raise refusal(name, first)
     try:
         result = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
         raise refusal(f"{name or func}", first, str(error)) from error
-    return map_only(ShardedTensor, lambda one: _shown(one, found, like), result)
+    return map_only(ShardedTensor, lambda one: _shown(one, found), result)
 
 
 def _plain_targets(func: Any, args: Sequence[Any], kwargs: Kwargs) -> list[Tensor]:
@@ -295,7 +295,7 @@ def _with_operands(given: Any, name: str, found: _Found, like: AveragedGradient)
     return args, kwargs
 
 
-def _shown(result: ShardedTensor, found: _Found, like: AveragedGradient) -> Tensor:
+def _shown(result: ShardedTensor, found: _Found) -> Tensor:
     """Return the gradient that user code has changed in place, or a new one with the result."""
     for gradient, sharded in found:
         if result is sharded:
