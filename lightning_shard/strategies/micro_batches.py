@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, get_worker_info
 from typing_extensions import override
 
 from lightning_shard.core import settings
@@ -31,19 +31,21 @@ TRAINING, EVALUATION = range(2)
 class NumberedSamples(list[Any]):
     """The indices of a batch's samples, of which each micro-batch begins random numbers anew.
 
-    It does so when they are read one by one, in the process that does, which may be a worker.
+    It does so when they are read one by one, in the process that does, which may be a worker, which
+    has a data set of its own.
     """
 
-    def __init__(self, indices: Sequence[Any], seeds: Sequence[int]) -> None:
+    def __init__(self, indices: Sequence[Any], seeds: Sequence[int], dataset: Any = None) -> None:
         super().__init__(indices)
-        self._seeds = seeds
+        self._seeds, self._dataset = seeds, dataset
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        size = -(-len(self) // len(self._seeds))
+        size, worker = -(-len(self) // len(self._seeds)), get_worker_info()
+        dataset = self._dataset if worker is None else worker.dataset
         for place in range(len(self)):
             if place % size == 0:
-                _begin_from(self._seeds[place // size])
+                _begin_reading(dataset, self._seeds[place // size])
             yield self[place]
 
     @override
@@ -81,13 +83,32 @@ class DealtBatches:
         for number in self._numbers:
             parts = range(number * self._in_each, (number + 1) * self._in_each)
             seeds = [_seed_of(self._kind, given.epoch, part) for part in parts]
-            _begin_from(seeds[0])  # for what is read all at once
-            yield NumberedSamples(order[number * size : (number + 1) * size], seeds)
+            _begin_reading(given.dataset, seeds[0])  # for what is read all at once
+            samples = order[number * size : (number + 1) * size]
+            yield NumberedSamples(samples, seeds, given.dataset)
 
 
 def begin_random_numbers(*of: int, device: torch.device | None = None) -> None:
     """Let torch's, numpy's and Python's random numbers follow from the job's seed and these."""
     _begin_from(_seed_of(*of), device)
+
+
+def _begin_reading(dataset: Any, seed: int) -> None:
+    """Begin the generators of this process anew, and those that a data set and its parts keep."""
+    _begin_from(seed)
+    parts = [dataset]
+    for part in parts:
+        for one in getattr(part, "__dict__", {}).values():
+            if isinstance(one, torch.Generator):
+                one.manual_seed(seed)
+            elif isinstance(one, random.Random | np.random.RandomState):
+                one.seed(seed)
+            elif isinstance(one, np.random.Generator):
+                one.bit_generator.state = type(one.bit_generator)(seed).state
+            else:
+                held = one if isinstance(one, list | tuple) else [one]
+                found = [each for each in held if isinstance(each, Dataset)]
+                parts += [each for each in found if all(each is not known for known in parts)]
 
 
 def _seed_of(*of: int) -> int:

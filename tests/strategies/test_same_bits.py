@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_shard import (
     ConfigError,
@@ -101,20 +101,24 @@ class DrawingData(Dataset[Any]):
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
+        self.of_numpy, self.of_torch = np.random.default_rng(0), torch.Generator()
+        self.of_python = random.Random(0)
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = torch.randn(3, 4, 4) + index + float(np.random.rand())
-        return (image.flip(-1) if random.random() < 0.5 else image), index % 5
+        image = torch.randn(3, 4, 4) + index + float(np.random.rand() + self.of_numpy.random())
+        image += torch.randn((), generator=self.of_torch)
+        is_turned = random.random() + self.of_python.random() < 1
+        return (image.flip(-1) if is_turned else image), index % 5
 
 
 class Drawn(Images):
     """Trains on images that are drawn when they are read."""
 
     def data(self, num_samples: int) -> Dataset[Any]:
-        return DrawingData(num_samples)
+        return Subset(DrawingData(num_samples), range(num_samples))
 
 
 KINDS: dict[str, Callable[[], Any]] = {

@@ -30,7 +30,7 @@ from tests.strategies.test_same_bits import (
 )
 from tests.trainers import SILENT
 
-pytestmark = ignoring(".*sync_dist=True.*", ".*smaller than the logging interval")
+pytestmark = ignoring(".*sync_dist=True.*", ".*smaller than the logging", "The dirpath has changed")
 
 
 class Staged(Images):
@@ -81,6 +81,7 @@ def fit(
     precision: Any = "32-true",
     module: Any = None,
     size: int = MICRO_BATCHES * BATCH * 3,
+    resumed: Path | None = None,
     **options: Any,
 ) -> tuple[str, str]:
     """Train through stages, and return the digest of what is saved, and what is logged."""
@@ -112,7 +113,8 @@ def fit(
     )
     data = module.data(size)
     loaders = [DataLoader(data, batch_size=BATCH * in_batch, shuffle=one) for one in (True, False)]
-    trainer.fit(module, loaders[0], loaders[1] if isinstance(module, Images) else None)
+    validated = loaders[1] if isinstance(module, Images) else None
+    trainer.fit(module, loaders[0], validated, ckpt_path=resumed)
     last = torch.load(folder / "saved" / f"step={NUM_STEPS}.ckpt", weights_only=False)
     logged = folder / "logs" / "version_0" / "metrics.csv"
     text = logged.read_text() if isinstance(module, Images) else ""
@@ -132,6 +134,13 @@ def test_every_number_of_stages_has_the_same_bits(
 ) -> None:
     """One rank with `num_microbatches`, too: weights, buffers, optimizer state, logged losses."""
     assert fit(tmp_path, model=model, num_stages=num_stages) == one_rank(model)
+
+
+@pytest.mark.slow
+def test_what_one_rank_has_begun_goes_on_through_stages(tmp_path: Path) -> None:
+    """A file of the middle of an epoch, where a step was eight batches and is one."""
+    _, _, last = of_ranks.fit(tmp_path / "one", model="staged", num_steps=2)
+    assert fit(tmp_path / "stages", resumed=last)[0] == one_rank("staged")[0]
 
 
 @pytest.mark.slow
