@@ -8,6 +8,7 @@ module ──stand-ins──> split layers ──> stages         shared by the 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self, TypeVar, cast
 
 import lightning_utilities.core.apply_func as apply_func
@@ -19,6 +20,8 @@ from lightning_shard.backends.collectives import Collectives
 from lightning_shard.backends.pending import StartedTransfer
 from lightning_shard.backends.traffic import Traffic
 from lightning_shard.core.mesh import Axis
+from lightning_shard.data_parallel.memory.inner_tensors import take_apart, with_changed
+from lightning_shard.data_parallel.memory.quantised import is_quantised
 from lightning_shard.data_parallel.recompute.checkpointed_blocks import checkpointed_blocks
 from lightning_shard.data_parallel.torch_private import (
     FakeTensor,
@@ -44,13 +47,44 @@ M = TypeVar("M", bound=nn.Module)
 def copied_with(
     stand_in: Callable[[Tensor], Tensor], module: M, left_out: Iterable[object] = ()
 ) -> M:
-    """Copy a module with other tensors for its parameters and buffers; ties stay ties."""
+    """Copy a module with other tensors for its parameters and buffers; ties stay ties.
+
+    Those that are made of several tensors are taken apart, as in a run.
+    """
     memo: dict[int, Any] = {id(one): None for one in left_out}
     for param in module.parameters():
-        memo[id(param)] = nn.Parameter(stand_in(param), requires_grad=param.requires_grad)
+        made = with_changed(param, stand_in)
+        memo[id(param)] = nn.Parameter(made, requires_grad=param.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = stand_in(buffer)
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    take_apart(copied)
+    for name, layer in module.named_modules():
+        weight = layer._parameters.get("weight")
+        if isinstance(layer, nn.Linear) and weight is not None and is_quantised(weight):
+            without_elements: Any = copied.get_submodule(name)
+            without_elements.forward = partial(_quantised_product, without_elements)
+    return copied
+
+
+class _Product(torch.autograd.Function):
+    """A product with a weight that is unpacked for it, in backward once more: it saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.shape = shape
+        return x @ x.new_empty(shape).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ grads[0].new_empty(ctx.shape), None
+
+
+def _quantised_product(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Compute as a layer of bitsandbytes does, which looks at elements and scales."""
+    shape = layer.out_features, layer.in_features
+    product: Tensor = _Product.apply(x, shape)  # type: ignore[no-untyped-call]
+    return product if layer.bias is None else product + layer.bias.to(product.dtype)
 
 
 class NoElements:

@@ -384,6 +384,14 @@ class Saves(L.Callback):
             assert checkpoint["state_dict"]["blocks.0.base.bias"].sum() is not None
 
 
+def test_a_dry_run_counts_elements_as_they_are() -> None:
+    """Tensors made of several were counted in float32."""
+    batch = [torch.zeros(4, WIDTH)]
+    found = ZeRO3Strategy(**RANKS).dry_run(Net("several"), batch, world_size=2)
+    base, others = WIDTH * WIDTH + WIDTH + 2 * 4 * WIDTH, 2 * 4 * WIDTH * 4
+    assert found.ranks[0].memory.parameters == pytest.approx(BLOCKS * (base + others) / 2, rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("looked_at", [False, True])
 @pytest.mark.parametrize(

@@ -133,6 +133,25 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
+class Held(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.bytes = trainer.strategy.held_bytes()
+
+
+@pytest.mark.parametrize("scheme", ["zero2", "zero3"])
+@pytest.mark.parametrize("name", ["four bits", "eight bits", "inner tensors", "documented"])
+def test_a_dry_run_counts_a_quantised_base(name: str, scheme: str) -> None:
+    """Layers of bitsandbytes raised, and torchao's were counted in float32."""
+    batch = [torch.zeros(2, models.CONTEXT, dtype=torch.long)]
+    texts, strategy = Texts(MODELS[name](), 0.5), SCHEMES[scheme]()
+    found = strategy.dry_run(texts, batch, world_size=4 if scheme == "zero3" else 2)
+    held = Held()
+    quiet_trainer(SCHEMES[scheme](), max_steps=1, callbacks=[held]).fit(texts)
+    memory = found.ranks[0].memory
+    assert memory.parameters == held.bytes.parameters
+    assert memory.gradients == held.bytes.gradients
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("name", ["four bits", "eight bits", "inner tensors", "documented"])
 def test_adapters_go_on_on_another_number_of_ranks(

@@ -10,7 +10,7 @@ compiled, and is made of others by `__tensor_unflatten__`; inner tensors may be 
 themselves. Inner tensors keep their digits: none is rounded for autocast.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -71,6 +71,15 @@ def is_inner(tensor: Tensor) -> bool:
 def is_taken_apart(module: nn.Module) -> bool:
     """Whether a run has taken parameters of a module, or of one in it, apart."""
     return any(_MADE in vars(one) for one in module.modules())
+
+
+def with_changed(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor, or one that is made of several of them, changed."""
+    if not is_composed(tensor):
+        return change(tensor)
+    inner: dict[str, nn.Parameter] = {}
+    made = _decompose(tensor, "", inner)
+    return made.join("", {name: change(one) for name, one in inner.items()})
 
 
 def take_apart(model: nn.Module) -> None:
