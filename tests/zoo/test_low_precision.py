@@ -133,6 +133,26 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
+class LateTexts(Texts):
+    """Loads its model when the ranks are there."""
+
+    def __init__(self, network: nn.Module, lr: float) -> None:
+        super().__init__(nn.Identity(), lr)
+
+    def configure_model(self) -> None:
+        if isinstance(self.network, nn.Identity):
+            torch.manual_seed(11)
+            self.network = MODELS["documented"]()
+
+
+@pytest.mark.parametrize("scheme", ["zero2", "zero3"])
+def test_four_bits_are_loaded_in_configure_model(scheme: str) -> None:
+    module = LateTexts(nn.Identity(), 0.5)
+    quiet_trainer(SCHEMES[scheme](), max_steps=NUM_STEPS).fit(module)
+    expected = torch.tensor(on_one_device("documented").losses)
+    torch.testing.assert_close(torch.tensor(module.losses), expected)
+
+
 class Held(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.bytes = trainer.strategy.held_bytes()
