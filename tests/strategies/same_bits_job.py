@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from tests.strategies.pipeline_parallel.test_same_bits import fit as through_stages
 from tests.strategies.test_same_bits import fit
 
 
@@ -20,5 +21,8 @@ def tell(folder: Path, told: str) -> None:
 if __name__ == "__main__":
     backend, strategy, num_ranks, place = sys.argv[1:]
     folder = Path(place)
-    saved, logged, _ = fit(folder, strategy=strategy, num_ranks=int(num_ranks), backend=backend)
+    if strategy == "pipeline_parallel":
+        saved, logged = through_stages(folder, num_stages=int(num_ranks), backend=backend)
+    else:
+        saved, logged, _ = fit(folder, strategy=strategy, num_ranks=int(num_ranks), backend=backend)
     tell(folder, saved + logged)

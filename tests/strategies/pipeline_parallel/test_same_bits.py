@@ -1,5 +1,7 @@
 """Pipelines with `same_bits=True` have the bits of one rank that takes their microbatches."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigError, HybridParallelStrategy, PipelineParallelStrategy
 from lightning_shard.pipeline_parallel.schedules import SCHEDULES
+from tests.patience import patient
 from tests.strategies import test_same_bits as of_ranks
 from tests.strategies.models import PIPELINE_MODELS
 from tests.strategies.parity import SMALL_BUCKET_MB, ignoring
@@ -82,18 +85,22 @@ def fit(
     module: Any = None,
     size: int = MICRO_BATCHES * BATCH * 3,
     resumed: Path | None = None,
+    backend: str = "in_process",
     **options: Any,
 ) -> tuple[str, str]:
     """Train through stages, and return the digest of what is saved, and what is logged."""
     L.seed_everything(7)
     module = KINDS[model]() if module is None else module
     in_batch = MICRO_BATCHES // (num_copies * accumulated)
-    given = {"num_ranks": num_stages * num_copies, "num_microbatches": in_batch} | options
+    given = {"num_microbatches": in_batch} | options
+    num_ranks, is_here = num_stages * num_copies, backend == "in_process"
+    if is_here:
+        given["num_ranks"] = num_ranks
     kind: Any = PipelineParallelStrategy
     if "zero_stage" in options:
         kind, given["pipeline_parallel_size"] = HybridParallelStrategy, num_stages
     strategy = kind(
-        backend="in_process", same_bits=True, bucket_mb=SMALL_BUCKET_MB, announce=False, **given
+        backend=backend, same_bits=True, bucket_mb=SMALL_BUCKET_MB, announce=False, **given
     )
     logger = CSVLogger(folder / "logs", name="", version=0)
     saved = ModelCheckpoint(
@@ -102,7 +109,7 @@ def fit(
     trainer = L.Trainer(
         **SILENT | {"logger": logger, "enable_checkpointing": True},
         accelerator="cpu",
-        devices=1,
+        devices=1 if is_here else num_ranks,
         strategy=strategy,
         precision=precision,
         max_steps=NUM_STEPS,
@@ -147,6 +154,15 @@ def test_what_one_rank_has_begun_goes_on_through_stages(tmp_path: Path) -> None:
 def test_data_that_is_drawn_follows_the_microbatch(tmp_path: Path) -> None:
     """A batch drew the samples of all its microbatches in one go."""
     assert fit(tmp_path, module=DrawnStaged()) == one_rank("drawn_staged")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_stages_in_processes_have_the_bits_of_one_rank(backend: str, tmp_path: Path) -> None:
+    """Random numbers travel as messages do."""
+    command = f"-m tests.strategies.same_bits_job {backend} pipeline_parallel 2 {tmp_path}".split()
+    subprocess.run([sys.executable, *command], check=True, timeout=patient(120))
+    assert (tmp_path / "digest").read_text() == "".join(one_rank("staged"))
 
 
 @pytest.mark.slow
