@@ -583,6 +583,8 @@ class DataParallelEngine:
         self._remove_hooks()
         if restore:
             self.adopt_assigned()
+            if self.adoption.places.takes_newcomers:
+                self.adoption.part_from_shards()
             self.buffers.end()
         if self._unsharder is not None:
             if restore:

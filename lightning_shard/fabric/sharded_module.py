@@ -322,8 +322,6 @@ class HeldModule:
 
     def _give_back(self, engine: DataParallelEngine, *, restore: bool) -> None:
         self._state.remove()
-        if restore:
-            engine.adoption.part_from_shards()
         engine.user_code.runs = engine.user_code.is_a_loop = False
         engine.detach(restore=restore)
         if restore:

@@ -575,8 +575,6 @@ class LaidOutAnew:
                 param: grad.full_tensor() if isinstance(grad, _IN_SHARDS) else grad.clone()
                 for param, grad in grads.items()
             }
-            if engine.adoption.places.are_others:
-                engine.adoption.part_from_shards()
 
     def detach_optimizers(self) -> None:
         """Let optimizers update full parameters, once the engine is off the model."""

@@ -476,6 +476,8 @@ class DataParallelStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.run.checkpoints.check_saves()  # first: other ranks may be elsewhere
+        if self.run.engine is not None and self.run.engine.has_other_parameters():
+            self.run.setup.follow_model()
         for one in self.dimensions:
             one.share_state()
         with self.run.hooks.in_agreement(), self.run.setup.hidden():

@@ -272,6 +272,34 @@ def test_what_optimizers_keep_and_sum_up_goes_on(kind: str, stage: str) -> None:
     assert_alike(got, fit(summing, **options))
 
 
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("stage", ["shard_ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("kind", ["weight norm, told", "weight norm", "head of another shape"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_end"])
+def test_what_is_exchanged_last_is_saved_and_left_full(
+    hook: str, kind: str, stage: str, tmp_path: Path
+) -> None:
+    """What a hook had made of shards just before a save, or the end, stayed in shards."""
+
+    def last(self: Changing, *_: Any) -> None:
+        if self.global_step == 10:
+            self.changes[0](self)
+            if hook == "on_train_batch_end":
+                self.trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    style = type(
+        "Last", (changing(kind, "on_train_start"),), {hook: last, "on_train_start": nothing}
+    )
+    expected = fit(style).weights
+    found = [torch.load(tmp_path / "last.ckpt")] if hook == "on_train_batch_end" else []
+    got = fit(style, f"{stage}_in_process", devices=2).weights
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for alone in found:
+        ours = torch.load(tmp_path / "last.ckpt")
+        for key in ("state_dict", "optimizer_states"):
+            torch.testing.assert_close(ours[key], alone[key], rtol=1e-5, atol=1e-5)
+
+
 LOSING = ["weight norm, told"]  # parameters that have a gradient of the batch before
 
 
