@@ -112,7 +112,7 @@ def without_elements(
     With `elements` it is a tensor that has one for so many of the parameter's.
     """
     if dtype is None:
-        is_here = engine.split.is_here(param)
+        is_here = engine.knows(param) and engine.split.is_here(param)
         dtype = engine.owner(param)[0].master_dtype if is_here else param.dtype
     shape = engine.full_shape(param)
     shape = part_shape(shape, elements) if elements > 1 else shape

@@ -184,6 +184,7 @@ class OptimizerView:
         """Show shards again; what user code has zeroed or set in `.grad` stays so."""
         for gradients in self._gradients:
             gradients.flat.present_shards(sharded=False)
+            gradients.flat.see_assigned()  # of `param.set_(full)`, unseen
             gradients.buffer.observe_all()
             presented = gradients.buffer.presented()
             for param, grad in zip(gradients.flat.params, presented, strict=True):

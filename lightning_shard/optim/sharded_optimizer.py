@@ -118,9 +118,8 @@ class EditedState:
         groups = self._optimizer.param_groups
         if self._num_params != (number := sum(len(group["params"]) for group in groups)):
             self._num_params = number
-            self._waiting = [
-                param for param in params_of(self._optimizer) if not is_stepped(param, self._engine)
-            ]
+            params = params_of(self._optimizer)
+            self._waiting = [param for param in params if not is_stepped(param, self._engine)]
         ready = [param for param in self._waiting if param.grad is not None]
         if ready:
             known = set(ready)
@@ -321,21 +320,17 @@ class ReplacedParameters:
             group["params"] = params
 
     def _refuse_strangers(self, listed: Collection[nn.Parameter], *, of_update: bool) -> None:
-        engine = self._engine
+        waits, rank = self._engine.adoption.places.takes_newcomers, self._engine.collectives.rank
         for param in listed:
-            waits = engine.adoption.places.takes_newcomers and not (
-                of_update and param.grad is not None
-            )
-            if engine.knows(param) or waits:
+            if self._engine.knows(param) or (waits and not (of_update and param.grad is not None)):
                 continue
             raise ConfigError(
-                f"Rank {engine.collectives.rank}: {type(self._optimizer).__name__} was given a "
-                f"parameter of shape {tuple(param.shape)} in the middle of the fit that the "
-                f"ranks do not share, expected one that the model has had from the beginning, or, "
-                f"under shard_ddp, zero1, zero2 and zero3 without compression, one without a "
-                f"gradient before the next batch. Register it in __init__ or configure_model, and "
-                f"freeze it there until it is to be trained; exchange parameters between an update "
-                f"and the next batch."
+                f"Rank {rank}: {type(self._optimizer).__name__} was given a parameter of shape "
+                f"{tuple(param.shape)} in the middle of the fit that the ranks do not share, "
+                f"expected one that the model has had from the beginning, or, under shard_ddp, "
+                f"zero1, zero2 and zero3 without compression, one without a gradient before the "
+                f"next batch. Register it in __init__ or configure_model, and freeze it there "
+                f"until it is to be trained; exchange parameters between an update and a batch."
             )
 
     def _refuse_lost(self, listed: Collection[nn.Parameter]) -> None:
@@ -569,11 +564,11 @@ class LaidOutAnew:
             for one in (sharded if engine.options.stage else ())
         ]
         with engine.user_code.running():
-            held = [param for flat in engine.flats for param in flat.params]
-            grads = {param: param.grad for param in held if param.grad is not None}
             self._grads = {
                 param: grad.full_tensor() if isinstance(grad, _IN_SHARDS) else grad.clone()
-                for param, grad in grads.items()
+                for flat in engine.flats
+                for param in flat.params
+                if (grad := param.grad) is not None
             }
 
     def detach_optimizers(self) -> None:

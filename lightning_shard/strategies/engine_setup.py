@@ -567,15 +567,15 @@ class EngineSetup(RunPart):
 
     def renew_optimizers(self, before: LaidOutAnew | None = None) -> None:
         """Let the optimizers of the fit update the engine's shards."""
-        engine = self.strategy.engine
+        engine, number = self.strategy.engine, len(self.sharded)
         if before is None:
             self.sharded = [ShardedOptimizer(one, engine) for one in self.strategy.optimizers]
             return
-        number = len(self.sharded)
         renewed = before.attach_optimizers(engine)
-        self.sharded, self._replaced = renewed[:number], WeakSet(renewed[number:])
-        for one in self._replaced:
+        self.sharded, others = renewed[:number], renewed[number:]
+        for one in others:
             one.set_aside()
+        self._replaced = WeakSet(others)
 
     def exchange_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Let other optimizers than those of `configure_optimizers` update shards."""

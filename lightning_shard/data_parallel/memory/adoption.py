@@ -23,10 +23,7 @@ from lightning_shard.data_parallel.memory.shared_memory import overlapping
 from lightning_shard.data_parallel.model_split import ModelSplit, Unsplit
 from lightning_shard.data_parallel.phases import Phase, Phases
 from lightning_shard.data_parallel.views.parameter_shard import ParameterShard, ShardView
-from lightning_shard.data_parallel.views.sharded_parameter import (
-    as_they_are,
-    shards_as_they_are,
-)
+from lightning_shard.data_parallel.views.sharded_parameter import as_they_are
 from lightning_shard.errors import ConfigError
 
 _SHARDS = (ParameterShard, ShardView)
@@ -183,14 +180,14 @@ class Adoption:
                 hear(one)
         self._loaded.clear()
 
+    @as_they_are
     def part_from_shards(self) -> None:
         """Let what user code has made of shards in modules be full; each rank must call."""
         exchange: Any = torch.utils.swap_tensors  # who holds the parameter goes on with it
         for param in self._model.parameters():
             if isinstance(param, _SHARDS):
                 full = nn.Parameter(param.full_tensor(), param.requires_grad)
-                with shards_as_they_are():
-                    exchange(param, full)
+                exchange(param, full)
         for module in self._model.modules():
             made = {name: one for name, one in module._buffers.items() if isinstance(one, _SHARDS)}
             module._buffers.update({name: one.full_tensor() for name, one in made.items()})
