@@ -224,6 +224,7 @@ class DataParallelEngine:
             self.collectives,
             self.phases,
             self._lent,
+            reduces_full=self.options.same_bits,
         )
 
     def _reduce_asked(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_shard.backends.collectives import Collectives
 from lightning_shard.data_parallel.engine import DataParallelEngine
@@ -112,8 +112,12 @@ class StepsInOrder:
             self.begin_micro_batch()
 
     def dealt(self, loader: Any) -> Any:
-        """Return a loader of this rank's micro-batches, unless each rank has all samples."""
-        if not isinstance(getattr(loader, "sampler", None), DistributedSampler):
+        """Return a loader of this rank's micro-batches, unless each rank has all samples.
+
+        A stream is refused: Fabric gives every rank all of it, whatever it is asked.
+        """
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        if not is_stream and not isinstance(getattr(loader, "sampler", None), DistributedSampler):
             return loader
         return DealtLoader(self._dealing.dealt(loader, is_training=True), self)
 

@@ -382,6 +382,9 @@ class FabricStrategy(OnLocalRanks, ParallelStrategy, metaclass=OptionNames):
 
     def _holder_of(self, optimizer: Optimizer) -> HeldModule:
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not all(any(one.holds(param) for one in self.held) for param in params):
+            for one in self.held:
+                one.follow_model()  # which may have been given them since
         holders = [next((one for one in self.held if one.holds(p)), None) for p in params]
         known = dict.fromkeys(one for one in holders if one is not None)
         if len(known) == 1 and None not in holders:

@@ -576,14 +576,17 @@ class LaidOutAnew:
         for one in self._sharded:
             one.detach()
         for one, state in zip(self._sharded, self._states, strict=False):
+            groups = one.optimizer.param_groups  # user code may hold them
             one.optimizer.load_state_dict(state)
+            one.optimizer.param_groups = groups
 
     def attach_optimizers(self, engine: DataParallelEngine) -> list[ShardedOptimizer]:
         """Let optimizers update the shards of another engine; gradients are what they were."""
         renewed = [ShardedOptimizer(one.optimizer, engine, one) for one in self._sharded]
         with engine.user_code.running():
             for param, grad in self._grads.items():
-                param.grad = grad
+                is_wider = grad.dtype != param.dtype  # of a parameter that shows a narrow copy
+                param.grad = engine.shards.stand_in_for(param, grad) if is_wider else grad
         return renewed
 
 

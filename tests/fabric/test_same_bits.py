@@ -1,6 +1,6 @@
 """Under Fabric `same_bits=True` gives a loop the same bits on one rank, two, four and eight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from lightning.fabric import Fabric, seed_everything
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_shard import ConfigError
 from tests.fabric.loops import fabric_of, strategy_of
@@ -90,6 +90,31 @@ def test_narrow_formats_have_the_same_bits(precision: Any) -> None:
     assert len({run("gpt", *one, precision=precision) for one in cases}) == 1
 
 
+def clips_by_hand(fabric: Fabric, num_own: int) -> str:
+    """Train a step whose gradients are clipped by torch's own function, as many loops do."""
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(31, 67), nn.ReLU(), nn.Linear(67, 5))
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    data = TensorDataset(torch.randn(MICRO_BATCHES * BATCH, 31))
+    for (batch,) in fabric.setup_dataloaders(DataLoader(data, batch_size=BATCH)):
+        fabric.backward(model(batch).square().sum() / num_own)
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1)]
+    optimizer.step()
+    norms += [one.norm() for one in model.parameters()]
+    norms += [one.grad.square().sum() for one in model.parameters() if one.grad is not None]
+    return checksum(norms, model.state_dict())
+
+
+def test_norms_and_sums_that_a_loop_takes_have_the_bits_of_one_rank() -> None:
+    """They were those of the shards, whose number showed in their bits."""
+    found = set()
+    for strategy, num_ranks in (("shard_ddp", 1), ("zero1", 2), ("zero2", 4), ("zero3", 8)):
+        num_own = MICRO_BATCHES // num_ranks
+        kind = strategy_of(strategy, same_bits=True, num_micro_batches=num_own)
+        found.add(fabric_of(kind, num_ranks).launch(clips_by_hand, num_own))
+    assert len(found) == 1
+
+
 def refused(match: str, train: Any, *, num_ranks: int = 2, **options: Any) -> None:
     """Expect a launch to be refused."""
     fabric = fabric_of(strategy_of("zero1", same_bits=True, **options), num_ranks)
@@ -119,6 +144,16 @@ def test_loops_that_cannot_have_the_same_bits_are_refused() -> None:
     def uneven(fabric: Fabric) -> None:
         fabric.setup_dataloaders(DataLoader(torch.ones(10, 2), batch_size=4))
 
+    class Stream(IterableDataset[Any]):
+        """Gives every rank the same samples."""
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.ones(8, 2))
+
+    def streams(fabric: Fabric) -> None:
+        fabric.setup_dataloaders(DataLoader(Stream(), batch_size=4))
+
+    refused("a dataset with a length", streams)
     refused("a second module is set up", two_modules)
     refused("batch norms are synchronised", synchronised)
     refused("backward 2 of a step", lambda fabric: steps(fabric, num_backwards=2))

@@ -142,6 +142,14 @@ def takes_head_back(module: Any) -> None:
     module.head = module.kept
 
 
+def exchanges_blocks(module: Any) -> None:
+    module.blocks[0], module.blocks[1] = module.blocks[1], module.blocks[0]
+
+
+def shares_a_layer(module: Any) -> None:
+    module.blocks[3].up = module.blocks[0].up
+
+
 def nothing(_: Any) -> None:
     pass
 
@@ -172,6 +180,8 @@ CHANGES: dict[str, tuple[Change, Change]] = {
     "head and back": (keeps_head, takes_head_back),
     "one more block": (grows_and_tells, nothing),
     "another block": (replaces_block_and_tells, nothing),
+    "two blocks exchanged": (exchanges_blocks, exchanges_blocks),
+    "a layer in two blocks": (shares_a_layer, nothing),
 }
 HOOKS = [
     "on_train_start",
@@ -245,10 +255,49 @@ def assert_alike(got: Fitted, expected: Fitted) -> None:
 @pytest.mark.parametrize("kind", CHANGES)
 def test_exchanged_parameters_train_as_on_one_device(kind: str, stage: str, hook: str) -> None:
     """Parameters of another shape, or of no place that was known, were refused by name."""
-    if hook in AMID_A_GRAPH and kind.startswith(("parametrize by", "prune", "param")):
+    edits = ("parametrize", "prune", "orthogonal", "spectral norm")
+    if hook in AMID_A_GRAPH and kind.startswith(edits):
         hook = "on_train_batch_start"  # one device refuses edits in place of what a graph has
     style = changing(kind, hook)
     assert_alike(fit(style, f"{stage}_in_process", devices=2), alone(style))
+
+
+def test_ranks_see_blocks_exchanged_alike() -> None:
+    """Shapes of shards, which differ between ranks, told whether a model was laid out anew."""
+    style = changing("two blocks exchanged", "on_train_batch_end")
+    assert_alike(fit(style, "zero3_in_process", devices=2), alone(style))
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("stage", ["zero3", "zero2"])
+def test_narrow_copies_go_on_with_wide_gradients(stage: str, accumulated: int) -> None:
+    """Parameters that show a narrow copy were given the wide gradients of before the layout."""
+    style = changing("head of another shape", "on_train_batch_end", "adam")
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulated, "precision": "bf16-mixed"}
+    got, expected = fit(style, f"{stage}_in_process", devices=2, **options), fit(style, **options)
+    torch.testing.assert_close(got.curve.losses, expected.curve.losses, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got.weights, expected.weights, rtol=2e-2, atol=2e-2)
+
+
+class HoldsGroup(Changing):
+    """Sets its learning rate in a group that it has kept."""
+
+    changes = (replaces_head_and_tells, nothing)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.__dict__["group"] = optimizer.param_groups[0]
+        return optimizer
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.change()
+        self.group["lr"] *= 0.7
+
+
+def test_groups_that_user_code_holds_are_those_of_the_optimizer() -> None:
+    """A layout gave the optimizer other groups, so that rates were set where nothing read them."""
+    assert_alike(fit(HoldsGroup, "zero2_in_process", devices=2), fit(HoldsGroup))
 
 
 @pytest.mark.few_cases(1)
@@ -349,8 +398,8 @@ class Held:
         self.optimizers = [optimizer]
 
 
-def train(fabric: Fabric, kind: str, found: list[Any]) -> None:
-    """Train five steps, between which the model changes."""
+def train(fabric: Fabric, kind: str, found: list[Any], *, clips: bool = False) -> None:
+    """Train five steps, between which the model changes, or before gradients are clipped."""
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -359,12 +408,16 @@ def train(fabric: Fabric, kind: str, found: list[Any]) -> None:
     losses, (x, y) = [], samples()
     rank, size = fabric.global_rank, fabric.world_size
     for step in range(5):
-        if step in (FIRST, SECOND):
-            CHANGES[kind][step - FIRST](net)
+        change = CHANGES[kind][step - FIRST] if step in (FIRST, SECOND) else nothing
+        if not clips:
+            change(net)
         rows = slice(step * BATCH + rank, (step + 1) * BATCH, size)
         loss = F.cross_entropy(module(x[rows]), y[rows])
         stepped.zero_grad()
         fabric.backward(loss)
+        if clips:
+            change(net)
+            fabric.clip_gradients(module, stepped, max_norm=0.05)
         stepped.step()
         losses.append(float(fabric.all_reduce(loss.detach(), reduce_op="mean")))
     state = {name: value.clone() for name, value in module.state_dict().items()}
@@ -383,6 +436,18 @@ def test_between_steps_of_a_loop_parameters_are_exchanged(kind: str, stage: str)
     got: list[Any] = []
     fabric = Fabric(accelerator="cpu", devices=2, strategy=f"{stage}_in_process")
     fabric.launch(train, kind, got)
+    torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_gradients_of_a_loop_are_clipped_after_a_block_was_added(stage: str) -> None:
+    """The optimizer was refused, as one of a module that was not set up."""
+    alone: list[Any] = []
+    train(Fabric(accelerator="cpu", devices=1), "one more block", alone, clips=True)
+    got: list[Any] = []
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=f"{stage}_in_process")
+    fabric.launch(train, "one more block", got, clips=True)
     torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-5)
 
 

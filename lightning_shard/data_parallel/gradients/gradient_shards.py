@@ -54,6 +54,7 @@ class GradientShards:
         shard_groups: Returns the groups over whose ranks the elements of gradients lie now.
         reduce_owed: Averages gradients that were only accumulated; each rank must call.
         all_ranks: Group over which gradients are averaged.
+        reduces_full: Whether sums and norms are those of full tensors, to the bit.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class GradientShards:
         all_ranks: Collectives,
         phases: Phases,
         lent: LentMemory,
+        *,
+        reduces_full: bool = False,
     ) -> None:
-        self._split, self._device = split, device
+        self._split, self._device, self._reduces_full = split, device, reduces_full
         self._all_ranks, self._phases = all_ranks, phases
         self._shard_groups, self.reduce_owed = shard_groups, reduce_owed
         self.lent = lent
@@ -108,6 +111,7 @@ class GradientShards:
             bounds=bounds,
             cuts=cuts,
             lent=self.lent,
+            reduces_full=self._reduces_full,
         )
         note.source = _Source(self, number, note, spread, place)
         return note.source
@@ -154,6 +158,13 @@ class GradientShards:
     def stand_in(self, param: nn.Parameter) -> AveragedGradient:
         """Return the tensor for the `.grad` of a parameter that only other ranks have."""
         return AveragedGradient(param, self._sources[param].note)
+
+    def stand_in_for(self, param: nn.Parameter, full: Tensor) -> AveragedGradient:
+        """Return the tensor for the `.grad` of a parameter that is to have this full gradient."""
+        source = self._sources[param]
+        own, bounds = source.spread.own(full), source.spread.bounds
+        local = own if bounds is None else own.reshape(-1)[slice(*bounds)]
+        return AveragedGradient(param, source.note, source.apart(local))
 
     def settle(self, params: Iterable[nn.Parameter]) -> None:
         """Take what user code has computed and put into `.grad` of parameters for their own."""

@@ -174,7 +174,9 @@ class ParameterPlaces:
         left = set(self._model.parameters())
         for param, news in newcomers.items():
             new = next(iter(news.values()))
-            if self.takes_newcomers and new.shape != self._shapes.get(param):
+            is_known = new in self._shapes  # its own shape may be that of this rank's shard
+            if self.takes_newcomers and (is_known or new.shape != self._shapes.get(param)):
+                self._is_mixed |= is_known
                 continue
             try:
                 self._check(param, news, left, modules)

@@ -44,6 +44,7 @@ class Spread:
         lent: The memory of shards that user code was given.
         refusal: Why results of the ranks cannot be combined, which do not come here together.
         is_of_some: Whether some ranks have no element, as of an expert in a list.
+        reduces_full: Whether sums and norms have the bits of the full tensor's, which is gathered.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Spread:
     lent: "LentMemory"
     refusal: str = ""
     is_of_some: bool = False
+    reduces_full: bool = False
 
     @property
     def places(self) -> Hashable:
@@ -205,7 +207,11 @@ class ShardedTensor(SeesOperations):
         """Compute element by element, or over the groups."""
         name = func._schema.name.partition("::")[2]
         if name in _REDUCTIONS:
-            with reading(_first((args, kwargs)).spread.name):
+            spread = _first((args, kwargs)).spread
+            with reading(spread.name):
+                if spread.reduces_full:
+                    full_args, kwargs = map_only(ShardedTensor, _full, (args, kwargs))
+                    return func(*full_args, **kwargs)
                 return _REDUCTIONS[name](func, *args, **kwargs)
         if name.startswith("_foreach_"):
             return _each(func, args, kwargs)
@@ -342,6 +348,10 @@ def refusal(func: Any, tensor: ShardedTensor, reason: str = "") -> ConfigError:
 
 def _first(given: Any) -> ShardedTensor:
     return max(_sharded(given), key=lambda one: one.gathers)  # the first of those
+
+
+def _full(tensor: ShardedTensor) -> Tensor:
+    return tensor.full_tensor()
 
 
 def _sharded(given: Any) -> list[ShardedTensor]:

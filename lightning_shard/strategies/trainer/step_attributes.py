@@ -84,10 +84,13 @@ class BatchChanges:
 
 
 class StepAttributes:
-    """Records changes of a module's plain attributes in steps, to apply them everywhere."""
+    """Records changes of a module's plain attributes in steps, to apply them everywhere.
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._followed = _Followed(module)
+    With `buffers_of_first` the module's own buffers are those that the first microbatch leaves.
+    """
+
+    def __init__(self, module: pl.LightningModule, *, buffers_of_first: bool) -> None:
+        self._followed, self._buffers_of_first = _Followed(module), buffers_of_first
         self._added: list[tuple[int, dict[Path, list[Any]]]] = []
         self._changed: list[dict[Path, Any]] = []  # by microbatch
         self._notes: list[StepNote] = []
@@ -162,6 +165,9 @@ class StepAttributes:
             name = _name(path)
             if elsewhere:
                 remarks[name] = _left_as_it_was(name, elsewhere[0])
+                continue
+            if self._buffers_of_first and path[1] == _BUFFERS:
+                values[path] = all_values[0]
                 continue
             found = merged(start.get(path), all_values, Microbatches(sizes, losses))
             values[path] = found.value

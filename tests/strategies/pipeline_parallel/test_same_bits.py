@@ -52,6 +52,20 @@ class Staged(Images):
         return nn.Sequential(layer, nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2))
 
 
+class CentredStaged(Staged):
+    """Takes a running mean of its own off its images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        if self.training:
+            self.mean.mul_(0.9).add_(images.mean(), alpha=0.1)
+        return super().loss((images - self.mean.clone(), labels))
+
+
 class DrawnStaged(Staged):
     """Trains on images that are drawn when they are read."""
 
@@ -60,6 +74,7 @@ class DrawnStaged(Staged):
 
 KINDS: dict[str, Callable[[], Any]] = {
     "staged": Staged,
+    "centred_staged": CentredStaged,
     "drawn_staged": DrawnStaged,
     **PIPELINE_MODELS,
 }
@@ -163,6 +178,16 @@ def test_stages_in_processes_have_the_bits_of_one_rank(backend: str, tmp_path: P
     command = f"-m tests.strategies.same_bits_job {backend} pipeline_parallel 2 {tmp_path}".split()
     subprocess.run([sys.executable, *command], check=True, timeout=patient(120))
     assert (tmp_path / "digest").read_text() == "".join(one_rank("staged"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_buffers_of_the_module_itself_are_those_of_the_first_microbatch(
+    accumulated: int, tmp_path: Path
+) -> None:
+    """They were the mean of what all microbatches left."""
+    got = fit(tmp_path, model="centred_staged", accumulated=accumulated)
+    assert got == one_rank("centred_staged")
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ class StepLogs:
         self._module, self._logging = module, logging
         self._shared = SharedValues(pipeline, source)
         self._metrics = MetricSources(module, pipeline, source)
-        self._attributes = StepAttributes(module)
+        self._attributes = StepAttributes(module, buffers_of_first=logging is not None)
         self._names: dict[int, str] = {}
         self._microbatches: list[list[LoggedCall]] = []
         self._is_between_batches = True
