@@ -46,3 +46,17 @@ def test_a_base_made_of_several_tensors_trains_and_loads(stage: str) -> None:
     got = on_ranks(stage, trained)
     assert_close(got, on_one(trained))
     assert_close(got[1], got[0])
+
+
+def first_state(fabric: Fabric) -> Any:
+    module = network()
+    adapters = [one for one in module.parameters() if one.requires_grad]
+    model, _ = fabric.setup(module, torch.optim.SGD(adapters, lr=0.1))
+    return plain(model.state_dict())
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_before_the_first_step_has_it_in_full(stage: str) -> None:
+    """Integers were taken for other ranks' parameters until a unit was resharded."""
+    assert_close(on_ranks(stage, first_state), on_one(first_state))

@@ -153,7 +153,8 @@ class GradientShards:
 
     def absent(self) -> list[nn.Parameter]:
         """Return the parameters that only other ranks of the model have."""
-        return [param for param, source in self._sources.items() if source.place is None]
+        here = self._split.is_here  # integers that are here have no place among gradients, either
+        return [one for one, source in self._sources.items() if not (source.place or here(one))]
 
     def stand_in(self, param: nn.Parameter) -> AveragedGradient:
         """Return the tensor for the `.grad` of a parameter that only other ranks have."""
