@@ -315,6 +315,34 @@ class NoLoss(Images):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
+class CountsSteps(Images):
+    """Logs once in a step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("count", float(self.global_step), on_step=True)
+
+
+def test_what_is_logged_once_in_a_step_is_of_that_step(tmp_path: Path) -> None:
+    """As many values as a step has micro-batches were taken, and so those of steps before."""
+    module, logger = CountsSteps(), CSVLogger(tmp_path, name="", version=0)
+    trainer = L.Trainer(
+        **SILENT | {"logger": logger},
+        accelerator="cpu",
+        devices=1,
+        strategy=ZeRO2Strategy(backend="in_process", same_bits=True, announce=False),
+        accumulate_grad_batches=2,
+        max_steps=3,
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, DataLoader(module.data(12), batch_size=2))
+    assert trainer.callback_metrics["count"] == trainer.global_step - 1 == 2
+    rows = (tmp_path / "version_0" / "metrics.csv").read_text().splitlines()
+    column = rows[0].split(",").index("count")
+    assert [row.split(",")[column] for row in rows[1:] if row.split(",")[column]] == [
+        *("0.0", "1.0", "2.0")
+    ]
+
+
 def refused(
     match: str,
     module: L.LightningModule | None = None,

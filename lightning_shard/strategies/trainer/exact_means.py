@@ -33,7 +33,8 @@ class ExactMeans:
     parts: Sequence[Logged] = ()
 
     def __init__(self) -> None:
-        self._values: dict[str, list[Sequence[tuple[Tensor | float, float]]]] = {}
+        # by key, with the number of the step that each was logged in
+        self._values: dict[str, list[tuple[int, Sequence[tuple[Tensor | float, float]]]]] = {}
 
     @contextmanager
     def inside(
@@ -52,21 +53,27 @@ class ExactMeans:
                     trainer, key, mean_of([one for each in of_all for one in each[key]])
                 )
 
-        with recording_values(trainer, self._note, at_step):
+        def note(key: str, value: Any, batch_size: int, *, is_first: bool) -> None:
+            step = trainer.fit_loop.epoch_loop.batch_idx // num_own()
+            self._note(key, value, batch_size, step, is_first=is_first)
+
+        with recording_values(trainer, note, at_step):
             yield
 
-    def _note(self, key: str, value: Any, batch_size: int, *, is_first: bool) -> None:
+    def _note(self, key: str, value: Any, batch_size: int, step: int, *, is_first: bool) -> None:
         if is_first:
             self._values[key] = []
         size = batch_size if self.counts else 0
         if isinstance(value, Tensor):
             one = [(value.detach().clone(), size)]
-            self._values.setdefault(key, []).append(self.parts or one)
+            self._values.setdefault(key, []).append((step, self.parts or one))
 
     def of(self, key: str, *, last: int = 0) -> list[Logged]:
         """Return what was logged under a key, or the last of it, with the numbers of samples."""
-        steps = self._values.get(key, [])[-last:]
-        return [(float(one), float(size)) for parts in steps for one, size in parts]
+        noted = self._values.get(key, [])[-last:]
+        if last:  # a hook may have logged less often than a micro-batch
+            noted = [one for one in noted if one[0] == noted[-1][0]]
+        return [(float(one), float(size)) for _, parts in noted for one, size in parts]
 
 
 def mean_of(values: Sequence[Logged]) -> float:
