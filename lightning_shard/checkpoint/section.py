@@ -53,11 +53,12 @@ def section_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 def leave_out_frozen(checkpoint: dict[str, Any], module: nn.Module) -> None:
     """Take the frozen parameters out of a checkpoint that is about to be saved; buffers stay.
 
-    What stands under a parameter's name (`weight.absmax` of bitsandbytes) goes with it.
+    What tells of one (bitsandbytes' `weight.absmax`, `weight_format`) goes with it.
     """
     frozen = _frozen_names(module)
     state = checkpoint["state_dict"]
-    left_out = [name for name in state if not frozen.isdisjoint(_path(name))]
+    stays = dict(module.named_buffers(remove_duplicate=False))
+    left_out = [name for name in state if name not in stays and not frozen.isdisjoint(_path(name))]
     for name in left_out:  # in place: torch's own mapping knows module versions
         del state[name]
     if left_out:
@@ -77,8 +78,9 @@ def _frozen_names(module: nn.Module) -> set[str]:
 
 
 def _path(name: str) -> list[str]:
-    """Return a dotted name, and those of what it is in."""
-    return list(accumulate(name.split("."), "{}.{}".format))
+    """Return a dotted name, those of what it is in, and what an entry may tell of."""
+    told_of = name.removesuffix("_format")
+    return [told_of, *accumulate(name.split("."), "{}.{}".format)]
 
 
 def left_out_of(checkpoint: Mapping[str, Any]) -> frozenset[str]:
