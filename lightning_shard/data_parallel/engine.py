@@ -137,10 +137,8 @@ class DataParallelEngine:
             model, self.groups, self.split, stage=options.stage, owned=options.owned
         )
         self._scales = Float8Scales.of(model, options.gather_dtype)
-        owners = self.owners.of_shards
-        self.units = build_units(
-            model, self.groups, options, self.split, owners, self._scales, self.copier
-        )
+        args = self.groups, options, self.split, self.owners.of_shards, self._scales, self.copier
+        self.units = build_units(model, *args)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self._unshards = options.stage == 3 and not exist_once(self.units)
         self.gradients = self._made_gradients(reducing)
