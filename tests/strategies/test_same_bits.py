@@ -41,7 +41,7 @@ CLIP = 0.5
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{one}")
-    for one in (*UPSTREAM_WARNINGS, ".*sync_dist=True.*")
+    for one in (*UPSTREAM_WARNINGS, ".*sync_dist=True.*", "The dirpath has changed")
 ]
 
 
