@@ -79,8 +79,9 @@ def _frozen_names(module: nn.Module) -> set[str]:
 
 def _path(name: str) -> list[str]:
     """Return a dotted name, those of what it is in, and what an entry may tell of."""
-    told_of = name.removesuffix("_format")
-    return [told_of, *accumulate(name.split("."), "{}.{}".format)]
+    told_of, _, what = name.rpartition("_")
+    own = [told_of] if what == "format" else []
+    return [*own, *accumulate(name.split("."), "{}.{}".format)]
 
 
 def left_out_of(checkpoint: Mapping[str, Any]) -> frozenset[str]:

@@ -58,6 +58,7 @@ BELOW_ONE, BELOW_ZERO, NO_STAGE = [0, -1], [-1], [-1, 4]
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "backend": ["other", ""],
     "num_ranks": BELOW_ONE,
+    "num_micro_batches": BELOW_ONE,
     "timeout": [0, -1.0, timedelta(0), 1e30],
     "units": [[]],
     "bucket_mb": [0, -1.0],

@@ -190,7 +190,8 @@ class Adoption:
                 exchange(param, full)
         for module in self._model.modules():
             made = {name: one for name, one in module._buffers.items() if isinstance(one, _SHARDS)}
-            module._buffers.update({name: one.full_tensor() for name, one in made.items()})
+            for name, one in made.items():
+                module._buffers[name] = one.full_tensor()
 
     def check_ties(self, full_parameters: FullParameters) -> None:
         """Raise ConfigError if parameters on one memory have come apart; each rank must call."""
