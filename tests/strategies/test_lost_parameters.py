@@ -204,6 +204,7 @@ def test_parameters_that_hooks_make_of_shards_are_one_devices(scheme: str) -> No
     assert_as_alone(NormsWeights, scheme)
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("scheme", ["tensor_zero3", "2x2x2_zero3"])
 def test_parameters_that_hooks_make_of_split_shards_are_refused(scheme: str) -> None:
     with pytest.raises(ConfigError, match=r"was taken out of its module|reads elements of"):

@@ -112,6 +112,7 @@ def train_in_turn(backends: list[str]) -> list[Run]:
     return [train_cases(QUICK, one)[0] for one in backends]
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("backends", [["gloo", "shm", "gloo"], ["shm", "gloo"]], ids=str)
 def test_a_script_goes_on_over_another_backend(backends: list[str]) -> None:
     """A run over `shm` after one over Gloo ended with an AttributeError of the group that stood."""
@@ -138,6 +139,7 @@ def gather_over(backends: list[str]) -> list[float]:
     return found
 
 
+@pytest.mark.few_cases(1)
 @pytest.mark.parametrize("backends", [["shm", "gloo"], ["gloo", "shm"]], ids=str)
 def test_a_group_of_ones_own_may_have_another_backend(backends: list[str]) -> None:
     """`all_gather` over a Gloo group failed under shared memory, whose algorithms it was given."""
