@@ -130,6 +130,18 @@ _OF_THE_FULL = {  # they tell of the full tensor as of any, and nobody calls the
 }
 
 
+# What torch raises where a function takes other arguments.
+_OTHER_ARGUMENTS = (
+    TypeError,
+    RuntimeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+)
+
+
 def _calls(made: Any) -> Iterator[tuple[Any, ...]]:
     """Yield arguments as functions take them, of tensors of the user's."""
     yield (made(),)
@@ -146,7 +158,7 @@ def _answers(func: Any, made: Any) -> Iterator[tuple[Any, Any]]:
         before = [(one, one._version) for one in tree_leaves(args) if isinstance(one, Tensor)]
         try:
             answer = func(*args)
-        except Exception:  # it takes others
+        except _OTHER_ARGUMENTS:
             continue
         changed = [one for one, version in before if one._version != version]
         yield (

@@ -337,6 +337,9 @@ def build_units(
     all_stay = exist_once(units)
     for unit in units:
         unit.stays = unit.is_root or all_stay
+        for flat in unit.flats:
+            if isinstance(flat.codec, Float8Codec):
+                scales.add(flat.codec, flat, flat.groups.shard)
     return units
 
 
@@ -394,9 +397,6 @@ def _build_unit(
         )
         for named in alike
     ]
-    for flat in flats:
-        if isinstance(flat.codec, Float8Codec):
-            scales.add(flat.codec, flat, flat.groups.shard)
     unit = Unit(spec.name, spec.modules, flats)
     if options.start is not None and options.stage == 3:
         unit.reshard()  # before the next one gets memory

@@ -273,7 +273,8 @@ def _full_for(targets: list[Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, 
         own = sharded.spread.own(tensor)
         return own if own.shape == target.shape != tensor.shape else tensor
 
-    return map_only(AveragedGradient, full, (args, kwargs))  # type: ignore[no-any-return]
+    given: tuple[Args, Kwargs] = map_only(AveragedGradient, full, (args, kwargs))
+    return given
 
 
 def _with_operands(given: Any, name: str, found: _Found, like: AveragedGradient) -> tuple[Any, Any]:

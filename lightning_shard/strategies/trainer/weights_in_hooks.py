@@ -168,7 +168,9 @@ class WeightsInHooks(ModeInHooks):
         if not late or _own_code_runs():
             return args, kwargs
         instead = {one: self._behind.pop(one)() for one in dict.fromkeys(late)}
-        return map_only(Tensor, lambda one: instead.get(one, one), (tuple(args), kwargs))  # type: ignore[no-any-return]
+        given = tuple(args), kwargs
+        args, kwargs = map_only(Tensor, lambda one: instead.get(one, one), given)
+        return args, kwargs
 
     def _is_spread(self, value: Any) -> bool:
         """Whether a value is a parameter whose elements are on several ranks, or on another one."""
@@ -357,7 +359,8 @@ def _with_full_gradients(
     targets = changed_by(func, args, kwargs)
     if len(targets) != 1 or isinstance(targets[0], _SHARDED):
         return args, kwargs
-    return map_only(_SHARDED, lambda one: one.full_tensor(), (args, kwargs))  # type: ignore[no-any-return]
+    args, kwargs = map_only(_SHARDED, lambda one: one.full_tensor(), (args, kwargs))
+    return args, kwargs
 
 
 def _shows(result: Any, tensor: Tensor) -> bool:
