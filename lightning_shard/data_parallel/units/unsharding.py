@@ -37,6 +37,7 @@ from lightning_shard.data_parallel.torch_private import (
     GENERATES_TOGETHER,
     in_backward,
     keeps_graph,
+    outside_transforms,
     untraced,
     without_function_modes,
 )
@@ -345,8 +346,9 @@ class Unsharder:
         """Hook a part of a block, which another method than the block's forward may use."""
 
         def keep() -> None:
-            self._widen(unit)
-            unit.ensure_full()
+            with outside_transforms():  # of parameters that are given the part instead, say
+                self._widen(unit)
+                unit.ensure_full()
             unit.kept = True
 
         keep_full, widen = _Hook(keep), _Hook(partial(self._widen, unit))

@@ -358,6 +358,15 @@ def _in_shards(
     return shards.returned(computed(func, *shards.given((args, kwargs))))
 
 
+def differentiation_refused(name: str) -> ConfigError:
+    """Return the error for `torch.autograd.grad` of a parameter that has no graph in a hook."""
+    return ConfigError(
+        f"torch.autograd.grad was asked in a hook for the gradient of {name!r}, of which ranks "
+        f"have parts, without a graph to the full parameter; expected it in a step. Call it in "
+        f"training_step, and keep there what the hook needs."
+    )
+
+
 def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `torch.autograd.grad`: what it computes again, as a checkpoint does, sees subclasses."""
     sharded = found_in(ShardedParameter, inputs)
@@ -371,6 +380,9 @@ def _differentiated(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any
             is_of_user = home.user_code.runs and (not home.is_of_part or is_called_by_user())
             if is_of_user and param.requires_grad:
                 home.bring_for_user()
+                is_part = home.spread.own_shape not in (None, home.spread.shape)
+                if is_part or not any(one.requires_grad for one in found_in(Tensor, outputs)):
+                    raise differentiation_refused(home.spread.name)
         left = [param for param in sharded if type(param) is ShardedParameter]
         if kwargs.get("materialize_grads") and left:
             return torch.autograd.grad(outputs, inputs, *args, **kwargs)

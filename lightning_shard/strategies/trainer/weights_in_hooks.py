@@ -41,6 +41,7 @@ from lightning_shard.data_parallel.torch_private import (
     wraps_tensors,
 )
 from lightning_shard.data_parallel.views.averaged_gradient import AveragedGradient
+from lightning_shard.data_parallel.views.sharded_parameter import differentiation_refused
 from lightning_shard.data_parallel.views.sharded_tensor import ShardedTensor
 from lightning_shard.data_parallel.views.unseen_calls import ModeInHooks, makers_seen
 from lightning_shard.errors import ConfigError
@@ -145,10 +146,11 @@ class WeightsInHooks(ModeInHooks):
             return func(*args, **kwargs)
         if _own_code_runs():
             self._bring_back(params)
-            is_of_layers = sees_parts.get() and self._engine.split.groups_of_layers
-            return self._on_shards(func, args, kwargs) if is_of_layers else func(*args, **kwargs)
-        if name_of(func) == "swap_tensors":
-            raise self._swap_refused(params[0])
+            is_elsewhere = self._engine.split.groups_of_layers or self._engine.view.is_lent
+            is_cut = sees_parts.get() and is_elsewhere
+            return self._on_shards(func, args, kwargs) if is_cut else func(*args, **kwargs)
+        if func is torch.autograd.grad or name_of(func) == "swap_tensors":
+            raise self._refused(func, params[0])
         if func == SET_GRAD and self._is_spread(args[0]):
             return func(args[0], self._local(args[0], args[1]))
         if func in OF_SHAPE:
@@ -320,28 +322,26 @@ class WeightsInHooks(ModeInHooks):
             param.data.copy_(own)
 
     def _local(self, param: nn.Parameter, grad: Any) -> Any:
-        """Return this rank's shard of a gradient that a hook sets."""
+        """Return what stands for this rank's shard of a full gradient that a hook sets."""
         if isinstance(grad, AveragedGradient):
             return grad.shaped_as(param)
         if not isinstance(grad, Tensor) or grad.shape != self._shape(param):
             return grad
-        split = self._engine.split
-        if not split.is_here(param):
-            return grad.new_empty(param.shape)
-        own = split.local(param, grad)
-        if param not in self._cut_for_updates:
-            return own
-        flat, index = self._engine.owner(param)
-        return flat.as_shown(index, own)
+        if param in self._of_model:
+            return self._engine.shards.stand_in_for(param, grad)
+        return self._engine.split.local(param, grad)
 
     def _shape(self, param: nn.Parameter) -> torch.Size:
         split = self._engine.split
         known = split if split.is_spread(param) else self._engine
         return torch.Size(known.full_shape(param))
 
-    def _swap_refused(self, param: nn.Parameter) -> ConfigError:
+    def _refused(self, func: Callable[..., Any], param: nn.Parameter) -> ConfigError:
+        name = self._name(param)
+        if func is torch.autograd.grad:
+            return differentiation_refused(name)
         return ConfigError(
-            f"Rank {self._rank}: swap_tensors() was called of the parameter {self._name(param)!r}, "
+            f"Rank {self._rank}: swap_tensors() was called of the parameter {name!r}, "
             f"of which this rank does not have all elements, expected values that are assigned. "
             f"Use param.data = value."
         )

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import (
     ConfigError,
+    HybridParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
     ZeRO1Strategy,
@@ -28,6 +29,7 @@ from lightning_shard.tensor_parallel.split import SplitModel
 from tests.features.columns import COLUMNS, ONE_DEVICE, Column, Here
 from tests.features.network import Report, fitted
 from tests.strategies.data_parallel.hooked import (
+    PLAN,
     STYLES,
     Edits,
     Hooked,
@@ -55,6 +57,105 @@ alone: Any = cache(fit)
 def test_hooks_have_full_weights(style: type[Hooked], strategy: Any) -> None:
     """Hooks had a rank's own part of the weights."""
     assert_equal(fit(style, strategy()), alone(style))
+
+
+class ReadsWhatItSets(Hooked):
+    """Gradients that a hook sets, and reads, edits and sets again, of all kinds of parameters."""
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for param in (self.blocks[0].layer.weight, self.blocks[2].layer.bias, self.net.head.weight):
+            full = torch.arange(param.numel(), dtype=param.dtype).view(param.shape) / 100
+            param.grad = full.clone()
+            self.see(param.grad.sum())
+            param.grad.add_(1)
+            param.grad *= 2
+            self.see(param.grad.norm() + param.grad.numel())
+            param.grad = None
+            self.see(param.grad is None)
+            param.grad = full.clone()
+            param.grad.copy_(full + 0.5)
+            torch._foreach_mul_([param.grad], 2.0)
+            self.see(param.grad.clone().sum())
+            param.grad.zero_()
+            param.grad += full
+            self.see((param.grad * param).sum())
+
+
+class ReadsWhatItSetsAfterBackward(Hooked):
+    def on_after_backward(self) -> None:
+        ReadsWhatItSets.on_before_optimizer_step(self, None)  # type: ignore[arg-type]
+
+
+def sharded(kind: Any, **options: Any) -> Any:
+    return lambda: kind(backend="in_process", num_ranks=2, **options)
+
+
+OF_GRADIENTS = {
+    "tensor": tensor,
+    "pipeline": pipeline,
+    "zero1": sharded(ZeRO1Strategy),
+    "zero3": sharded(ZeRO3Strategy),
+    "replicas": replicas,
+}
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("style", [ReadsWhatItSets, ReadsWhatItSetsAfterBackward])
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+def test_a_gradient_that_a_hook_has_set_is_read_back_full(style: type[Hooked], name: str) -> None:
+    """Under split layers it was this rank's part, and under pipelines nothing on other ranks."""
+    assert_equal(fit(style, OF_GRADIENTS[name]()), alone(style))
+
+
+class Differentiates(Hooked):
+    def on_train_batch_end(self, *_: Any) -> None:
+        layer = self.blocks[0].layer
+        with torch.enable_grad():
+            value = layer(torch.ones(1, 8, dtype=torch.float64)).sum()
+            self.see(torch.autograd.grad(value, [layer.weight])[0].norm())
+
+
+@pytest.mark.few_cases(1)
+@pytest.mark.parametrize("strategy", [tensor, pipeline])
+def test_a_derivative_by_a_weight_in_parts_is_refused_in_hooks(strategy: Any) -> None:
+    """Torch said that a tensor required no gradient."""
+    with pytest.raises(ConfigError, match=r"for the gradient of 'net\.blocks\.0\.layer\.weight'"):
+        fit(Differentiates, strategy())
+
+
+class CallsAndDifferentiates(Hooked):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        layer, x = self.blocks[0].layer, torch.ones(1, 8, dtype=torch.float64)
+        self.see(layer(x).sum())
+        grads = torch.func.grad(lambda given: torch.func.functional_call(layer, given, x).sum())
+        for grad in grads(dict(layer.named_parameters())).values():
+            self.see(grad.norm())
+
+
+class Transforms(Hooked):
+    def on_train_batch_end(self, *_: Any) -> None:
+        CallsAndDifferentiates.on_before_optimizer_step(self, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("style", [Transforms, CallsAndDifferentiates])
+def test_functions_of_layers_are_transformed_in_hooks(style: type[Hooked]) -> None:
+    """Torch could not look into tensors of a transform, of which ranks sent their shards."""
+    assert_equal(fit(style, OF_GRADIENTS["zero3"]()), alone(style))
+
+
+class CallsBeforeAnUpdate(Hooked):
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.see(self.blocks[0].layer(torch.ones(1, 8, dtype=torch.float64)).norm())
+
+
+def test_a_split_layer_whose_gradients_are_in_shards_is_called_before_an_update() -> None:
+    """It met the shard that its rank was about to update."""
+    strategy = HybridParallelStrategy(
+        backend="in_process", num_ranks=4, tensor_parallel_size=2, zero_stage=2, plan=PLAN
+    )
+    assert_equal(fit(CallsBeforeAnUpdate, strategy), alone(CallsBeforeAnUpdate))
 
 
 @pytest.mark.few_cases(1)
