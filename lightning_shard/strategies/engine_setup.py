@@ -549,6 +549,8 @@ class EngineSetup(RunPart):
             any(one.state for one in strategy.optimizers), all=False
         ):
             engine.adoption.refuse_formats(asked)
+        for average in self.averages:
+            average.check_paired()  # before anything is taken down: after it a refusal is lost
         laid_out = LaidOutAnew(engine, [*self.sharded, *self._replaced])
         for average in self.averages:
             average.restore(full=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -260,6 +260,16 @@ def test_exchanged_parameters_train_as_on_one_device(kind: str, stage: str, hook
         hook = "on_train_batch_start"  # one device refuses edits in place of what a graph has
     style = changing(kind, hook)
     assert_alike(fit(style, f"{stage}_in_process", devices=2), alone(style))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["one more block", "head of another shape", "weight norm"])
+def test_an_average_of_other_parameters_is_refused_by_name(kind: str, stage: str) -> None:
+    """The teardown of what was half laid out anew failed in its place, on tensors on meta."""
+    style = changing(kind, "on_train_batch_end")
+    with pytest.raises(ConfigError, match="EMAWeightAveraging has copied 20 parameters"):
+        fit(style, f"{stage}_in_process", [EMAWeightAveraging()], devices=2)
 
 
 def test_ranks_see_blocks_exchanged_alike() -> None:

@@ -94,8 +94,8 @@ class AverageOfShards:
         average = callback._average_model
         assert average is not None
         self._copy: nn.Module = average.module if isinstance(average, AveragedModel) else average
+        self._shapes = {copy: tuple(copy.shape) for copy in self._copy.parameters()}
         self._copies = self._paired()
-        self._shapes = {copy: copy.shape for copy in self._copies.values()}
         for copy in self._copy.buffers():
             copy.data.copy_(self._same(copy.data, world))
         for param, copy in self._copies.items():
@@ -112,21 +112,24 @@ class AverageOfShards:
 
     def _paired(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return the copy of each parameter of the module."""
-        params, copies = list(self._engine.model.parameters()), list(self._copy.parameters())
-        shapes = [self._full_shape(param) for param in params]
-        if (copied := [tuple(copy.shape) for copy in copies]) != shapes:
+        self.check_paired()
+        return dict(zip(self._engine.model.parameters(), self._copy.parameters(), strict=True))
+
+    def check_paired(self) -> None:
+        """Refuse a module that has other parameters than the callback has copied."""
+        params = list(self._engine.model.parameters())
+        if [self._full_shape(param) for param in params] != list(self._shapes.values()):
             raise ConfigError(
-                f"{type(self._callback).__name__} has copied {len(copied)} parameters of the "
-                f"module, but it has other ones now, {len(shapes)}. Make all of them in __init__."
+                f"{type(self._callback).__name__} has copied {len(self._shapes)} parameters of the "
+                f"module, but it has other ones now, {len(params)}. Make all of them in __init__."
             )
-        return dict(zip(params, copies, strict=True))
 
     def _full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
         shape = self._engine.split.full_shapes.get(param)
-        if shape is None:
+        if shape is None and self._engine.knows(param):
             flat, index = self._engine.owner(param)
             return flat.layout.slots[index].shape
-        return tuple(shape)
+        return tuple(param.shape if shape is None else shape)
 
     def _same(self, value: Tensor, world: Collectives) -> Tensor:
         """Return rank 0's value, on the engine's device."""
