@@ -111,7 +111,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported and collected out of the garbage collections that runs make."""
+    _freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A file's runs of reference stay in its caches: collections took a quarter of the time."""
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
+    """Leave what there is out of the garbage collections that runs make."""
     gc.collect()
     gc.freeze()
 
